@@ -253,9 +253,9 @@ def hostfile(  # noqa: PLR0913, PLR0917  an argument is an option
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Make a hostfile from host names or from a Slurm job."""
-    from dsft.commands.hostfile import hosts_of, put
+    from dsft.commands.hostfile import hosts_of, write_hostfile
 
-    put(hosts_of(hosts or (), os.environ, slots, from_slurm=from_slurm), out, force=force)
+    write_hostfile(hosts_of(hosts or (), os.environ, slots, from_slurm=from_slurm), out, force=force)
 
 
 @app.command()

@@ -49,7 +49,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Talker:
+class ChatModel:
     """A model that answers, with its tokenizer; made by `load`."""
 
     model: Any
@@ -64,7 +64,7 @@ class Talker:
         conversation or it fills the model's positions."""
         inputs = self._encoded(messages)
         size = inputs["input_ids"].shape[1]
-        streamer = _Pieces(self.tokenizer, write)
+        streamer = _PrintableStreamer(self.tokenizer, write)
         try:
             with torch.inference_mode():
                 self.model.generate(**inputs, generation_config=self._settings(size), streamer=streamer)
@@ -76,7 +76,7 @@ class Talker:
         try:
             text, _ = template_of(self.tokenizer).render(prepare_messages(messages), prompt=True)
         except BadRowError as error:
-            raise DsftError(f"The conversation cannot be asked: {error}.") from None
+            raise DsftError(f"The conversation cannot be rendered: {error}.") from None
         try:
             inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
         except BaseException as error:  # a panic of the tokenizers library is not an Exception
@@ -90,7 +90,7 @@ class Talker:
         room = self.sampling.max_new_tokens if positions is None else positions - size
         if room < 1:
             raise DsftError(
-                f"The conversation has {size} tokens, the model {positions} positions; /reset starts anew."
+                f"The conversation has {size} tokens and the model {positions} positions; /reset forgets it."
             )
         sampled = self.sampling.temperature > 0
         settings: dict[str, Any] = {
@@ -110,7 +110,7 @@ class Talker:
         return sorted(stop for stop in stops if stop is not None)
 
 
-class _Pieces(TextStreamer):
+class _PrintableStreamer(TextStreamer):
     """A streamer that passes whole words to `write`, without control characters that would affect a
     terminal."""
 
@@ -126,21 +126,21 @@ class _Pieces(TextStreamer):
 
 def chat(folder: Path, sampling: Sampling, system: str | None) -> None:
     """Load the model, then talk until /exit or the end of the input (Ctrl-D)."""
-    talker = load(folder, sampling)
+    chat_model = load(folder, sampling)
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
     if sys.stdin.isatty():
-        print(f"{folder} on {talker.model.device}. {HELP}.")
-        converse(talker, _typed(), system, _flushed, one_line=False)
+        print(f"{folder} on {chat_model.model.device}. {HELP}.")
+        converse(chat_model, _typed_lines(), system, _print, one_line=False)
     else:
-        converse(talker, (line.rstrip("\n") for line in sys.stdin), system, _flushed, one_line=True)
+        converse(chat_model, (line.rstrip("\n") for line in sys.stdin), system, _print, one_line=True)
 
 
-def load(folder: Path, sampling: Sampling) -> Talker:
+def load(folder: Path, sampling: Sampling) -> ChatModel:
     """Load the model and tokenizer of an export, or of an adapter with its base model. Raises
     MissingInputError where the folder has neither, or no chat template."""
     if not folder.is_dir():
-        raise MissingInputError(f"{folder} is no folder; give an export, such as runs/NAME/export.")
+        raise MissingInputError(f"{folder} is not a folder; give an export, such as runs/NAME/export.")
     adapter = (folder / ADAPTER_CONFIG).is_file()
     if not adapter and not (folder / "config.json").is_file():
         raise MissingInputError(
@@ -152,43 +152,44 @@ def load(folder: Path, sampling: Sampling) -> Talker:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if getattr(tokenizer, "chat_template", None) is None:
             raise MissingInputError(
-                f"{folder}: the tokenizer has no chat template, so this model cannot be talked to; put a "
+                f"{folder}: the tokenizer has no chat template, so it cannot chat; put a "
                 "chat_template.jinja into the folder, or train with data.chat_template."
             )
-        model: Any = _adapted(folder, num_ids(tokenizer)) if adapter else _whole(str(folder))
+        model: Any = _load_with_adapter(folder, num_ids(tokenizer)) if adapter else _load_model(str(folder))
         turn_end = Renderer(tokenizer).turn_end()
     except UNREADABLE as error:
         raise MissingInputError(
-            f"{folder} cannot be loaded ({_first_line(error)}); write the export anew with dsft export."
+            f"{folder} cannot be loaded ({_first_line(error)}); export it again with dsft export."
         ) from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Talker(model.to(device).eval(), tokenizer, sampling, turn_end)
+    return ChatModel(model.to(device).eval(), tokenizer, sampling, turn_end)
 
 
-def _whole(name: str) -> Any:
+def _load_model(name: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(
         name, config=read_config(name), dtype="auto", trust_remote_code=False
     )
 
 
-def _adapted(folder: Path, num_tokens: int) -> Any:
+def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
     """Load the base model that the adapter names, with the adapter merged in. Where the tokenizer has more
     tokens than the base, the embeddings are resized; the adapter contains all of their rows."""
     config = read_json(folder / ADAPTER_CONFIG)
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base:
         raise MissingInputError(
-            f"{folder / ADAPTER_CONFIG} names no base model; write its path under base_model_name_or_path, "
+            f"{folder / ADAPTER_CONFIG} has no base_model_name_or_path; add the path of the base model, "
             "or export with the adapter merged."
         )
     from peft import PeftModel  # needed for adapters only
 
     try:
-        model = _whole(base)
+        model = _load_model(base)
     except UNREADABLE as error:
         raise MissingInputError(
-            f"{folder} is an adapter of {base}, which cannot be loaded from here ({_first_line(error)}); "
-            f"start where that path leads to it, or correct base_model_name_or_path in {ADAPTER_CONFIG}."
+            f"{folder} is an adapter of {base}, which cannot be loaded ({_first_line(error)}); "
+            "run this in a folder from which that path is valid, or correct base_model_name_or_path in "
+            f"{ADAPTER_CONFIG}."
         ) from None
     if model.get_input_embeddings().weight.shape[0] < num_tokens:
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
@@ -199,12 +200,12 @@ def _adapted(folder: Path, num_tokens: int) -> Any:
 
 def _first_line(error: BaseException) -> str:
     if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the pickle's code
-        return "its weights are a pickle that holds more than tensors, or none at all"
+        return "its weights are a damaged pickle, or one with more than tensors"
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def converse(
-    talker: Talker, lines: Iterable[str], system: str | None, write: Write, *, one_line: bool
+    chat_model: ChatModel, lines: Iterable[str], system: str | None, write: Write, *, one_line: bool
 ) -> None:
     """Answer line after line, as one conversation; lines that begin with / are commands."""
     messages = _opening(system)
@@ -218,16 +219,16 @@ def converse(
             system = text.strip() or None
             messages = _opening(system)
         elif command.startswith("/"):
-            write(f"{command} is no command; {HELP}\n")
+            write(f"{command} is not a command; {HELP}\n")
         elif line.strip():
-            _answer(talker, messages, line, write, one_line)
+            _answer(chat_model, messages, line, write, one_line)
 
 
-def _answer(talker: Talker, messages: list[Message], line: str, write: Write, one_line: bool) -> None:
+def _answer(chat_model: ChatModel, messages: list[Message], line: str, write: Write, one_line: bool) -> None:
     messages.append({"role": "user", "content": line})
     shown: Write = (lambda piece: write(piece.replace("\n", "\\n"))) if one_line else write
     try:
-        answer = talker.answer(messages, shown)
+        answer = chat_model.answer(messages, shown)
     except DsftError as error:
         messages.pop()
         answer = printable(f"error: {error}")
@@ -242,7 +243,7 @@ def _opening(system: str | None) -> list[Message]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def _typed() -> Iterator[str]:
+def _typed_lines() -> Iterator[str]:
     import readline  # noqa: F401  gives input() a history and arrow keys
 
     while True:
@@ -255,5 +256,5 @@ def _typed() -> Iterator[str]:
             print(f"\n{HELP}")
 
 
-def _flushed(text: str) -> None:
+def _print(text: str) -> None:
     print(text, end="", flush=True)

@@ -20,8 +20,8 @@ def hosts_of(
     if from_slurm == bool(words):
         given = f"{' '.join(words)} and --from-slurm" if words else "nothing"
         raise SpecError(
-            "No hostfile can be made of this.",
-            [Problem("hosts", f"{given} was given; give hosts as node[01-16]:8, or --from-slurm")],
+            "These hosts cannot be used.",
+            [Problem("hosts", f"{given} was given; give hosts such as node[01-16]:8, or --from-slurm")],
         )
     if not from_slurm:
         return of_words(words, slots)
@@ -30,7 +30,7 @@ def hosts_of(
     return found.hosts
 
 
-def put(hosts: Mapping[str, int], out: Path | None, *, force: bool) -> None:
+def write_hostfile(hosts: Mapping[str, int], out: Path | None, *, force: bool) -> None:
     """Print the hostfile, or write it to `out`. Raises StorageError where `out` cannot be written, or exists
     with other content and force is not set."""
     text = render(hosts)
@@ -39,7 +39,7 @@ def put(hosts: Mapping[str, int], out: Path | None, *, force: bool) -> None:
         return
     try:
         if out.exists() and not force and out.read_bytes() != text.encode():
-            raise StorageError(f"{out} exists and holds something else; give another name, or --force.")
+            raise StorageError(f"{out} has other content; give another name, or --force to overwrite it.")
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -18,7 +18,7 @@ from dsft.generate.hostfile import render
 from dsft.generate.scripts import deepspeed_script, environment_file, environment_text
 from dsft.generate.slurm import slurm_script
 from dsft.generate.torchrun import torchrun_script
-from dsft.plan.census import Elements, known_elements
+from dsft.plan.census import known_elements
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.promised import load, promised_batch
 from dsft.plan.reference import dpo_of, has_engine, in_stages, reference_model
@@ -40,14 +40,12 @@ def generate_files(spec_path: Path, overrides: Sequence[str], out: Path, *, chec
     write(texts, out)
     for name in texts:
         print(f"wrote {out / name}")
-    if _known(spec) is None:
-        print(
-            "bucket sizes are the largest: the model's files are not here; training sizes them by the model"
-        )
+    if known_elements(spec.model) is None:
+        print("bucket sizes are the maximum, since the model's files are not here; a run computes its own")
     if spec.cluster is None:
-        print("no hostfile, nor scripts for torchrun and Slurm: the spec has no cluster")
+        print("no hostfile and no scripts for torchrun and Slurm, since the spec has no cluster")
     elif f"scripts/launch/{spec.name}.slurm.sh" not in texts:
-        print("no script for Slurm: the hosts have unequal slots, which sbatch cannot request")
+        print("no script for Slurm, since sbatch cannot request hosts with unequal slots")
     return True
 
 
@@ -57,12 +55,12 @@ def files(spec: Spec, spec_path: Path, out: Path, overrides: Sequence[str] = ())
 
     Raise SpecError if the cluster's size does not fit the batch or the pipeline.
     """
-    train, spec_from_out = (_from(out, path) for path in (TRAIN, spec_path))
-    config = deepspeed_config(spec, promised_batch(spec), _known(spec))
+    train, spec_from_out = (_relative(out, path) for path in (TRAIN, spec_path))
+    config = deepspeed_config(spec, promised_batch(spec), known_elements(spec.model))
     texts = {f"ds_configs/{spec.name}.json": json_text(config)}
     if has_engine(spec) and not in_stages(spec) and dpo_of(spec).reference == "live":
-        known = known_elements(reference_model(spec))
-        texts[f"ds_configs/{spec.name}.reference.json"] = json_text(reference_config(spec, known))
+        elements = known_elements(reference_model(spec))
+        texts[f"ds_configs/{spec.name}.reference.json"] = json_text(reference_config(spec, elements))
     if spec.cluster is not None:
         texts[f"hostfiles/{spec.name}"] = render(spec.cluster.hosts)
     script = deepspeed_script(spec.cluster, spec.name, train, spec_from_out, overrides)
@@ -77,10 +75,6 @@ def files(spec: Spec, spec_path: Path, out: Path, overrides: Sequence[str] = ())
         if for_slurm is not None:
             texts[f"scripts/launch/{spec.name}.slurm.sh"] = for_slurm
     return texts
-
-
-def _known(spec: Spec) -> Elements | None:
-    return known_elements(spec.model)
 
 
 def json_text(config: Mapping[str, Any]) -> str:
@@ -113,5 +107,5 @@ def drift(texts: Mapping[str, str], out: Path) -> str:
     return "".join(parts)
 
 
-def _from(out: Path, path: Path) -> str:
+def _relative(out: Path, path: Path) -> str:
     return Path(os.path.relpath(path.resolve(), out.resolve())).as_posix()

@@ -30,7 +30,7 @@ def parse(text: str, where: str) -> dict[str, int]:
         reason = (
             _fault(match, hosts)
             if match
-            else f"{line.strip()!r} is not `host slots=n`; one host stands on each line"
+            else f"{line.strip()!r} is not `host slots=n`; write one host per line"
         )
         if reason:
             problems.append(Problem(f"{where}:{number}", reason))
@@ -62,13 +62,13 @@ def of_words(words: Sequence[str], slots: int | None) -> dict[str, int]:
             names, count = _of_word(word, slots)
             again = next(duplicates([*hosts, *names]), None)
             if again is not None:
-                raise ValueError(f"{again} stands here a second time; name each host once")
+                raise ValueError(f"{again} is given twice; name each host once")
         except ValueError as error:
             problems.append(Problem(quote(word), str(error)))
             continue
         hosts |= dict.fromkeys(names, count)
     if problems:
-        raise SpecError("No hostfile can be made of this.", problems)
+        raise SpecError("These hosts cannot be used.", problems)
     return hosts
 
 
@@ -77,12 +77,12 @@ def _of_word(word: str, slots: int | None) -> tuple[list[str], int]:
     names, colon, number = word.rpartition(":")
     if slots is not None:
         if colon and ":" not in names and number.isdecimal():
-            raise ValueError(f"has slots of its own, and --slots {slots} was given; leave one of them out")
+            raise ValueError(f"has a number of slots, as --slots {slots} does; leave one of them out")
         return expand(word), slots
     if not colon:
         raise ValueError("has no number of slots; write it like node[01-16]:8, or give --slots")
     if not re.fullmatch(r"[0-9]{1,6}", number):
-        raise ValueError(f"{quote(number)} is no number of slots; write it like node[01-16]:8")
+        raise ValueError(f"{quote(number)} is not a number of slots; write it like node[01-16]:8")
     if int(number) == 0:
         raise ValueError("a host needs at least 1 slot; write it like node[01-16]:8")
     return expand(names), int(number)
@@ -93,7 +93,7 @@ def _fault(match: re.Match[str], hosts: Mapping[str, int]) -> str | None:
     if not is_host(host):
         return f"{host!r} is neither a host name (letters, digits, '-' and '.') nor an IP address; correct it"
     if host in hosts:
-        return f"{host} stands here a second time; give all its slots on one line"
+        return f"{host} is on an earlier line too; give all its slots on one line"
     if slots == 0:
-        return f"{host} has 0 slots, a host needs at least 1; leave the line out"
+        return f"{host} has 0 slots, but a host needs at least 1; leave the line out"
     return None

@@ -12,7 +12,7 @@ from dsft.plan.census import Census, census
 from dsft.plan.layout import Layout, layout
 from dsft.plan.memory import other_version
 from dsft.plan.memory.ranks import Memory, RankMemory, memory, needed
-from dsft.plan.memory.reference import ReferenceMemory, ReferenceRankMemory, with_reference
+from dsft.plan.memory.reference import ReferenceMemory, with_reference
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.reference import dpo_of, has_engine, reference_model
 from dsft.plan.traffic import Flow, traffic
@@ -146,7 +146,7 @@ def memory_needs(spec: Spec, sizes: Memory, reference: ReferenceMemory | None) -
     gpu, host = memory_limits(spec)
     found: list[Need] = []
 
-    def add(stages: Sequence[RankMemory | ReferenceRankMemory], hosts: Mapping[str, int], when: str) -> None:
+    def add(stages: Sequence[RankMemory], hosts: Mapping[str, int], when: str) -> None:
         if gpu is not None:
             found.extend(
                 Need(f"a GPU of stage {one.stage}{when}", one.gpu, gpu, GPU_MEMORY) for one in stages

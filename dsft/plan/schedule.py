@@ -6,22 +6,29 @@ The values equal those of `transformers.get_scheduler`, so a run matches one wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 
-from dsft.spec.schema import DecayType, Optim, Schedule, Train
+from dsft.spec.schema import Optim, Train
 
 
 def learning_rate(optim: Optim, step: int, total_steps: int) -> float:
     """Return the learning rate of the step after `step` applied steps (0 for the first step of the run)."""
-    kind = optim.lr_scheduler_type
+    kind, floor = optim.lr_scheduler_type, optim.min_lr_ratio or 0.0
     warmup = 0 if kind == "constant" else warmup_steps(optim, total_steps)
-    floor = optim.min_lr_ratio or 0.0
     if step < warmup:
-        start = floor if kind == "wsd" else 0.0
-        return optim.learning_rate * _between(start, step / warmup)
+        return optim.learning_rate * _between(floor if kind == "wsd" else 0.0, step / warmup)
+    rest = max(1, total_steps - warmup)
     if kind == "wsd":
-        return optim.learning_rate * _wsd(optim, step, total_steps)
-    return optim.learning_rate * _DECAYS[kind](step, warmup, total_steps, floor)
+        factor = _wsd(optim, step, total_steps)
+    elif kind == "linear":
+        factor = max(0.0, (total_steps - step) / rest)
+    elif kind in ("cosine", "cosine_with_min_lr"):
+        factor = max(0.0, _between(floor, _half_cosine((step - warmup) / rest)))
+    elif kind == "inverse_sqrt":
+        timescale = warmup or 10_000
+        factor = 1.0 / math.sqrt((step + timescale - warmup) / timescale)
+    else:  # constant, constant_with_warmup
+        factor = 1.0
+    return optim.learning_rate * factor
 
 
 def batch_scale(optim: Optim, global_batch_size: int) -> float:
@@ -80,23 +87,9 @@ def _between(floor: float, factor: float) -> float:
     return factor * (1 - floor) + floor
 
 
-def _constant(step: int, warmup: int, total: int, floor: float) -> float:
-    return 1.0
-
-
-def _linear(step: int, warmup: int, total: int, floor: float) -> float:
-    return max(0.0, (total - step) / max(1, total - warmup))
-
-
-def _cosine(step: int, warmup: int, total: int, floor: float) -> float:
-    progress = (step - warmup) / max(1, total - warmup)
-    factor = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return max(0.0, _between(floor, factor))
-
-
-def _inverse_sqrt(step: int, warmup: int, total: int, floor: float) -> float:
-    timescale = warmup or 10_000
-    return 1.0 / math.sqrt((step + timescale - warmup) / timescale)
+def _half_cosine(progress: float) -> float:
+    """Fall from 1 to 0 as `progress` rises from 0 to 1."""
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def _wsd(optim: Optim, step: int, total: int) -> float:
@@ -108,23 +101,8 @@ def _wsd(optim: Optim, step: int, total: int) -> float:
     if step >= total:
         return floor
     progress = (step - (total - decay)) / decay
-    return _between(floor, _FALLS[optim.decay_type or "cosine"](progress))
-
-
-_FALLS: Mapping[DecayType, Callable[[float], float]] = {
-    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-    "linear": lambda progress: 1.0 - progress,
-    "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
-}
-
-Decay = Callable[[int, int, int, float], float]
-"""(step, warm-up steps, total steps, floor as a ratio) -> factor on the peak, for steps after the warm-up."""
-
-_DECAYS: Mapping[Schedule, Decay] = {
-    "constant": _constant,
-    "constant_with_warmup": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
-    "cosine_with_min_lr": _cosine,
-    "inverse_sqrt": _inverse_sqrt,
-}
+    if optim.decay_type == "linear":
+        return _between(floor, 1.0 - progress)
+    if optim.decay_type == "1-sqrt":
+        return _between(floor, 1.0 - math.sqrt(progress))
+    return _between(floor, _half_cosine(progress))

@@ -19,8 +19,8 @@ from dsft.plan.census import Elements
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import ABSENT, ConfigEntry, deepspeed_config, entries, nested
 from dsft.plan.memory.offload import swap_keys, swapped
-from dsft.plan.memory.ranks import needed
-from dsft.plan.memory.reference import ReferenceMemory, ReferenceRankMemory
+from dsft.plan.memory.ranks import RankMemory, needed
+from dsft.plan.memory.reference import ReferenceMemory
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.promised import load
 from dsft.plan.reference import has_engine, in_stages, reference_line
@@ -334,11 +334,11 @@ def _reference(plan: Plan, reference: ReferenceMemory) -> Iterator[str]:
             yield f"{stage} per GPU {size_text(rank.device)} while it scores: {_of_reference(rank)}."
 
 
-def _of_reference(rank: ReferenceRankMemory) -> str:
+def _of_reference(rank: RankMemory) -> str:
     parts = [
         (rank.parameters, "weights"),
         (rank.offloaded, "weights in the host's memory"),
-        (rank.gathered, "gathered, at most"),
+        (rank.buffers, "gathered, at most"),
         (rank.activations, "activations, about"),
         (rank.logits, "logits, about"),
     ]

@@ -3,7 +3,7 @@
 # One host, this machine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-listen=(--standalone --local-addr=127.0.0.1) # at a free port
+listen=(--standalone --local-addr=127.0.0.1) # on a free port
 if [[ -n ${MASTER_PORT-} ]]; then
   listen=(--master-addr=127.0.0.1 --master-port="$MASTER_PORT")
 fi

@@ -7,7 +7,7 @@ benchmarks/memory.py compares the result with measured peaks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
@@ -107,9 +107,9 @@ class RankSetup:
     is_bf16: bool
     pinned: bool
     locked: int
-    forward: Phase = field(default_factory=dict)
-    backward: Phase = field(default_factory=dict)
-    gradient: int = FP32
+    forward: Phase
+    backward: Phase
+    gradient: int
 
     @property
     def elements(self) -> int:

@@ -8,8 +8,8 @@ measures (memory.json).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, get_args
+from dataclasses import dataclass
+from typing import get_args
 
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.census import Census, Parameter
@@ -159,9 +159,10 @@ def stage_memory(
 ) -> RankMemory:
     """Compute the memory of one rank of a stage. tokens: maximum per micro-batch; batch: sizes of a step,
     None for a model that is not trained, which has one micro-batch at a time."""
-    work = _work(stage, census, spec, _Flow(layout, batch.accumulation_steps if batch else 1, tokens))
-    setup = _setup(stage, census, spec, layout, batch)
-    setup = replace(setup, forward=work.forward, backward=work.backward)
+    micro_batches = batch.accumulation_steps if batch else 1
+    in_flight = min(layout.pipeline_stages - stage, micro_batches)  # 1F1B: one per stage from here on
+    work = _work(stage, census, spec, in_flight, tokens)
+    setup = _setup(stage, census, spec, layout, batch, work)
     named = phases(setup)
     found = list(named.values())
     fullest = max(found, key=total if setup.on_cpu else on_device)
@@ -195,18 +196,9 @@ def _sum(phase: Phase) -> Tensors:
     return sum(phase.values(), NONE)
 
 
-class OnRank(Protocol):
-    """Bytes of a rank on its GPU, in host memory, and freed but retained by its process."""
-
-    @property
-    def device(self) -> int: ...
-    @property
-    def offloaded(self) -> int: ...
-    @property
-    def retained(self) -> int: ...
-
-
-def of_host(stages: Sequence[OnRank], spec: Spec, layout: Layout, hosts: Mapping[str, int]) -> dict[str, int]:
+def of_host(
+    stages: Sequence[RankMemory], spec: Spec, layout: Layout, hosts: Mapping[str, int]
+) -> dict[str, int]:
     """Return host -> bytes of all its processes, including the devices' memory if the accelerator is the CPU.
     hosts: host -> number of ranks, in rank order."""
     totals: dict[str, int] = {}
@@ -225,20 +217,6 @@ def needed(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Flow:
-    """The micro-batches of a step: their number and their maximum number of tokens."""
-
-    layout: Layout
-    micro_batches: int
-    tokens: int
-
-    def in_flight(self, stage: int) -> int:
-        """Return the number of micro-batches whose activations a stage has in memory (1F1B): one plus the
-        number of stages after it."""
-        return min(self.layout.pipeline_stages - stage, self.micro_batches)
-
-
-@dataclass(frozen=True)
 class _Work:
     """Activations and head in forward and backward; one_layer, logits: as in RankMemory, for a forward
     without backward."""
@@ -249,7 +227,9 @@ class _Work:
     logits: int
 
 
-def _setup(stage: int, census: Census, spec: Spec, layout: Layout, batch: BatchSizes | None) -> RankSetup:
+def _setup(
+    stage: int, census: Census, spec: Spec, layout: Layout, batch: BatchSizes | None, work: _Work
+) -> RankSetup:
     parameters = census.stage(stage, cut_of(spec.parallel, census))
     parallel, on_cpu = spec.parallel, runs_on_cpu(spec)
     devices = (parallel.offload_optimizer.device, parallel.offload_parameters.device)
@@ -273,13 +253,15 @@ def _setup(stage: int, census: Census, spec: Spec, layout: Layout, batch: BatchS
         is_bf16=spec.train.precision == "bf16",
         pinned=not on_cpu and parallel.offload_optimizer.pin_memory is not False,
         locked=swapped(census, spec, layout.data_parallel).locked if "nvme" in devices else 0,
+        forward=work.forward,
+        backward=work.backward,
         gradient=weight_bytes(spec) if stays else FP32,
     )
 
 
-def _work(stage: int, census: Census, spec: Spec, flow: _Flow) -> _Work:
-    """Return the activations of all micro-batches in flight, and the head. The logits are freed before the
-    backward of the layers, the gradient of the head's weight is not.
+def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int) -> _Work:
+    """Return the activations of the micro-batches in flight, and the head. The logits are freed before the
+    backward of the layers, the gradient of the head's weight is not. tokens: of a micro-batch.
 
     With gradient checkpointing, a layer stores only its input, and one layer at a time is recomputed. In the
     layer that the backward is in, the share BACKWARD of the activations has gradients at once.
@@ -288,15 +270,14 @@ def _work(stage: int, census: Census, spec: Spec, flow: _Flow) -> _Work:
     for parameter in census.stage(stage, cut_of(spec.parallel, census)):
         if parameter.layer is not None:
             found.setdefault(parameter.layer, []).append(parameter)
-    token, flight = flow.tokens * weight_bytes(spec), flow.in_flight(stage)
-    hidden = _embedding(census)[1]
+    token, hidden = tokens * weight_bytes(spec), _embedding(census)[1]
     layers = [each(_saved(own, hidden, spec), token) for own in found.values()]
     one_layer = max(layers, key=lambda layer: layer.total, default=NONE)
-    inputs = each([hidden] * len(layers) * flight, token)
-    is_last = stage == flow.layout.pipeline_stages - 1
-    logits, gradient, scored = _head(census, spec, flow.tokens) if is_last else (0, 0, 0)
+    inputs = each([hidden] * len(layers) * in_flight, token)
+    is_last = stage == spec.parallel.pipeline_stages - 1
+    logits, gradient, scored = _head(census, spec, tokens) if is_last else (0, 0, 0)
     flowing = one(int(one_layer.total * BACKWARD))
-    ahead, back, on_host = sum(layers * flight, NONE), sum(layers * flight, NONE), NONE
+    ahead, back, on_host = sum(layers * in_flight, NONE), sum(layers * in_flight, NONE), NONE
     if spec.model.gradient_checkpointing:
         ahead, back = inputs, one_layer + inputs
         if spec.model.activation_offload:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dsft.commands.chat import Sampling, Talker, converse, load
+from dsft.commands.chat import ChatModel, Sampling, converse, load
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import MissingInputError
 
@@ -42,7 +42,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def talker(export: Path) -> Talker:
+def talker(export: Path) -> ChatModel:
     return load(export, GREEDY)
 
 
@@ -84,10 +84,10 @@ def test_an_answer_is_one_line_for_a_pipe_and_as_it_is_for_a_terminal() -> None:
 
 def test_an_unknown_command_is_told_and_not_asked() -> None:
     talker, written = talk(["/foo"])
-    assert not talker.asked and written.startswith("/foo is no command; /reset")
+    assert not talker.asked and written.startswith("/foo is not a command; /reset")
 
 
-def test_greedy_answers_equal_generate_and_come_in_pieces(talker: Talker) -> None:
+def test_greedy_answers_equal_generate_and_come_in_pieces(talker: ChatModel) -> None:
     messages = [{"role": "user", "content": "hello"}]
     pieces: list[str] = []
     answer = talker.answer(messages, pieces.append)
@@ -101,7 +101,7 @@ def test_greedy_answers_equal_generate_and_come_in_pieces(talker: Talker) -> Non
     assert "".join(pieces) == answer
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_conversation(talker: Talker, monkeypatch: Any) -> None:
+def test_ctrl_c_ends_the_answer_and_not_the_conversation(talker: ChatModel, monkeypatch: Any) -> None:
     def generate(streamer: Any, **_: Any) -> None:
         streamer.put(torch.tensor([[1]]))
         streamer.put(torch.tensor([104]))
@@ -112,7 +112,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(talker: Talker, monkeyp
     assert talker.answer([{"role": "user", "content": "x"}], lambda piece: None) == "hi"
 
 
-def test_characters_that_steer_a_terminal_are_left_out(talker: Talker, monkeypatch: Any) -> None:
+def test_characters_that_steer_a_terminal_are_left_out(talker: ChatModel, monkeypatch: Any) -> None:
     def generate(streamer: Any, **_: Any) -> None:
         streamer.put(torch.tensor([[1]]))
         for byte in b"a\x1b[2Jb\n":
@@ -123,7 +123,7 @@ def test_characters_that_steer_a_terminal_are_left_out(talker: Talker, monkeypat
     assert talker.answer([{"role": "user", "content": "x"}], lambda piece: None) == "a[2Jb\n"
 
 
-def test_a_conversation_that_fills_the_model_is_told_and_forgotten(talker: Talker) -> None:
+def test_a_conversation_that_fills_the_model_is_told_and_forgotten(talker: ChatModel) -> None:
     written: list[str] = []
     converse(talker, ["x" * 200, "hi"], None, written.append, one_line=True)
     lines = "".join(written).split("\n")
@@ -137,12 +137,12 @@ def test_a_template_without_an_end_is_told_and_does_not_hang(export: Path, tmp_p
     written: list[str] = []
     converse(load(folder, GREEDY), ["hi"], None, written.append, one_line=True)
     assert "".join(written).startswith(
-        "error: The conversation cannot be asked: the chat template of the tok"
+        "error: The conversation cannot be rendered: the chat template of the tok"
     )
 
 
 def test_folders_that_cannot_be_talked_to(export: Path, tmp_path: Path) -> None:
-    with pytest.raises(MissingInputError, match="is no folder"):
+    with pytest.raises(MissingInputError, match="is not a folder"):
         load(tmp_path / "nothing", GREEDY)
     with pytest.raises(MissingInputError, match="neither config.json nor adapter_config.json"):
         load(tmp_path, GREEDY)
@@ -160,7 +160,7 @@ def test_folders_whose_files_are_torn(export: Path, tmp_path: Path) -> None:
     with pytest.raises(MissingInputError, match=r"cannot be loaded \(.*dsft export"):
         load(tmp_path, GREEDY)
     (tmp_path / "adapter_config.json").write_text("[]")
-    with pytest.raises(MissingInputError, match="names no base model"):
+    with pytest.raises(MissingInputError, match="has no base_model_name_or_path"):
         load(tmp_path, GREEDY)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "runs/elsewhere/export"}')
     with pytest.raises(MissingInputError, match="is an adapter of runs/elsewhere/export, which cannot be"):
@@ -214,7 +214,7 @@ def test_a_pickle_that_would_run_code_is_told_of_in_a_sentence(export: Path, tmp
     (folder / "model.safetensors").unlink()
     torch.save({"model.norm.weight": Payload()}, folder / "pytorch_model.bin")
     with pytest.raises(
-        MissingInputError, match=r"cannot be loaded \(its weights are a pickle that holds more"
+        MissingInputError, match=r"cannot be loaded \(its weights are a damaged pickle, or one with more"
     ):
         load(folder, GREEDY)
 

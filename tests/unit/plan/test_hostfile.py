@@ -16,7 +16,7 @@ def test_hosts_come_back_in_their_order() -> None:
     ("text", "problem"),
     [
         ("a slots=2 # fast\n", "hosts:1: 'a slots=2 # fast' is not `host slots=n`"),
-        ("a slots=2\na slots=3\n", "hosts:2: a stands here a second time"),
+        ("a slots=2\na slots=3\n", "hosts:2: a is on an earlier line too"),
         ("a\n", "hosts:1: 'a' is not `host slots=n`"),
         ("a slots=0\n", "hosts:1: a has 0 slots"),
         ("-a slots=1\n", "'-a' is neither a host name"),

@@ -52,7 +52,7 @@ def test_a_live_reference_stands_beside_the_policy_and_in_its_total(planned: Any
     assert sizes.stages[0].reference == 2 * WHOLE == reference.stages[0].parameters
     assert sizes.stages[0].device == alone.stages[0].device + 2 * WHOLE
     assert sizes.stages[0].phase("load") == alone.stages[0].phase("load") + 2 * WHOLE
-    assert reference.hosts is None and reference.stages[0].gathered == 0
+    assert reference.hosts is None and reference.stages[0].buffers == 0
 
 
 def test_a_sharded_one_takes_a_share_and_what_it_gathers(planned: Any) -> None:
@@ -60,7 +60,7 @@ def test_a_sharded_one_takes_a_share_and_what_it_gathers(planned: Any) -> None:
     (rank,) = reference.stages
     assert rank.parameters == sizes.stages[0].reference == 2 * (WHOLE // 4 + 4 * SMALL)
     bucket = bucket_size(WHOLE)
-    assert (rank.gathered, rank.offloaded) == (2 * (8 * BIG + bucket + bucket // 4), 0)
+    assert (rank.buffers, rank.offloaded) == (2 * (8 * BIG + bucket + bucket // 4), 0)
 
 
 def test_one_on_the_cpu_leaves_the_gpu_what_stays_gathered(planned: Any) -> None:

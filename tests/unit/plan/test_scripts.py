@@ -131,7 +131,7 @@ def test_a_job_that_may_not_come_back_says_so(tmp_path: Path) -> None:
     done = stage.run("x.slurm.sh", str(slurm_script(EVEN, *RUN)), (), {"SLURM_JOB_ID": "7"})
     assert done.returncode == 75 and "submit this script again" in done.stderr
     done = stage.run("x.slurm.sh", str(slurm_script(EVEN, *RUN)), (), {"SLURM_SUBMIT_DIR": "/"})
-    assert done.returncode == 66 and "has no dsft/train.py; submit from" in done.stderr
+    assert done.returncode == 66 and "has no dsft/train.py; submit this script from" in done.stderr
     assert stage.asked("srun") is None
     done = stage.run("x.slurm.sh", str(slurm_script(EVEN, *RUN)), (), {"SLURM_SUBMIT_DIR": ""})
     assert done.returncode != 0 and "submit this script with sbatch" in done.stderr

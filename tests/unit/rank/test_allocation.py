@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsft.cli import app
-from dsft.commands.hostfile import hosts_of, put
+from dsft.commands.hostfile import hosts_of, write_hostfile
 from dsft.errors import DsftError, SpecError, StorageError, WorldError
 from dsft.generate.hostfile import of_words, parse
 from dsft.rank.allocation import allocation
@@ -85,10 +85,10 @@ def test_words_are_hosts_with_their_slots() -> None:
     [
         (["node1:0"], "a host needs at least 1 slot"),
         (["node1"], "has no number of slots"),
-        (["node1:8x"], "'8x' is no number of slots"),
-        (["node1:8 trailing"], "'8 trailing' is no number of slots"),
-        (["node1:-1"], "'-1' is no number of slots"),
-        (["node[1-2]:1", "NODE2:1"], "NODE2 stands here a second time"),
+        (["node1:8x"], "'8x' is not a number of slots"),
+        (["node1:8 trailing"], "'8 trailing' is not a number of slots"),
+        (["node1:-1"], "'-1' is not a number of slots"),
+        (["node[1-2]:1", "NODE2:1"], "NODE2 is given twice"),
         (["-oProxyCommand=id:1"], "is neither a host name"),
         (["a\n:1"], "is neither a host name"),
     ],
@@ -100,23 +100,23 @@ def test_words_that_are_no_hosts_are_refused(words: list[str], reason: str) -> N
 
 
 def test_slots_that_are_said_twice_are_refused() -> None:
-    with pytest.raises(SpecError, match="has slots of its own, and --slots 4 was given"):
+    with pytest.raises(SpecError, match="has a number of slots, as --slots 4 does"):
         of_words(["node1:8"], 4)
     assert of_words(["fe80::1"], 4) == {"fe80::1": 4}
 
 
 def test_a_hostfile_that_differs_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "hostfiles" / "two"
-    put({"a": 1, "b": 2}, path, force=False)
+    write_hostfile({"a": 1, "b": 2}, path, force=False)
     assert parse(path.read_text(), "two") == {"a": 1, "b": 2}
-    put({"a": 1, "b": 2}, path, force=False)
-    with pytest.raises(StorageError, match="exists and holds something else"):
-        put({"a": 2}, path, force=False)
+    write_hostfile({"a": 1, "b": 2}, path, force=False)
+    with pytest.raises(StorageError, match="has other content"):
+        write_hostfile({"a": 2}, path, force=False)
     assert parse(path.read_text(), "two") == {"a": 1, "b": 2}
-    put({"a": 2}, path, force=True)
+    write_hostfile({"a": 2}, path, force=True)
     assert path.read_text() == "a slots=2\n"
     with pytest.raises(StorageError, match="cannot be written"):
-        put({"a": 1}, tmp_path, force=True)
+        write_hostfile({"a": 1}, tmp_path, force=True)
 
 
 def test_the_hosts_come_from_one_place() -> None:
