@@ -380,6 +380,8 @@ def dealing(options: argparse.Namespace) -> list[str]:
 
 def lost(steps: list[Any], micro: int, budget: int | None) -> tuple[float, float]:
     """Shares of padding, and of padding with imbalance."""
+    import numpy as np
+
     from dsft.data.steps.collate import EMPTY_ROW_LENGTH
     from dsft.data.steps.pack import assign
 
@@ -387,7 +389,8 @@ def lost(steps: list[Any], micro: int, budget: int | None) -> tuple[float, float
     tokens = places = computed = 0
     for step in steps:
         tokens += int(step.sum())
-        ranks = [[step[hand] for hand in assign(step, sizes, rank)] for rank in range(2)]
+        rows, ids = argparse.Namespace(lengths=step, widths=step), np.arange(len(step))
+        ranks = [[step[members] for members in assign(rows, ids, sizes, rank)] for rank in range(2)]
         for together in zip(*ranks, strict=True):
             found = [size_of(one, budget is not None) or EMPTY_ROW_LENGTH for one in together]
             places += sum(found)

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from dsft.data.rows import TokenRows
 from dsft.data.sets.dataset import Dataset, Example
 
 
@@ -70,6 +71,21 @@ class ExamplePart:
 
     def source(self, index: int) -> str:
         return self.examples[index].source
+
+    @property
+    def rows(self) -> TokenRows:
+        raise AssertionError("there are no rows behind them")
+
+    @property
+    def row_ids(self) -> NDArray[np.int32]:
+        raise AssertionError("there are no rows behind them")
+
+    @property
+    def lost(self) -> NDArray[np.int64]:
+        raise AssertionError("there are no rows behind them")
+
+    def extent(self, index: int) -> str:
+        raise AssertionError("there are no rows behind them")
 
     def example(self, index: int) -> Example:
         return self.examples[index]

@@ -71,7 +71,7 @@ def title_of(row: RowView) -> str:
         facts.append(f"two answers after a prompt of {row.prompt:,} tokens{once}")
     elif len(row.segments) > 1:
         facts.append(f"{len(row.segments)} pieces")
-    return ", ".join([*facts, *filter(None, (row.happened, row.why))])
+    return ", ".join([*facts, *filter(None, (row.extent, row.why))])
 
 
 def _pieces(row: RowView) -> Iterator[Block]:
@@ -150,18 +150,14 @@ def _steps(view: View) -> Iterator[str]:
 
 
 def _problems(view: View) -> Iterator[Block]:
-    problems = view.problems
-    if not problems.counts and view.data.loaded.refusal is None:
+    if not view.problems and view.data.loaded.refusal is None:
         yield Block("title", "no problems")
-    for kind, count in problems.counts.items():
+    for kind, (count, rows) in view.problems.items():
         yield Block("line", f"{counted(count, view.unit)} {KINDS[kind]}")
-        rows = [row for row in problems.rows if row.kind == kind]
         yield from (Block("item", f"{row.source}: {row.reason}") for row in rows)
-        if rows and count > len(rows):
-            yield Block(
-                "item", f"… and {count - len(rows):,} more; the first {problems.limit:,} of a kind are shown"
-            )
-    if problems.counts and not problems.limit:
+        if 0 < len(rows) < count:
+            yield Block("item", f"… and {count - len(rows):,} more")
+    if view.problems and not any(rows for _, rows in view.problems.values()):
         yield Block("line", "list them with: dsft preview SPEC --problems")
 
 

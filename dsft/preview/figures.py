@@ -95,21 +95,17 @@ def _positions(data: Dataset, steps: Sequence[NDArray[np.int64]], batch: BatchSi
     the fullest."""
     filled = waited = 0
     packed, rows_each = batch.tokens_per_micro_batch is not None, 2 if data.is_pairs else 1
+
+    def size(members: NDArray[np.int64]) -> int:
+        if packed:
+            return int(data.lengths[members].sum(dtype=np.int64))
+        return rows_each * len(members) * int(data.widths[members].max(initial=0))
+
     for step in steps:
-        lengths = (data.lengths if packed else data.widths)[step].astype(np.int64)
         ranks = [
-            [
-                int(lengths[members].sum())
-                if packed
-                else rows_each * len(members) * _widest(lengths[members])
-                for members in assign(lengths, batch, rank)
-            ]
+            [size(members) for members in assign(data, step, batch, rank)]
             for rank in range(batch.data_parallel)
         ]
         filled += sum(map(sum, ranks))
         waited += sum(max(together) for together in zip(*ranks, strict=True)) * batch.data_parallel
     return filled, waited
-
-
-def _widest(lengths: NDArray[np.int64]) -> int:
-    return int(lengths.max(initial=0))

@@ -5,17 +5,15 @@ Tokens are read only to compute tokens per character.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.sets.dataset import Dataset, SourceExamples
+from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.load import on_too_long
-from dsft.data.sets.pairs import PairExamples
-from dsft.data.sets.pieces import RowExamples
 from dsft.data.sets.selection import PairRows, Selection, is_duplicate, longest_rows
 from dsft.spec.schema import Data, Spec
 
@@ -49,18 +47,11 @@ class RowProblem:
     reason: str
 
 
-@dataclass(frozen=True)
-class Problems:
-    """Rows with problems. counts: kind -> number of rows, for kinds that occur; rows: the first `limit` of
-    each kind."""
-
-    counts: Mapping[str, int]
-    rows: tuple[RowProblem, ...]
-    limit: int
-
-
-def problems_of(sources: Sequence[SourceSelections], spec: Spec, limit: int) -> Problems:
-    """Return the problems of all rows by kind, within a kind in the order of the sources."""
+def problems_of(
+    sources: Sequence[SourceSelections], spec: Spec, limit: int
+) -> dict[str, tuple[int, list[RowProblem]]]:
+    """Return the problems of rows by kind, for kinds that occur: the number of rows, and the first `limit` of
+    them in the order of the sources."""
     counts = dict.fromkeys(KINDS, 0)
     found: dict[str, list[RowProblem]] = {kind: [] for kind in KINDS}
     content = np.concatenate([read.rows.content[: read.count] for read, *_ in sources])
@@ -69,48 +60,25 @@ def problems_of(sources: Sequence[SourceSelections], spec: Spec, limit: int) -> 
         read, account = source[0], source[0].account
         counts["bad"] += account.bad_rows
         found["bad"] += [RowProblem(place, "bad", reason) for place, reason in account.bad]
-        says = content[start : start + read.count]
+        hashes = content[start : start + read.count]
         masks = _masks(source, spec) | {"duplicate": duplicate[start : start + read.count]}
         start += read.count
         for kind, mask in masks.items():
             counts[kind] += int(np.count_nonzero(mask))
             rows = np.flatnonzero(mask)[: max(0, limit - len(found[kind]))].astype(np.int32)
             if kind == "duplicate":
-                reasons = [f"repeats {place}" for place in _first_places(sources, content, says[rows])]
+                reasons = [f"repeats {place}" for place in _first_places(sources, content, hashes[rows])]
             else:
                 reasons = [_reason(kind, source, row, spec.data) for row in rows.tolist()]
             found[kind] += [
                 RowProblem(at, kind, why) for at, why in zip(read.places(rows), reasons, strict=True)
             ]
-    happened = {kind: count for kind, count in counts.items() if count}
-    return Problems(happened, tuple(row for kind in happened for row in found[kind][:limit]), limit)
+    return {kind: (count, found[kind][:limit]) for kind, count in counts.items() if count}
 
 
 def kinds_of(source: SourceSelections, row: int, spec: Spec) -> list[str]:
     """Return the kinds of problems of one row, in words, except whether it is a duplicate."""
     return [KINDS[kind] for kind, mask in _masks(source, spec).items() if mask[row]]
-
-
-def parts_of(parts: Iterable[SourceExamples]) -> tuple[RowExamples | PairExamples, ...]:
-    """Return the parts that are RowExamples or PairExamples, with their types narrowed."""
-    return tuple(part for part in parts if isinstance(part, (RowExamples, PairExamples)))
-
-
-def row_of(part: RowExamples | PairExamples) -> NDArray[np.int32]:
-    """Return the row in which each example of a source begins, or the pair that it is, (examples,)."""
-    if isinstance(part, PairExamples):
-        return part.pairs
-    return part.ids if part.at is None else part.ids[part.at]
-
-
-def lost_of(part: RowExamples | PairExamples) -> NDArray[np.int64]:
-    """Return how many more tokens each example's row has than the example, (examples,); for a pair, both rows
-    together."""
-    whole: NDArray[np.int64] = part.rows.lengths[row_of(part)]
-    if isinstance(part, PairExamples):
-        whole = whole - 2 * part.prompts - part.answers.sum(axis=1)
-        return whole
-    return whole - part.lengths
 
 
 def _masks(source: SourceSelections, spec: Spec) -> dict[str, Mask]:
@@ -129,13 +97,13 @@ def _masks(source: SourceSelections, spec: Spec) -> dict[str, Mask]:
 
 
 def _first_places(
-    sources: Sequence[SourceSelections], content: NDArray[np.uint64], says: NDArray[np.uint64]
+    sources: Sequence[SourceSelections], content: NDArray[np.uint64], hashes: NDArray[np.uint64]
 ) -> Iterator[str]:
-    """Yield the place of the first row, over all sources, with each of the contents `says` (k,). content: the
+    """Yield the place of the first row, over all sources, with one of the `hashes` (k,). content: the
     hashes of all rows of all sources."""
-    rows = np.flatnonzero(np.isin(content, says)) if len(says) else np.zeros(0, np.int64)
+    rows = np.flatnonzero(np.isin(content, hashes)) if len(hashes) else np.zeros(0, np.int64)
     values, first = np.unique(content[rows], return_index=True)
-    for row in rows[first[np.searchsorted(values, says)]].tolist():
+    for row in rows[first[np.searchsorted(values, hashes)]].tolist():
         for source in sources:
             if row < source[0].count:
                 yield source[0].rows.source(row)
@@ -146,13 +114,11 @@ def _first_places(
 def _truncated(source: SourceSelections, row: int, data: Data) -> str:
     rows = source[0].rows
     length, targets = int(rows.lengths[row]), int(rows.trained[row])
-    for part in parts_of([one.examples for one in source]):
-        which = row_of(part)
-        at = int(np.searchsorted(which, row))
-        if at < len(which) and which[at] == row:
-            kept = f"{length - lost_of(part)[at]:,} of {length:,} tokens kept"
-            kept += f", from token {part.begin[at]:,} on"
-            return f"{kept}; {targets - part.target_counts[at]:,} of {targets:,} trained tokens lost"
+    for examples in (one.examples for one in source):
+        at = int(np.searchsorted(examples.row_ids, row))
+        if at < len(examples.row_ids) and examples.row_ids[at] == row:
+            lost = targets - examples.target_counts[at]
+            return f"{examples.extent(at)}; {lost:,} of {targets:,} trained tokens lost"
     if isinstance(rows, PairRows):
         return f"{length:,} tokens; both answers are the same when truncated to {data.max_length:,} tokens"
     return f"{length:,} tokens; no target is left when truncated to {data.max_length:,} tokens"
@@ -196,15 +162,12 @@ def _least_trained(data: Dataset) -> Iterator[tuple[int, str]]:
 
 
 def _most_cut(data: Dataset) -> Iterator[tuple[int, str]]:
-    """Yield the truncated examples that lost the most tokens; none if rows are split or joined."""
-    parts = parts_of(data.parts)
-    cut = np.concatenate([lost_of(part) for part in parts])
-    rows = np.concatenate([row_of(part) + offset for part, offset in _offsets(data)])
-    once = np.bincount(rows)[rows] == 1
-    is_window = all(isinstance(part, PairExamples) or part.at is None for part in parts)
-    for index in _largest(np.where(once & is_window, cut, 0)):
-        if cut[index] > 0 and once[index] and is_window:
-            yield index, f"{cut[index]:,} tokens cut off"
+    """Yield the truncated examples that lost the most tokens; none of rows that were split or joined."""
+    rows = _rows(data)
+    lost = np.concatenate([part.lost for part in data.parts]) * (np.bincount(rows)[rows] == 1)
+    for index in _largest(lost):
+        if lost[index] > 0:
+            yield index, f"{lost[index]:,} tokens cut off"
 
 
 def _least_efficient(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[int, str]]:
@@ -218,21 +181,19 @@ def _least_efficient(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> Itera
 
 
 def _repeated(data: Dataset) -> Iterator[tuple[int, str]]:
-    content = np.concatenate([part.rows.content[row_of(part)] for part in parts_of(data.parts)])
-    rows = np.concatenate([row_of(part) + offset for part, offset in _offsets(data)])
-    _, first_of_row = np.unique(rows, return_index=True)  # count a row that was split only once
+    content = np.concatenate([part.rows.content[part.row_ids] for part in data.parts])
+    _, first_of_row = np.unique(_rows(data), return_index=True)  # count a row that was split only once
     _, first, times = np.unique(content[first_of_row], return_index=True, return_counts=True)
     for at in _largest(times):
         if times[at] > 1:
             yield int(first_of_row[first[at]]), f"{times[at]:,} rows have this content"
 
 
-def _offsets(data: Dataset) -> Iterator[tuple[RowExamples | PairExamples, int]]:
-    """Yield each source's part with the number of rows in the sources before it."""
-    offset = 0
-    for part in parts_of(data.parts):
-        yield part, offset
-        offset += len(part.rows.lengths)
+def _rows(data: Dataset) -> NDArray[np.int64]:
+    """Return the row of each example, (n,), numbered over all sources."""
+    counts = [len(part.rows.lengths) for part in data.parts]
+    offsets = np.cumsum([0, *counts])
+    return np.concatenate([part.row_ids + offset for part, offset in zip(data.parts, offsets, strict=False)])
 
 
 def _largest(values: NDArray[np.number]) -> list[int]:

@@ -18,7 +18,6 @@ from dsft.data.rows import TokenRows
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.load import RunData, load_data
 from dsft.data.sets.order import Order
-from dsft.data.sets.pairs import PairExamples
 from dsft.data.sets.selection import PairRows
 from dsft.data.steps.pack import assign
 from dsft.data.tokenizer.load import notes, open_tokenizer
@@ -27,13 +26,10 @@ from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.layout import layout
 from dsft.preview.figures import LengthStats, StepStats, length_stats, step_stats
 from dsft.preview.problems import (
-    Problems,
+    RowProblem,
     SourceSelections,
     kinds_of,
-    lost_of,
-    parts_of,
     problems_of,
-    row_of,
     worst_of,
 )
 from dsft.preview.tokens import Token, tokens_of
@@ -50,7 +46,7 @@ class RowView:
     number    from 1, in the order of the files; None: left out
     segments  length of each segment; for a pair, of the chosen and of the rejected answer, each with the
               prompt
-    happened  what became of the example's row; "" if all of it is there
+    extent    which tokens of its row an example has; "" if all
     why       the reason why it is shown
     shared    for a pair: the rejected answer follows only the last token of the prompt
     prompt    for a pair: number of tokens of the prompt; None: not a pair
@@ -60,7 +56,7 @@ class RowView:
     source: str
     tokens: tuple[Token, ...]
     segments: tuple[int, ...]
-    happened: str = ""
+    extent: str = ""
     why: str = ""
     shared: bool = False
     prompt: int | None = None
@@ -120,38 +116,20 @@ class PreviewData:
             example.source,
             tuple(token for part in parts for token in tokens_of(*part, self.tokenizer)),
             example.segment_lengths,
-            self._happened(index),
+            self.train.extent(index),
             why,
             shared=example.starts is not None,
             prompt=int(np.argmax(example.trained)) if is_pairs else None,
         )
 
-    def _happened(self, index: int) -> str:
-        """Return which part of its row an example has; "" if it has all of it."""
-        at = int(np.searchsorted(self.train.ends, index, side="right"))
-        own = index - (self.train.ends[at - 1] if at else 0)
-        for part in parts_of(self.train.parts[at : at + 1]):
-            if isinstance(part, PairExamples):
-                lost = int(lost_of(part)[own])
-                return f"truncated, {lost:,} tokens of both rows cut off" if lost else ""
-            begin, length = int(part.begin[own]), int(part.lengths[own])
-            whole = int(part.rows.lengths[part.row_of(own)])
-            if part.at is not None:
-                return f"begins at token {begin:,} of {part.source(own)}" if begin else ""
-            if length < whole and part.headed is not None and part.headed[own]:
-                return f"token 0 and tokens {begin:,} to {begin + length - 2:,} of {whole:,}"
-            if length < whole:
-                return f"tokens {begin:,} to {begin + length - 1:,} of {whole:,}"
-        return ""
-
     def micro_batch(self) -> BatchView:
         batch, data = self.batch, self.train
         ids = Order(data, batch.global_batch_size, self.spec.train.seed).step(0).ids
-        packed = batch.tokens_per_micro_batch is not None
-        lengths = data.lengths if packed else data.widths
-        members = ids[assign(lengths[ids].astype(np.int64), batch, data_rank=0)[0]]
-        rows = tuple(self.row(int(index)) for index in members)
-        return BatchView(packed, rows, int(lengths[members].sum() if packed else lengths[members].max()))
+        members = assign(data, ids, batch, data_rank=0)[0]
+        packed, rows = batch.tokens_per_micro_batch is not None, tuple(map(self.row, members.tolist()))
+        return BatchView(
+            packed, rows, int(data.lengths[members].sum() if packed else data.widths[members].max())
+        )
 
     def named(self, name: str) -> list[RowView]:
         """Return the rows that `name` selects, a number from 1 or file:line. A row that is left out is shown
@@ -177,7 +155,7 @@ class PreviewData:
                     raise _no_row(name, f"it cannot be read: {reason}")
             for row in range(read.count):
                 if _is_named(read.rows.source(row), name):
-                    if any(row in row_of(part) for part in parts_of([one.examples for one in source])):
+                    if any(row in one.examples.row_ids for one in source):
                         fate = "held out"
                     else:
                         fate = "left out" if read.rows.desirable[row] else "labeled undesirable, left out"
@@ -233,6 +211,7 @@ class View:
 
     rows     of the run's examples, those that are shown
     worst    title -> the worst examples of a kind
+    problems kind of problem -> number of rows, and the first of them
     """
 
     data: PreviewData
@@ -242,7 +221,7 @@ class View:
     micro_batch: BatchView | None
     rows: Sequence[RowView]
     worst: Mapping[str, Sequence[RowView]]
-    problems: Problems
+    problems: Mapping[str, tuple[int, Sequence[RowProblem]]]
 
     @property
     def title(self) -> str:
@@ -306,7 +285,10 @@ def as_mapping(view: View) -> dict[str, Any]:
         "trained_share": view.trained_share,
         "batch": data.batch.equation(),
         "steps": view.steps and asdict(view.steps),
-        "problems": {"counts": dict(problems.counts), "rows": [asdict(row) for row in problems.rows]},
+        "problems": {
+            "counts": {kind: count for kind, (count, _) in problems.items()},
+            "rows": [asdict(row) for _, rows in problems.values() for row in rows],
+        },
         "refusal": refusal and {"title": refusal.title, "problems": list(map(str, refusal.problems))},
     }
 
@@ -327,5 +309,5 @@ def _placed(row: RowView) -> dict[str, Any]:
         "source": row.source,
         "length": len(row.tokens),
         "trained": row.trained,
-        "happened": row.happened,
+        "happened": row.extent,
     }

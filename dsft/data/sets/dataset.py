@@ -10,10 +10,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from dsft.data.rows import TokenRows
+    from dsft.data.sets.selection import PairRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +77,19 @@ class SourceExamples(Protocol):
     def digest(self) -> str:
         """sha256 that identifies the examples."""
 
+    @property
+    def rows(self) -> TokenRows | PairRows: ...
+    @property
+    def row_ids(self) -> NDArray[np.int32]:
+        """(n,) the row in which each example begins, or the pair that it is."""
+
+    @property
+    def lost(self) -> NDArray[np.int64]:
+        """(n,) how many more tokens its row has than each example; 0 if examples span rows."""
+
+    def extent(self, index: int) -> str:
+        """Return in words which tokens of its row an example has; "" if all."""
+
     def source(self, index: int) -> str:
         """Return the place where an example begins, "file:line"."""
 
@@ -102,6 +119,11 @@ class Dataset:
         """Return the place where an example begins, "file:line", without reading it."""
         part, own = self._place(index)
         return part.source(own)
+
+    def extent(self, index: int) -> str:
+        """Return in words which tokens of its row an example has; "" if all."""
+        part, own = self._place(index)
+        return part.extent(own)
 
     def _place(self, index: int) -> tuple[SourceExamples, int]:
         if not 0 <= index < len(self):

@@ -113,6 +113,21 @@ class PairExamples:
     def source(self, index: int) -> str:
         return self.rows.source(int(self.pairs[index]))
 
+    @property
+    def row_ids(self) -> Ids:
+        return self.pairs
+
+    @property
+    def lost(self) -> NDArray[np.int64]:
+        lost: NDArray[np.int64] = self.rows.lengths[self.pairs] - 2 * self.prompts - self.answers.sum(axis=1)
+        return lost
+
+    def extent(self, index: int) -> str:
+        kept, whole = int(2 * self.prompts[index] + self.answers[index].sum()), self.rows.lengths
+        if kept == whole[self.pairs[index]]:
+            return ""
+        return f"{kept:,} of {whole[self.pairs[index]]:,} tokens kept, from token {self.begin[index]:,} on"
+
     def example(self, index: int) -> Example:
         chosen, rejected = (self.read(index, answer) for answer in (CHOSEN, REJECTED))
         start = int(self.prompts[index]) - 1 if self.shared else 0

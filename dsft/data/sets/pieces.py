@@ -18,6 +18,8 @@ from dsft.data.rows import Rendered, TokenRows
 from dsft.data.sets.dataset import Example
 from dsft.data.sets.selection import CutOptions, Ids, PairRows, Selection, small
 
+Places = NDArray[np.int64]
+
 
 @dataclass(frozen=True, eq=False)
 class RowExamples:
@@ -63,17 +65,34 @@ class RowExamples:
                 digest.update(np.ascontiguousarray(numbers).data)
         return digest.hexdigest()
 
-    def row_of(self, index: int) -> int:
-        """Return the source's row in which an example begins."""
+    @property
+    def row_ids(self) -> Ids:
+        return self.ids if self.at is None else self.ids[self.at]
+
+    @property
+    def lost(self) -> Places:
+        lost: Places = self.rows.lengths[self.row_ids] - self.lengths
+        return lost if self.at is None else np.zeros_like(lost)
+
+    def extent(self, index: int) -> str:
+        begin, length, whole = int(self.begin[index]), int(self.lengths[index]), self.rows.lengths
+        if self.at is not None:
+            return f"begins at token {begin:,} of {self.source(index)}" if begin else ""
+        if length == whole[self.ids[index]]:
+            return ""
+        first = "token 0 and those " if self.headed is not None and self.headed[index] else ""
+        return f"{length:,} of {whole[self.ids[index]]:,} tokens kept, {first}from token {begin:,} on"
+
+    def _row(self, index: int) -> int:
         return int(self.ids[index if self.at is None else self.at[index]])
 
     def source(self, index: int) -> str:
-        return self.rows.source(self.row_of(index))
+        return self.rows.source(self._row(index))
 
     def example(self, index: int) -> Example:
         """Return an example, reading its tokens. If it spans rows, each row's part is a segment. The first
         token of each part is no target."""
-        row, begin, length = self.row_of(index), int(self.begin[index]), int(self.lengths[index])
+        row, begin, length = self._row(index), int(self.begin[index]), int(self.lengths[index])
         segments = None
         if self.at is not None:
             ids, trained, segments = self._over_ends(int(self.at[index]), begin, length)
@@ -107,7 +126,6 @@ def _read(source: TokenRows, row: int, begin: int, length: int) -> Rendered:
     return Rendered(part.input_ids, trained, part.ended)
 
 
-Places = NDArray[np.int64]
 _AT_ONCE = 100_000  # rows whose windows are computed together: about 50 MB
 
 

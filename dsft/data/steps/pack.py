@@ -13,16 +13,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from dsft.data.sets.dataset import Dataset
 from dsft.plan.batch import BatchSizes
 
 
-def assign(lengths: NDArray[np.int64], batch: BatchSizes, data_rank: int) -> list[NDArray[np.int64]]:
-    """Return, for each micro-batch of one rank, the positions of its examples in the step: packed if there is
-    a token budget."""
-    if batch.tokens_per_micro_batch is None:
-        return assign_padded(lengths, batch.micro_batch_size, batch.data_parallel, data_rank)
-    packs = pack(lengths, batch.tokens_per_micro_batch, batch.data_parallel, data_rank)
-    return [np.array(members, dtype=np.int64) for members in packs]
+def assign(
+    dataset: Dataset, ids: NDArray[np.int64], batch: BatchSizes, data_rank: int
+) -> list[NDArray[np.int64]]:
+    """Return, for each micro-batch of one rank, which of the step's examples `ids` (b,) it has: packed if
+    there is a token budget."""
+    budget, ranks = batch.tokens_per_micro_batch, batch.data_parallel
+    lengths = (dataset.widths if budget is None else dataset.lengths)[ids].astype(np.int64)
+    if budget is None:
+        return [ids[members] for members in assign_padded(lengths, batch.micro_batch_size, ranks, data_rank)]
+    return [ids[np.array(members, np.int64)] for members in pack(lengths, budget, ranks, data_rank)]
 
 
 def pack(lengths: NDArray[np.int64], budget: int, data_parallel: int, data_rank: int) -> list[list[int]]:

@@ -14,7 +14,7 @@ from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.order import Order, StepSample
 from dsft.data.steps.batch import GlobalStep, LazyMicroBatches, MicroBatch, SourceShare, first_part
 from dsft.data.steps.collate import collate_packed, collate_padded
-from dsft.data.steps.pack import assign, pack
+from dsft.data.steps.pack import assign
 from dsft.plan.batch import BatchSizes
 
 
@@ -94,18 +94,16 @@ class DatasetMicroBatches(LazyMicroBatches):
         pad_id: int,
         alpha: float | None = None,
     ) -> None:
-        self._dataset, self._ids, self._pad_id, self._alpha = dataset, ids, pad_id, alpha
+        self._dataset, self._pad_id, self._alpha = dataset, pad_id, alpha
         self._packed = batch.tokens_per_micro_batch is not None
-        lengths = dataset.lengths if self._packed else dataset.widths
-        self._positions = assign(lengths[ids].astype(np.int64), batch, data_rank)
-        self.assigned_ids = tuple(tuple(ids[positions].tolist()) for positions in self._positions)
+        self._ids = assign(dataset, ids, batch, data_rank)
+        self.assigned_ids = tuple(tuple(members.tolist()) for members in self._ids)
 
     def __len__(self) -> int:
-        return len(self._positions)
+        return len(self._ids)
 
     def _one(self, number: int) -> MicroBatch:
-        members = self._ids[self._positions[number]]
-        return _read(self._dataset, members, self._pad_id, self._alpha, packed=self._packed)
+        return _read(self._dataset, self._ids[number], self._pad_id, self._alpha, packed=self._packed)
 
 
 def _read(
@@ -143,21 +141,14 @@ def longest_micro_batch(
         if total_steps * size > SEARCH_LIMIT:
             return _fullest_pack(dataset, batch, budget, pad_id)
         order = Order(dataset, size, seed)
-        packs = (_largest_pack(dataset, batch, budget, order.step(index).ids) for index in range(total_steps))
+        # A step's packs are assigned by size, so its largest is the first of rank 0.
+        packs = (
+            assign(dataset, order.step(index).ids, batch, data_rank=0)[0] for index in range(total_steps)
+        )
         largest = max(packs, key=lambda members: int(dataset.lengths[members].sum()))
         return _read(dataset, largest, pad_id)
     widest = np.full(min(batch.micro_batch_size, len(dataset)), np.argmax(dataset.widths))
     return _read(dataset, widest, pad_id, packed=False)
-
-
-def _largest_pack(
-    dataset: Dataset, batch: BatchSizes, budget: int, ids: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return the examples of a step's largest pack: the first of rank 0, since packs are assigned by size."""
-    members: Sequence[int] = pack(
-        dataset.lengths[ids].astype(np.int64), budget, batch.data_parallel, data_rank=0
-    )[0]
-    return ids[members]
 
 
 def _fullest_pack(dataset: Dataset, batch: BatchSizes, budget: int, pad_id: int) -> MicroBatch:

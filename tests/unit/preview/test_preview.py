@@ -82,7 +82,7 @@ def test_a_truncated_row_says_what_is_kept(preview: Preview) -> None:
     _, out, _ = preview(
         "--row", "1", rows=[talk("a?", "x" * 90)], data="max_length: 64, on_too_long: truncate"
     )
-    assert "row 1, rows.jsonl:1, 64 tokens, " in out and " of 113\n" in out
+    assert "row 1, rows.jsonl:1, 64 tokens, " in out and "64 of 113 tokens kept, from token " in out
 
 
 def test_packed_text_has_its_pieces(preview: Preview) -> None:
