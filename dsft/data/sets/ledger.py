@@ -79,7 +79,7 @@ class Ledger:
         rows, examples = _counted(self.rows, unit), _counted(self.examples, "example")
         sentences = [f"{rows} gave {examples} of {self.example_tokens:,} tokens,"]
         sentences.append(f"{self.trained_tokens:,} of them trained on.")
-        sentences += self.fates(unit)
+        sentences += self.outcomes(unit)
         if self.duplicate:
             verb = "repeats" if self.duplicate == 1 else "repeat"
             sentences.append(f"{_counted(self.duplicate, unit)} {verb} an earlier {unit}.")
@@ -89,9 +89,9 @@ class Ledger:
             sentences.append(f"{_were(self.blank_lines, 'blank line')} skipped.")
         return " ".join(sentences)
 
-    def fates(self, unit: str) -> list[str]:
+    def outcomes(self, unit: str) -> list[str]:
         """Return a sentence for each thing that happened to rows."""
-        fates = (
+        outcomes = (
             (self.held_out, "held out"),
             (self.bad, "bad and dropped"),
             (self.empty, "empty and left out"),
@@ -103,7 +103,7 @@ class Ledger:
             (self.identical, "left out, with both answers truncated to the same tokens"),
             (self.without_end, "without an end of turn"),
         )
-        return [f"{_were(count, unit)} {fate}." for count, fate in fates if count]
+        return [f"{_were(count, unit)} {outcome}." for count, outcome in outcomes if count]
 
 
 def total(ledgers: Sequence[Ledger]) -> Ledger:

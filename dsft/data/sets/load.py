@@ -6,7 +6,6 @@ Reads the data files, or their cached tokens. Does not import torch.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,7 +56,7 @@ class RunData:
     account     the same for data.json
     identity    per source, what a resumed run must find unchanged
     selections  one for each source of each set
-    violations  the reasons for which a run refuses the data
+    refusal     the error with which a run refuses the data; None: it does not
     """
 
     train: Dataset
@@ -66,20 +65,12 @@ class RunData:
     account: Mapping[str, Any]
     identity: Mapping[str, Mapping[str, Any]]
     selections: tuple[Selection, ...] = ()
-    violations: tuple[DataError, ...] = ()
+    refusal: DataError | None = None
 
     @property
     def summary(self) -> dict[str, float]:
         """Counts of data.train, as metrics."""
         return {f"data/{name}": figure for name, figure in self.account["train"]["total"].items()}
-
-    @property
-    def refusal(self) -> DataError | None:
-        """All violations as one error; None if there are none."""
-        if len(self.violations) < 2:
-            return self.violations[0] if self.violations else None
-        title = ", ".join(one.title.removesuffix(":") for one in self.violations)
-        return DataError(f"{title}:", [problem for one in self.violations for problem in one.problems])
 
 
 def load_data(
@@ -88,8 +79,8 @@ def load_data(
     """Read and tokenize all rows, divide them into sets and cut them to examples, with the tokenizer's
     template.
 
-    Bad rows, rows that are too long, sets without examples and losses over the spec's limits are violations:
-    they raise one DataError or, without `refuse`, are returned. Raises MissingInputError for a missing file,
+    Bad rows, rows that are too long, sets without examples and losses over the spec's limits raise one
+    DataError or, without `refuse`, are returned as `refusal`. Raises MissingInputError for a missing file,
     and DataError if no row can be tokenized, such as without a chat template.
     """
     share_prompts = shares_prompts(spec)
@@ -105,18 +96,18 @@ def load_data(
 
     divided = divide(data, [rows_of(one) for one in data.train], [rows_of(one) for one in data.eval])
     sets = [
-        [(cut_pairs if isinstance(one.rows, PairRows) else cut_rows)(one, options) for one in some]
-        for some in divided
+        [(cut_pairs if isinstance(one.rows, PairRows) else cut_rows)(one, options) for one in selections]
+        for selections in divided
     ]
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
-    train, *held_out = (Dataset(tuple(one.examples for one in some)) for some in sets)
+    train, *held_out = (Dataset(tuple(one.examples for one in selections)) for selections in sets)
     train = Dataset(train.parts, weights)
-    lines = [line for some in sets for line in _lines(some)]
+    lines = [line for selections in sets for line in _lines(selections)]
     lines += [f"{TRAIN}: {line}" for line in shares_text([one.name for one in sets[0]], train)]
     if train.is_pairs and share_prompts:
         lines.append("data: the prompt of a pair is computed once for both answers (dpo.share_prompts)")
-    accounts = [_account(some, made) for some, made in zip(sets, (train, *held_out), strict=True)]
-    names = [some[0].set_name for some in sets[1:]]
+    accounts = [_account(*of) for of in zip(sets, (train, *held_out), strict=True)]
+    names = [selections[0].set_name for selections in sets[1:]]
     account = {
         "train": accounts[0],
         "held_out": {name or "eval": mine for name, mine in zip(names, accounts[1:], strict=True)},
@@ -129,8 +120,8 @@ def load_data(
     }
     identity = {
         one.label: {key: mine["sources"][one.name][key] for key in ("rows", "tokens", "fingerprint")}
-        for some, mine in zip(sets, accounts, strict=True)
-        for one in some
+        for selections, mine in zip(sets, accounts, strict=True)
+        for one in selections
     }
     run_data = RunData(
         train,
@@ -138,8 +129,8 @@ def load_data(
         tuple(lines),
         account,
         identity,
-        selections=tuple(one for some in sets for one in some),
-        violations=tuple(_violations(data, sets, options)),
+        selections=tuple(one for selections in sets for one in selections),
+        refusal=_refusal(data, sets, options),
     )
     if refuse and run_data.refusal is not None:
         raise run_data.refusal
@@ -157,68 +148,66 @@ def on_too_long(spec: Spec) -> OnTooLong:
     return "fill" if spec.data.packing and not TASKS[spec.task].answers else spec.data.on_too_long
 
 
-def _unit(some: Sequence[Selection]) -> str:
+def _unit(selections: Sequence[Selection]) -> str:
     """Return what the ledgers of a set count: "row" or "pair"."""
-    return "pair" if isinstance(some[0].rows, PairRows) else "row"
+    return "pair" if isinstance(selections[0].rows, PairRows) else "row"
 
 
-def _total(some: Sequence[Selection]) -> Ledger:
-    return total([one.ledger for one in some])
+def _total(selections: Sequence[Selection]) -> Ledger:
+    return total([one.ledger for one in selections])
 
 
 # --- the account of a set ---------------------------------------------------------------------------------
 
 
-def _lines(some: Sequence[Selection]) -> Iterator[str]:
+def _lines(selections: Sequence[Selection]) -> Iterator[str]:
     """Yield the messages about a set."""
-    unit, sums, what = _unit(some), _total(some), some[0].what
-    said = [note for one in some for note in _notes(one.account)]
-    bad = [place for one in some for place in one.account.bad]
-    said += [f"dropped {place}: {reason}" for place, reason in bad[:MAX_SHOWN]]
-    said += [
-        f"left out {place}: both answers are truncated to the same tokens"
-        for place in _first_places(some, [one.of("identical") for one in some])
-    ]
-    if len(some) == 1:
-        said.append(sums.text(unit))
+    unit, sums, what = _unit(selections), _total(selections), selections[0].what
+    lines = [note for one in selections for note in _notes(one.account)]
+    bad = [place for one in selections for place in one.account.bad]
+    lines += [f"dropped {place}: {reason}" for place, reason in bad[:MAX_SHOWN]]
+    identical = _first_places(selections, [one.of("identical") for one in selections])
+    lines += [f"left out {place}: both answers are truncated to the same tokens" for place in identical]
+    if len(selections) == 1:
+        lines.append(sums.text(unit))
     else:
-        said += table({one.name: one.ledger for one in some}, unit)
-    for one in some:
+        lines += table({one.name: one.ledger for one in selections}, unit)
+    for one in selections:
         if one.also_in_train is not None and len(one.also_in_train):
             rows = f"{len(one.also_in_train):,} of {sums.rows:,} {unit}s"
             first = ", ".join(one.places(one.also_in_train[:FEW]))
-            said.append(f"{rows} are also in data.train; the first: {first}")
-    yield from (f"{what}: {line}" for line in said)
+            lines.append(f"{rows} are also in data.train; the first: {first}")
+    yield from (f"{what}: {line}" for line in lines)
 
 
 def _notes(account: Account) -> Iterator[str]:
     """Yield the account's notes, with one note for more than FEW files of the same format and reason."""
-    alike = Counter(reason for _, _, reason in account.formats)
-    told = {f"{file}: {reason}" for file, _, reason in account.formats if alike[reason] > FEW}
-    yield from (note for note in account.notes if note not in told)
-    for reason, count in alike.items():
-        if count > FEW:
-            first = next(file for file, _, mine in account.formats if mine == reason)
-            yield f"{first} and {count - 1:,} more files: {reason}"
+    files: dict[str, list[str]] = {}
+    for file, _, reason in account.formats:
+        files.setdefault(reason, []).append(file)
+    many = {reason: names for reason, names in files.items() if len(names) > FEW}
+    merged = {f"{file}: {reason}" for reason, names in many.items() for file in names}
+    yield from (note for note in account.notes if note not in merged)
+    yield from (f"{names[0]} and {len(names) - 1:,} more files: {reason}" for reason, names in many.items())
 
 
-def _first_places(some: Sequence[Selection], rows: Sequence[Ids]) -> tuple[str, ...]:
+def _first_places(selections: Sequence[Selection], rows: Sequence[Ids]) -> tuple[str, ...]:
     """Return the places of the first FEW of the rows, over all selections."""
     places: list[str] = []
-    for one, mine in zip(some, rows, strict=True):
+    for one, mine in zip(selections, rows, strict=True):
         places += one.places(mine[: FEW - len(places)])
     return tuple(places)
 
 
-def _account(some: Sequence[Selection], data: Dataset) -> dict[str, Any]:
+def _account(selections: Sequence[Selection], data: Dataset) -> dict[str, Any]:
     """Return one set's part of data.json."""
     account: dict[str, Any] = {
         "fingerprint": data.fingerprint,
-        "total": _total(some).figures(),
-        "sources": {one.name: _source_account(one) for one in some},
+        "total": _total(selections).figures(),
+        "sources": {one.name: _source_account(one) for one in selections},
     }
-    if some[0].also_in_train is not None:
-        account["also_in_train"] = len(some[0].also_in_train)
+    if selections[0].also_in_train is not None:
+        account["also_in_train"] = len(selections[0].also_in_train)
     return account
 
 
@@ -241,21 +230,22 @@ def _source_account(one: Selection) -> dict[str, Any]:
 # --- why a run refuses the data ---------------------------------------------------------------------------
 
 
-def _violations(data: Data, sets: Sequence[Sequence[Selection]], options: CutOptions) -> Iterator[DataError]:
-    """Yield the violations: bad rows and rows that are too long; only if there are none, sets without
-    examples and losses over the spec's limits, since such rows would count as losses."""
-    read = [one for some in sets for one in some]
-    rows = [error for error in (_bad(data, read), _too_long(read, options)) if error is not None]
-    yield from rows
-    if rows:
-        return
-    train = _total(sets[0])
-    for some in sets:
-        if not _total(some).examples and (train.examples or not some[0].is_split):
-            yield _nothing(data, some, train)
-    problems = list(_over_limits(data, sets[0], train)) if train.examples else []
-    if problems:
-        yield DataError("data.train is over the spec's limits:", problems)
+def _refusal(data: Data, sets: Sequence[Sequence[Selection]], options: CutOptions) -> DataError | None:
+    """Return all reasons as one error: bad rows and rows that are too long; only if there are none, sets
+    without examples and losses over the spec's limits, since such rows would count as losses."""
+    every = [one for selections in sets for one in selections]
+    errors = [error for error in (_bad(data, every), _too_long(every, options)) if error is not None]
+    if not errors:
+        train = _total(sets[0])
+        for selections in sets:
+            if not _total(selections).examples and (train.examples or not selections[0].is_split):
+                errors.append(_nothing(data, selections, train))
+        problems = list(_over_limits(data, sets[0], train)) if train.examples else []
+        errors += [DataError("data.train is over the spec's limits:", problems)] if problems else []
+    if len(errors) < 2:
+        return errors[0] if errors else None
+    title = ", ".join(error.title.removesuffix(":") for error in errors)
+    return DataError(f"{title}:", [problem for error in errors for problem in error.problems])
 
 
 def _bad(data: Data, read: Sequence[Selection]) -> DataError | None:
@@ -285,22 +275,22 @@ def _too_long(read: Sequence[Selection], options: CutOptions) -> DataError | Non
     return data_error(problems, "row is too long", "rows are too long", count) if problems else None
 
 
-def _nothing(data: Data, some: Sequence[Selection], train: Ledger) -> DataError:
+def _nothing(data: Data, selections: Sequence[Selection], train: Ledger) -> DataError:
     """Return the error for a set without examples. train: the ledger of data.train."""
-    sums, first, unit = _total(some), some[0], _unit(some)
+    sums, first, unit = _total(selections), selections[0], _unit(selections)
     use = "train on" if first.what == TRAIN else "evaluate"
     if sums.rows:
         read = f"1 {unit} was read" if sums.rows == 1 else f"{sums.rows:,} {unit}s were read"
         rule = f"change the keys that leave them out, or check the {unit}s"
-        fate = f"{read}. {' '.join(sums.fates(unit))}"
-        bad = [Problem(*place) for one in some for place in one.rows.account.bad][:FEW]
-        return DataError(f"no rows are left to {use}:", [Problem(first.what, f"{fate[:-1]}; {rule}"), *bad])
+        found = f"{read}. {' '.join(sums.outcomes(unit))}"
+        bad = [Problem(*place) for one in selections for place in one.rows.account.bad][:FEW]
+        return DataError(f"no rows are left to {use}:", [Problem(first.what, f"{found[:-1]}; {rule}"), *bad])
     if first.is_split:
         key = "data.eval_count" if data.eval_fraction is None else "data.eval_fraction"
         share = data.eval_count if data.eval_fraction is None else data.eval_fraction
         rule = f"{share:g} of {train.used:,} rows holds out none; raise it, or name a file in data.eval"
         return DataError("no rows to evaluate:", [Problem(key, rule)])
-    names = ", ".join(one.source.path for one in some)
+    names = ", ".join(one.source.path for one in selections)
     return DataError(f"no rows to {use}:", [Problem(names, "has no rows; name a file with rows")])
 
 

@@ -103,8 +103,10 @@ def shares_text(names: Sequence[str], data: Dataset) -> Iterator[str]:
     for name, size, weight, taken in zip(names, data.sizes, data.weights, slots, strict=True):
         share = weight / sum(data.weights)
         times = taken / size if size else 0
-        said = f"{name}: {size:,} examples, weight {share:.3g}: {taken:,} examples per epoch"
-        yield f"{said}, {times:.3g} times each"
+        yield (
+            f"{name}: {size:,} examples, weight {share:.3g}: {taken:,} examples per epoch, "
+            f"{times:.3g} times each"
+        )
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> NDArray[np.int32]:

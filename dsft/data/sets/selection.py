@@ -203,21 +203,24 @@ def divide(
     train, evaluated: the rows of each source of data.train and of data.eval.
     """
     sources = zip(train_names(data.train), data.train, train, strict=True)
-    kept = held = _select([Selection(TRAIN, None, *of) for of in sources])
+    trained = held_out = _select([Selection(TRAIN, None, *of) for of in sources])
     splits = split_sets(data)
     if splits:
-        pool = np.concatenate([one.content for one in kept])
+        pool = np.concatenate([one.content for one in trained])
         border = held_out_below(pool, data.eval_fraction, data.eval_count)
-        divided = [_divided(one, border) for one in kept]
-        kept, held = [one for one, _ in divided], [one for _, one in divided]
-    sets = [kept]
+        divided = [_divided(one, border) for one in trained]
+        trained, held_out = [one for one, _ in divided], [one for _, one in divided]
+    sets = [trained]
     for name, source, rows in zip(set_names(data), data.eval, evaluated, strict=True):
         what = f"data.eval {name}" if name else "data.eval"
         (one,) = _select([Selection(what, name, name or "eval", source, rows)])
-        found = one.row_ids[also_in(one.content, [trained.content for trained in kept])]
-        sets.append([replace(one, also_in_train=found)])
+        repeated = one.row_ids[also_in(one.content, [other.content for other in trained])]
+        sets.append([replace(one, also_in_train=repeated)])
     split = [
-        [replace(held[i], what=f"held out {name}" if name else "held out", set_name=name) for i in members]
+        [
+            replace(held_out[i], what=f"held out {name}" if name else "held out", set_name=name)
+            for i in members
+        ]
         for name, members in splits
     ]
     with_rows = [one for one in split if any(part.count for part in one)]
@@ -244,10 +247,10 @@ def _selected(one: Selection, count: int, duplicate: NDArray[np.bool_]) -> Selec
 
 def _divided(one: Selection, border: int) -> tuple[Selection, Selection]:
     """Return the selections of the rows that are trained on and of those that are held out."""
-    is_held = is_below(one.content, border)
-    held = one.row_ids[is_held]
-    kept = replace(one, row_ids=one.row_ids[~is_held], left_out={**one.left_out, "held_out": held})
-    return kept, replace(one, row_ids=held, count=len(held), left_out={}, noted={}, is_split=True)
+    is_held_out = is_below(one.content, border)
+    held_out = one.row_ids[is_held_out]
+    trained = replace(one, row_ids=one.row_ids[~is_held_out], left_out={**one.left_out, "held_out": held_out})
+    return trained, replace(one, row_ids=held_out, count=len(held_out), left_out={}, noted={}, is_split=True)
 
 
 def _ids(mask: NDArray[np.bool_]) -> Ids:
@@ -292,8 +295,8 @@ def is_duplicate(content: Hashes) -> NDArray[np.bool_]:
 
 def also_in(content: Hashes, others: Sequence[Hashes]) -> NDArray[np.bool_]:
     """Return a mask (n,) of the rows whose content is in `others`, which may be much larger."""
-    known = np.unique(content)
-    found = [other[_is_one_of(other, known)] for other in others]
+    values = np.unique(content)
+    found = [other[_is_one_of(other, values)] for other in others]
     return _is_one_of(content, np.unique(np.concatenate([*found, np.zeros(0, np.uint64)])))
 
 

@@ -98,9 +98,15 @@ def first_part(micro_batch: MicroBatch, length: int) -> MicroBatch:
     tokens left remain."""
     lengths, starts, pairs = micro_batch.lengths, micro_batch.starts, micro_batch.pairs
     if lengths is not None:
-        lengths = _first_lengths(lengths, length)
+        begins = accumulate(lengths, initial=0)
+        lengths = tuple(
+            min(n, length - begin) for n, begin in zip(lengths, begins, strict=False) if begin < length
+        )
         starts = starts and starts[: len(lengths)]
-        pairs = pairs and _first_pairs(pairs, len(lengths) // 2)
+        if pairs is not None:
+            n = len(lengths) // 2
+            reference = None if pairs.reference is None else pairs.reference[:n]
+            pairs = Pairs(pairs.ids[:n], pairs.num_tokens[:n], reference)
     return replace(
         micro_batch,
         input_ids=micro_batch.input_ids[:, :length],
@@ -111,17 +117,6 @@ def first_part(micro_batch: MicroBatch, length: int) -> MicroBatch:
         starts=starts,
         pairs=pairs,
     )
-
-
-def _first_lengths(lengths: tuple[int, ...], total: int) -> tuple[int, ...]:
-    """Return the lengths of the first segments, the last one shortened, that make `total` tokens."""
-    starts = accumulate(lengths, initial=0)
-    return tuple(min(n, total - start) for n, start in zip(lengths, starts, strict=False) if start < total)
-
-
-def _first_pairs(pairs: Pairs, number: int) -> Pairs:
-    reference = pairs.reference if pairs.reference is None else pairs.reference[:number]
-    return Pairs(pairs.ids[:number], pairs.num_tokens[:number], reference)
 
 
 def borders_of(lengths: Sequence[int], starts: Sequence[int] | None = None) -> Borders:
@@ -135,7 +130,9 @@ def borders_of(lengths: Sequence[int], starts: Sequence[int] | None = None) -> B
         if start == 0:
             prompt = begin, length
         elif prompt[1] < start:
-            raise DsftError(f"A segment begins at position {start} without so many tokens before it.")
+            raise DsftError(
+                f"A segment begins at position {start} after a prompt of only {prompt[1]} tokens."
+            )
         else:
             index.append(np.arange(prompt[0], prompt[0] + start, dtype=np.int32))
         index.append(np.arange(begin, begin + length, dtype=np.int32))

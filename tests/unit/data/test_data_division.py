@@ -269,7 +269,7 @@ def test_what_would_be_refused_is_measured_without_the_rows_in_question() -> Non
     Path("a.jsonl").write_text(text("x" * 70, "y") + "{\n")
     wanted = spec_of("sft", Data(train=(Source(path="a.jsonl"),), max_length=64))
     found = load_data(wanted, TOKENIZER, refuse=False)
-    assert said(found.train) == ["y"] and len(found.violations) == 2
+    assert said(found.train) == ["y"] and found.refusal is not None and len(found.refusal.problems) == 2
     sums = found.account["train"]["total"]
     assert (sums["rows"], sums["used"], sums["bad"], sums["dropped"]) == (3, 1, 1, 1)
 

@@ -466,7 +466,7 @@ def test_what_one_call_is_told() -> None:
         assert given["max_length_q"] == given["max_length_k"] == 64
         assert {given[key].dtype for key in ("cu_seq_lens_q", "cu_seq_lens_k")} == {torch.int32}
     assert told(ALONE)["max_length_q"] == 13  # never less than there is
-    with pytest.raises(DsftError, match="without so many tokens before it"):
+    with pytest.raises(DsftError, match="position 4 after a prompt of only 3 tokens"):
         borders_of((3, 5), (0, 4))
 
 
