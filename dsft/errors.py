@@ -23,24 +23,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _COLOR = r"\x1b\[[\d;]*m"
-_CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-_CONTROL_CHARACTER = re.compile(_CONTROL)
-_CONTROL_OR_COLOR = re.compile(f"{_COLOR}|{_CONTROL}")
+_CHARACTER = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+_CONTROL = re.compile(_CHARACTER)
+_CONTROL_OR_COLOR = re.compile(f"{_COLOR}|{_CHARACTER}")
 
 
 def printable(text: str, *, keep_colors: bool = False) -> str:
     """Return the text with terminal control characters (all but line breaks and tabs) and marks of the
     writing direction written as escapes, such as \\x1b. Text that comes from a file passes through here
     before it is printed. keep_colors: leave escape sequences that set a color."""
-    if keep_colors:
-        return _CONTROL_OR_COLOR.sub(
-            lambda found: found[0] if len(found[0]) > 1 else _escaped(found[0]), text
-        )
-    return _CONTROL_CHARACTER.sub(lambda found: _escaped(found[0]), text)
 
+    def escaped(found: re.Match[str]) -> str:
+        is_color = len(found[0]) > 1
+        return found[0] if is_color else found[0].encode("unicode_escape").decode("ascii")
 
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    return (_CONTROL_OR_COLOR if keep_colors else _CONTROL).sub(escaped, text)
 
 
 class DsftError(Exception):

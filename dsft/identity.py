@@ -36,10 +36,10 @@ Identity = dict[str, Any]
 def process_identity(spec: Spec, config: Mapping[str, Any]) -> Identity:
     """Return the part of the list that a rank knows before it joins the others. `config` is the DeepSpeed
     JSON. Values of cluster.env may be secret, so they are replaced by digests."""
-    told = spec.model_dump(mode="json")
+    values = spec.model_dump(mode="json")
     if spec.cluster is not None:
-        told["cluster"]["env"] = {name: _digest(value)[:12] for name, value in spec.cluster.env.items()}
-    return {"spec": told, "DeepSpeed JSON": dict(config), **software_identity()}
+        values["cluster"]["env"] = {name: _digest(value)[:12] for name, value in spec.cluster.env.items()}
+    return {"spec": values, "DeepSpeed JSON": dict(config), **software_identity()}
 
 
 def software_identity() -> Identity:
@@ -53,18 +53,18 @@ def input_identity(spec: Spec, inputs: Inputs, built: Identity) -> Identity:
     `build_identity`. Raises MissingInputError for files that cannot be read."""
     datasets = (inputs.train, *(held_out.data for held_out in inputs.held_out))
     lora = spec.model.lora
-    found: Identity = {
+    identity: Identity = {
         **built,
         "attention": inputs.config._attn_implementation,
         "weights": inputs.files,
         "rows of data.train and data.eval": [data.fingerprint for data in datasets],
     }
     if lora is not None and lora.path is not None:
-        found["adapter"] = sample_of(Path(lora.path, WEIGHTS))
+        identity["adapter"] = sample_of(Path(lora.path, WEIGHTS))
     if needs_reference(spec) and (name := dpo_of(spec).reference_model) is not None:
         config = resolve_config(reference_model(spec), inputs.facts)
-        found["reference"] = {"config.json": config_keys(config), "weights": fingerprint(name)}
-    return found
+        identity["reference"] = {"config.json": config_keys(config), "weights": fingerprint(name)}
+    return identity
 
 
 def build_identity(inputs: Inputs) -> Identity:
@@ -78,8 +78,8 @@ def build_identity(inputs: Inputs) -> Identity:
 
 def config_keys(config: PreTrainedConfig) -> Identity:
     """Return the keys of a config that transformers writes into config.json."""
-    told = json.loads(config.to_json_string(use_diff=True))
-    return {key: value for key, value in told.items() if key not in _NOT_DECISIVE}
+    keys = json.loads(config.to_json_string(use_diff=True))
+    return {key: value for key, value in keys.items() if key not in _NOT_DECISIVE}
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -30,12 +30,12 @@ def can_use_sdpa(model: PreTrainedModel | type[PreTrainedModel], config: PreTrai
 
 
 def template_messages(messages: list[dict[str, Any]]) -> Sequence[Any]:
-    """Return messages as transformers passes them to a chat template: plain data, the reasoning under each of
-    its names.
+    """Return messages as transformers passes them to a chat template: plain data, with the reasoning under
+    each of its names.
 
-    From 5.22 on transformers' own functions do this. 5.17 to 5.21 do not convert to plain data, so values
-    stay as the file's reader made them; 5.17 to 5.20 do not add the names of the reasoning, so they are added
-    here. A row thus has the same text under every release.
+    From 5.22 on transformers' own functions do this. Before, it has no function that converts to plain data,
+    and only 5.21 has the one for the reasoning, which `_with_reasoning` equals; so values stay as the file's
+    reader made them, and a row of strings has the same text under every release.
     """
     from transformers.utils import chat_template_utils as utils
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 from dsft.spec.document import quote
@@ -52,7 +52,7 @@ def with_saved_adapter(spec: Spec) -> tuple[Spec, list[Finding]]:
     lora = spec.model.lora
     if lora is None or lora.path is None:
         return spec, []
-    file = FilePath(lora.path) / FILE
+    file = Path(lora.path) / FILE
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         saved = _saved(config)

@@ -15,7 +15,7 @@ import yaml
 
 from dsft.errors import Problem
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 MAX_VALUES = 20_000  # with aliases expanded, as protection against alias bombs
 MAX_DEPTH = 40
@@ -37,24 +37,24 @@ class Document:
     """The values of a YAML text. locations: place of every key and list item; problems: those of the YAML."""
 
     data: Any = None
-    locations: dict[Path, Location] = field(default_factory=dict)
+    locations: dict[KeyPath, Location] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def problem(self, path: Path, message: str) -> Problem:
+    def problem(self, path: KeyPath, message: str) -> Problem:
         """Return a Problem at `path`, or at its nearest parent that the file or an override has."""
         location = self._location(path)
         if location.override is None:
             return Problem(dotted(path) or "spec", message, location.line)
         return Problem(f"override {quote(location.override)}", f"{dotted(path)}: {message}")
 
-    def _location(self, path: Path) -> Location:
+    def _location(self, path: KeyPath) -> Location:
         for end in range(len(path), 0, -1):
             if path[:end] in self.locations:
                 return self.locations[path[:end]]
         return Location()
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """Return a path in the syntax of overrides: `('cluster', 'hosts', '10.0.0.1')` gives
     `cluster.hosts."10.0.0.1"`."""
     return ".".join(str(p) if isinstance(p, int) or _BARE_PART.fullmatch(p) else _quoted(p) for p in path)
@@ -157,7 +157,7 @@ class _Builder:
         self.document = Document()
         self.count = 0
 
-    def value(self, node: yaml.Node, path: Path) -> Any:
+    def value(self, node: yaml.Node, path: KeyPath) -> Any:
         self.count += 1
         if self.count > MAX_VALUES:
             raise _TooLarge(_TOO_MANY)
@@ -169,11 +169,11 @@ class _Builder:
             return [self._entry(item, item, (*path, index)) for index, item in enumerate(node.value)]
         return _scalar(node)
 
-    def _entry(self, place: yaml.Node, node: yaml.Node, path: Path) -> Any:
+    def _entry(self, place: yaml.Node, node: yaml.Node, path: KeyPath) -> Any:
         self.document.locations[path] = Location(line=place.start_mark.line + 1)
         return self.value(node, path)
 
-    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = self._key(key_node, path)
@@ -186,7 +186,7 @@ class _Builder:
             values[key] = self._entry(key_node, value_node, here)
         return values
 
-    def _key(self, node: yaml.Node, path: Path) -> str | None:
+    def _key(self, node: yaml.Node, path: KeyPath) -> str | None:
         line = node.start_mark.line + 1
         where = dotted(path) or "spec"
         if not isinstance(node, yaml.ScalarNode):
@@ -200,7 +200,7 @@ class _Builder:
             return None
         return str(node.value)
 
-    def _refuse_duplicate(self, path: Path, node: yaml.Node) -> None:
+    def _refuse_duplicate(self, path: KeyPath, node: yaml.Node) -> None:
         line = node.start_mark.line + 1
         message = (
             f"this key is given twice, first on line {self.document.locations[path].line}; keep one of them"

@@ -9,10 +9,10 @@ import json
 import re
 from collections.abc import Iterator
 from os.path import isdir, isfile
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
-from dsft.spec.document import Path, quote
+from dsft.spec.document import KeyPath, quote
 from dsft.spec.findings import Finding, value_finding
 from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.schema import Source, Spec
@@ -70,7 +70,7 @@ def model_config(spec: Spec, *, check_files: bool) -> tuple[dict[str, Any] | Non
         return spec.model.from_config, []
     if not check_files or spec.model.name_or_path is None:
         return None, []
-    file = FilePath(spec.model.name_or_path) / "config.json"
+    file = Path(spec.model.name_or_path) / "config.json"
     if not isfile(file):
         return None, []
     try:
@@ -86,13 +86,13 @@ def model_config(spec: Spec, *, check_files: bool) -> tuple[dict[str, Any] | Non
     return config, []
 
 
-def _sources(spec: Spec) -> Iterator[tuple[Path, Source]]:
+def _sources(spec: Spec) -> Iterator[tuple[KeyPath, Source]]:
     for part, sources in (("train", spec.data.train), ("eval", spec.data.eval)):
         for index, source in enumerate(sources):
             yield ("data", part, index, "path"), source
 
 
-def _data(path: Path, name: str) -> Iterator[Finding]:
+def _data(path: KeyPath, name: str) -> Iterator[Finding]:
     """Check one path of data; a hub id is not looked up."""
     try:
         is_here = local_files(name) is not None
@@ -121,10 +121,10 @@ def _chat_template(name: str, spec: Spec) -> Iterator[Finding]:
 def _templates_in(folder: str) -> set[str]:
     """Return the names of a tokenizer's templates if it has several: separate files, or a list in its
     config."""
-    names = {file.stem for file in FilePath(folder, "additional_chat_templates").glob("*.jinja")}
+    names = {file.stem for file in Path(folder, "additional_chat_templates").glob("*.jinja")}
     names |= {"default"} if names else set()  # chat_template.jinja, beside the others
     try:
-        config = json.loads(FilePath(folder, "tokenizer_config.json").read_text(encoding="utf-8"))
+        config = json.loads(Path(folder, "tokenizer_config.json").read_text(encoding="utf-8"))
         listed = config["chat_template"]
         names |= {str(one["name"]) for one in listed if isinstance(one, dict) and "name" in one}
     except (ValueError, OSError, RecursionError, KeyError, TypeError):
@@ -132,8 +132,8 @@ def _templates_in(folder: str) -> set[str]:
     return names
 
 
-def _folder(path: Path, name: str, one_of: tuple[str, ...], *, hub: bool = True) -> Iterator[Finding]:
-    folder = FilePath(name)
+def _folder(path: KeyPath, name: str, one_of: tuple[str, ...], *, hub: bool = True) -> Iterator[Finding]:
+    folder = Path(name)
     if isdir(folder):
         if not any(isfile(folder / file) for file in one_of):
             needed, way_out = " or ".join(one_of), "give the folder that contains it"
@@ -149,4 +149,4 @@ def _folder(path: Path, name: str, one_of: tuple[str, ...], *, hub: bool = True)
 
 
 def _searched(name: str) -> str:
-    return "" if FilePath(name).is_absolute() else " (relative to the current folder)"
+    return "" if Path(name).is_absolute() else " (relative to the current folder)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.spec.document import Path, quote
+from dsft.spec.document import KeyPath, quote
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Finding:
     """A mistake in a spec. path: key at which it is reported; reads: all keys that it depends on, dotted,
     without list numbers; if there are none, it depends on that key alone."""
 
-    path: Path
+    path: KeyPath
     message: str
     reads: tuple[str, ...] = ()
 

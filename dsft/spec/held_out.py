@@ -17,7 +17,7 @@ HELD_OUT = "held_out"
 def set_names(data: Data) -> tuple[str | None, ...]:
     """Return the name of each set of data.eval: its own, or one derived from its path. None for an
     unnamed set that is the only evaluation set; its metric is `eval/loss`."""
-    if len(data.eval) == 1 and data.eval[0].name is None and not _divides(data):
+    if len(data.eval) == 1 and data.eval[0].name is None and not _holds_out_rows(data):
         return (None,)
     return train_names(data.eval)
 
@@ -29,7 +29,7 @@ def train_names(sources: Sequence[Source]) -> tuple[str, ...]:
 def split_sets(data: Data) -> tuple[tuple[str | None, tuple[int, ...]], ...]:
     """Return the sets held out of data.train, each as (name, indices of its sources): one set per named
     source, and one for all unnamed sources. The name is None if the set is the only one."""
-    if not _divides(data):
+    if not _holds_out_rows(data):
         return ()
     named = [(source.name, (index,)) for index, source in enumerate(data.train) if source.name is not None]
     others = tuple(index for index, source in enumerate(data.train) if source.name is None)
@@ -40,10 +40,10 @@ def split_sets(data: Data) -> tuple[tuple[str | None, tuple[int, ...]], ...]:
 
 def evaluates(data: Data) -> bool:
     """Return whether there are rows to evaluate."""
-    return bool(data.eval) or _divides(data)
+    return bool(data.eval) or _holds_out_rows(data)
 
 
-def _divides(data: Data) -> bool:
+def _holds_out_rows(data: Data) -> bool:
     return data.eval_fraction is not None or data.eval_count is not None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -20,7 +20,7 @@ from dsft.spec.adapter import with_saved_adapter
 from dsft.spec.aliases import likely_key
 from dsft.spec.architecture import model_findings
 from dsft.spec.combinations import combinations
-from dsft.spec.document import Document, Path, SpecDumper, quote, read_document
+from dsft.spec.document import Document, KeyPath, SpecDumper, quote, read_document
 from dsft.spec.files import file_findings, model_config, source_findings
 from dsft.spec.findings import Finding
 from dsft.spec.hosts import expand_hosts
@@ -34,7 +34,7 @@ Check = Callable[[Spec], Iterable[Finding]]
 
 
 def load_spec(
-    path: FilePath | str,
+    path: Path | str,
     overrides: Sequence[str] = (),
     *,
     check_files: bool = True,
@@ -44,7 +44,7 @@ def load_spec(
 
     more: an additional check by the caller, whose findings are reported with the others.
     """
-    document = read_document(_read(FilePath(path)))
+    document = read_document(_read(Path(path)))
     readable = not document.problems or document.data is not None
     apply_overrides(document, overrides)
     expand_hosts(document)
@@ -67,7 +67,7 @@ def dump_spec(spec: Spec) -> str:
     )
 
 
-def _read(path: FilePath) -> str:
+def _read(path: Path) -> str:
     """Return the text of the file. Raise SpecError if it is over `MAX_BYTES` or not UTF-8."""
     name = quote(str(path))
     try:
@@ -177,7 +177,7 @@ def _repaired(data: Mapping[str, Any]) -> Spec | None:
     return None
 
 
-def _repair(data: dict[str, Any], path: Path) -> None:
+def _repair(data: dict[str, Any], path: KeyPath) -> None:
     """Remove the value at `path`, or replace it by its placeholder if there is one."""
     key = key_of(path)
     while path and isinstance(path[-1], int):
@@ -191,7 +191,7 @@ def _repair(data: dict[str, Any], path: Path) -> None:
             container[path[-1]] = copy.deepcopy(_PLACEHOLDERS[key])
 
 
-def _all_problems(path: FilePath | str, problems: Sequence[Problem]) -> SpecError:
+def _all_problems(path: Path | str, problems: Sequence[Problem]) -> SpecError:
     """Return the error with all problems, sorted by line; those without a line come last."""
     ordered = sorted(dict.fromkeys(problems), key=lambda p: p.line if p.line is not None else MAX_BYTES)
     count = f"{len(ordered)} problem{'' if len(ordered) == 1 else 's'}"

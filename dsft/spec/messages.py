@@ -10,13 +10,13 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from dsft.spec.aliases import VALUES, descriptions, suggestion
-from dsft.spec.document import Path, dotted, quote, read_document
+from dsft.spec.document import KeyPath, dotted, quote, read_document
 from dsft.spec.not_offered import feature_of_value
 
 
-def sentences(errors: Sequence[ErrorDetails], data: Any) -> list[tuple[Path, str]]:
+def sentences(errors: Sequence[ErrorDetails], data: Any) -> list[tuple[KeyPath, str]]:
     """Return (path, sentence), one per path. data: the validated data."""
-    found: dict[Path, str] = {}
+    found: dict[KeyPath, str] = {}
     paths = [path_in(data, error) for error in errors]
     for error, path in zip(errors, paths, strict=True):
         if error["type"] == "literal_error" and any(path == other[:-1] for other in paths if other):
@@ -37,14 +37,14 @@ def _miscounted(detail: ErrorDetails) -> bool:
     return detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]
 
 
-def key_of(path: Path) -> str:
+def key_of(path: KeyPath) -> str:
     """Return the dotted path without list numbers, as in the schema."""
     return dotted(tuple(part for part in path if isinstance(part, str)))
 
 
-def path_in(data: Any, error: ErrorDetails) -> Path:
+def path_in(data: Any, error: ErrorDetails) -> KeyPath:
     """Return the path of an error in `data`, without the names that pydantic adds for members of a union."""
-    path: Path = ()
+    path: KeyPath = ()
     for part in error["loc"]:
         if isinstance(data, dict) and part in data:
             data = data[part]
@@ -76,7 +76,7 @@ _BOUNDS = {
 }
 
 
-def _sentence(error: ErrorDetails, path: Path) -> str:
+def _sentence(error: ErrorDetails, path: KeyPath) -> str:
     kind, value, context, key = error["type"], error["input"], error.get("ctx", {}), key_of(path)
     description = descriptions().get(key, "").rstrip(".")
     described = f"({description[:1].lower()}{description[1:]})" if description else ""

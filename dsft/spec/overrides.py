@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsft.errors import Problem
-from dsft.spec.document import Document, Location, Path, dotted, quote, read_document
+from dsft.spec.document import Document, KeyPath, Location, dotted, quote, read_document
 
 _PART = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([^."']+))\s*(\.|$)""")
 
@@ -23,12 +23,13 @@ def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
     """Apply the overrides in order, so that a later one wins. The document is changed in place, and invalid
     overrides are added to its problems."""
     for text in overrides:
-        reason = _apply(document, text)
-        if reason is not None:
-            document.problems.append(Problem(f"override {quote(text)}", reason))
+        try:
+            _apply(document, text)
+        except ValueError as error:
+            document.problems.append(Problem(f"override {quote(text)}", str(error)))
 
 
-def parse_path(text: str) -> Path | None:
+def parse_path(text: str) -> KeyPath | None:
     """Split a dotted path such as `cluster.hosts."10.0.0.1"` into its parts; None if it is not a path."""
     parts: list[str | int] = []
     end = 0
@@ -48,67 +49,51 @@ def _plain_part(text: str) -> str | int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 6 else text
 
 
-def _joined(path: Path) -> Path:
+def _joined(path: KeyPath) -> KeyPath:
     for end in range(2, len(path) - 1):
         if _FLAT_MAPPINGS.fullmatch(".".join(map(str, path[:end]))):
             return (*path[:end], ".".join(map(str, path[end:])))
     return path
 
 
-def _apply(document: Document, text: str) -> str | None:
-    """Apply one override. Return None, or why it cannot be applied."""
+def _apply(document: Document, text: str) -> None:
+    """Apply one override. Raise ValueError, with the reason, if it cannot be applied."""
     name, equals, value_text = text.partition("=")
     if not equals:
-        return "there is no '='; write key=value, such as train.max_steps=100"
+        raise ValueError("there is no '='; write key=value, such as train.max_steps=100")
     path = parse_path(name)
     if path is None:
-        return f"{quote(name)} is not a dotted path; write it like train.max_steps or data.train.0.path"
+        message = "is not a dotted path; write it like train.max_steps or data.train.0.path"
+        raise ValueError(f"{quote(name)} {message}")
     value = read_document(value_text)
     if value.problems:
-        return f"the value is not YAML: {value.problems[0].message}"
+        raise ValueError(f"the value is not YAML: {value.problems[0].message}")
     if document.data is None:
         document.data = {}
-    reason = _set(document.data, path, value.data)
-    if reason is None:
-        _forget(document, path)
-        document.locations[path] = Location(override=text)
-    return reason
-
-
-def _set(container: Any, path: Path, value: Any) -> str | None:
-    for end, part in enumerate(path[:-1]):
-        reason = _make_room(container, part, path[: end + 1], following=path[end + 1])
-        if reason is not None:
-            return reason
-        container = container[part if isinstance(container, list) else str(part)]
-    reason = _make_room(container, path[-1], path, following=None)
-    if reason is None:
-        container[path[-1] if isinstance(container, list) else str(path[-1])] = value
-    return reason
-
-
-def _make_room(container: Any, part: str | int, path: Path, following: str | int | None) -> str | None:
-    """Prepare to set `container[part]`, and create a mapping or list there if the path goes on. Return None,
-    or why it cannot be set. following: the next part of the path, None at its end."""
-    if isinstance(container, list):
-        if not isinstance(part, int) or part > len(container):
-            return f"{dotted(path[:-1])} is a list of {len(container)}; give an item's number, counted from 0"
-        if part == len(container):
-            container.append(None)
-        key: Any = part
-    elif isinstance(container, dict):
-        key = str(part)
-    else:
-        return f"{dotted(path[:-1])} is {quote(container)}, not a mapping; it has no key {quote(part)} to set"
-    if (
-        following is not None
-        and (container[key] if isinstance(container, list) else container.get(key)) is None
-    ):
-        container[key] = [] if isinstance(following, int) else {}
-    return None
-
-
-def _forget(document: Document, path: Path) -> None:
-    """Remove the locations at and below `path`, whose values were replaced."""
+    _set(document.data, path, value.data)
     for old in [location for location in document.locations if location[: len(path)] == path]:
-        del document.locations[old]
+        del document.locations[old]  # of the values that were replaced
+    document.locations[path] = Location(override=text)
+
+
+def _set(container: Any, path: KeyPath, value: Any) -> None:
+    """Set the value at a path; mappings and lists that are missing on the way are created. Raise ValueError
+    if the path leads through something else, or beyond the end of a list."""
+    for end, part in enumerate(path):
+        where, key = dotted(path[:end]), part if isinstance(container, list) else str(part)
+        if isinstance(container, list):
+            if not isinstance(part, int) or part > len(container):
+                message = f"{where} is a list of {len(container)}; give an item's number, counted from 0"
+                raise ValueError(message)
+            if part == len(container):
+                container.append(None)
+        elif isinstance(container, dict):
+            container.setdefault(key, None)
+        else:
+            message = f"{where} is {quote(container)}, not a mapping; it has no key {quote(part)} to set"
+            raise ValueError(message)
+        if end == len(path) - 1:
+            container[key] = value
+        elif container[key] is None:
+            container[key] = [] if isinstance(path[end + 1], int) else {}
+        container = container[key]

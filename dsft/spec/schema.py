@@ -15,8 +15,8 @@ from dsft.spec.task import TASKS, Task
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 # Accepts a YAML list for a tuple; all other values must have the exact type (strict below).
-Listed = Strict(False)
-Strings = Annotated[tuple[str, ...], Listed]
+FromList = Strict(False)
+Strings = Annotated[tuple[str, ...], FromList]
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -77,7 +77,7 @@ class Model(Section):
     """Recompute each layer's activations in the backward pass to save memory."""
     trust_remote_code: bool = False
     """Not offered: code that comes with a model is never run."""
-    add_tokens: Annotated[tuple[Text, ...], Listed] = ()
+    add_tokens: Annotated[tuple[Text, ...], FromList] = ()
     """Special tokens to add to the tokenizer; their embeddings start as the mean of all others."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights."""
@@ -116,9 +116,9 @@ class Source(Section):
 class Data(Section):
     """The rows: their sources and maximum length, and what to do with those that do not fit."""
 
-    train: Annotated[tuple[Source, ...], Listed] = Field(min_length=1)
+    train: Annotated[tuple[Source, ...], FromList] = Field(min_length=1)
     """Files of rows to train on."""
-    eval: Annotated[tuple[Source, ...], Listed] = ()
+    eval: Annotated[tuple[Source, ...], FromList] = ()
     """Files of held-out rows."""
     max_length: int = Field(default=2048, ge=2)
     """Maximum length of a row, in tokens."""
@@ -205,7 +205,7 @@ class Parallel(Section):
     bf16 without a pipeline, unless the accelerator is cpu; else 1."""
     pipeline_stages: Count = 1
     """Number of pipeline stages, each with consecutive layers; 1: no pipeline."""
-    pipeline_cut: Literal["parameters"] | Annotated[tuple[Count, ...], Listed] = "parameters"
+    pipeline_cut: Literal["parameters"] | Annotated[tuple[Count, ...], FromList] = "parameters"
     """Layers per stage: a list of numbers, or parameters, which balances the stages' parameters."""
     offload_optimizer: Offload = Offload()
     """Where optimizer states and fp32 master weights are stored and updated."""
@@ -297,7 +297,7 @@ class Optim(Section):
     decay_steps."""
     decay_type: DecayType | None = None
     """Shape of wsd's decay; by default cosine, as in transformers."""
-    betas: Annotated[tuple[Beta, Beta], Listed] = (0.9, 0.999)
+    betas: Annotated[tuple[Beta, Beta], FromList] = (0.9, 0.999)
     """Decay per step of adamw's first and second moment."""
     eps: Positive = 1e-8
     """Added to the root of adamw's second moment."""
@@ -307,7 +307,7 @@ class Optim(Section):
     """Scale learning_rate by global batch ÷ base_batch_size (linear), or by the root of that (sqrt)."""
     base_batch_size: Count | None = None
     """Global batch size, in examples, for which learning_rate was tuned; scale_with_batch needs it."""
-    groups: Annotated[tuple[OptimGroup, ...], Listed] = ()
+    groups: Annotated[tuple[OptimGroup, ...], FromList] = ()
     """Groups of parameters with their own learning rate or weight decay."""
 
 

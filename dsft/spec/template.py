@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path as FilePath
+from pathlib import Path
 
 from dsft.errors import Problem, SpecError, StorageError
 from dsft.spec.document import quote, read_document
@@ -78,9 +78,9 @@ train:                               # give two of the three batch keys; the thi
   seed: 42
 
 optim:
-  learning_rate: {rate}                # for a pretrained model: about {small_rate}
+  learning_rate: 1e-3                # for a pretrained model: about {small_rate}
   weight_decay: 0.0
-  lr_scheduler_type: cosine          # {schedules}
+  lr_scheduler_type: cosine          # linear | cosine | constant | constant_with_warmup | ...
   warmup_ratio: 0.1                  # fraction of all steps
 
 checkpoint: {{every: 50, keep_last: 2, resume: auto}}
@@ -91,20 +91,8 @@ wandb: {{project: dsft, mode: auto}}   # auto | online | offline | disabled
 output_dir: runs
 """
 
-_OF_ROWS = {
-    "pretrained": "meta-llama/Llama-3.1-8B",
-    "examples": "examples",
-    "rate": "1e-3",
-    "small_rate": "1e-5",
-}
-_OF_PAIRS = {
-    "pretrained": "runs/SFT/export",
-    "examples": "pairs",
-    "rate": "1e-3",
-    "small_rate": "5e-7",
-}
-
-_SCHEDULES = "linear | cosine | constant | constant_with_warmup | ..."
+_ROW_EXAMPLES = {"pretrained": "meta-llama/Llama-3.1-8B", "examples": "examples", "small_rate": "1e-5"}
+_PAIR_EXAMPLES = {"pretrained": "runs/SFT/export", "examples": "pairs", "small_rate": "5e-7"}
 
 _TEXTS = (
     "The tide pools of the north shore fill twice a day. Crabs hide under the weed until the water is back.",
@@ -120,7 +108,7 @@ def schema_text() -> str:
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
-def write_template(name: str, task: str, path: FilePath) -> tuple[FilePath, ...]:
+def write_template(name: str, task: str, path: Path) -> tuple[Path, ...]:
     """Write the spec, for pretraining some rows, and the schema beside the spec. Return the written files in
     this order.
 
@@ -150,30 +138,18 @@ def write_template(name: str, task: str, path: FilePath) -> tuple[FilePath, ...]
     return tuple(files)
 
 
-def _spec_text(name: str, task: str, path: FilePath) -> str:
+def _spec_text(name: str, task: str, path: Path) -> str:
     data = {
         "sft": _SFT_DATA,
         "pretrain": _PRETRAIN_DATA.format(text_file=json.dumps(str(_text_file(path)))),
         "dpo": _DPO_DATA,
     }
-    of_task = _OF_PAIRS if TASKS[task].unit == "pair" else _OF_ROWS
-    return _TEMPLATE.format(
-        name=_text(name),
-        task=task,
-        data=data[task],
-        path=path,
-        schema=SCHEMA_FILE,
-        schedules=_SCHEDULES,
-        **of_task,
-    )
+    words = _PAIR_EXAMPLES if TASKS[task].unit == "pair" else _ROW_EXAMPLES
+    quoted = name if read_document(name).data == name else json.dumps(name)  # such as 123 and null
+    return _TEMPLATE.format(name=quoted, task=task, data=data[task], path=path, schema=SCHEMA_FILE, **words)
 
 
-def _text(name: str) -> str:
-    """Return the name as YAML that is read as a text: `123` and `null` need quotes."""
-    return name if read_document(name).data == name else json.dumps(name)
-
-
-def _text_file(path: FilePath) -> FilePath:
+def _text_file(path: Path) -> Path:
     return path.with_suffix(".text.jsonl")
 
 
