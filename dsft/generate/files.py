@@ -21,8 +21,7 @@ from dsft.generate.torchrun import torchrun_script
 from dsft.plan.census import known_elements
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.promised import load, promised_batch
-from dsft.plan.reference import dpo_of, has_engine, in_stages, reference_model
-from dsft.plan.reference_config import reference_config
+from dsft.plan.reference import dpo_of, has_engine, in_stages, reference_config, reference_model
 from dsft.spec.schema import Spec
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"

@@ -89,7 +89,8 @@ def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, stric
     name = path.name
     if "bfloat16" in file:  # DeepSpeed's other name for it
         file["bf16"] = file.pop("bfloat16")
-    _refuse(path, [*map(_unknown, unknown_keys(file)), *_unusable(file, spec)])
+    unknown = [Problem(*line.split(": ", 1)) for line in unknown_keys(file)]
+    _refuse(path, [*unknown, *_unusable(file, spec)])
     merged, changes = _with_file(spec, file)
     base = deepspeed_config(merged, batch)
     unused = list(_unused(merged, base, file))
@@ -117,8 +118,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise MissingInputError(f"--deepspeed_config {path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise _bad_file(path, f"{error}; correct the file") from None
-    except _Duplicate as error:
-        raise _bad_file(path, f"has the key {error.args[0]!r} twice in one section; keep one") from error
     if not isinstance(values, dict):
         raise _bad_file(path, "is not a JSON object; give a DeepSpeed configuration")
     return values
@@ -127,15 +126,12 @@ def read_config_file(path: Path) -> dict[str, Any]:
 _LEFT_OUT = {*SPEC_DECIDES, *WITHOUT_EFFECT, "optimizer", "scheduler", *switched_off_keys()}
 
 
-class _Duplicate(Exception):
-    pass
-
-
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         counted = Counter(key for key, _ in pairs)
-        raise _Duplicate(next(key for key, count in counted.items() if count > 1))
+        twice = next(key for key, count in counted.items() if count > 1)
+        raise ValueError(f"has the key {twice!r} twice in one section")
     return values
 
 
@@ -146,11 +142,6 @@ def _bad_file(path: Path, reason: str) -> SpecError:
 def _refuse(path: Path, problems: list[Problem]) -> None:
     if problems:
         raise SpecError(f"{path} cannot be used.", problems)
-
-
-def _unknown(sentence: str) -> Problem:
-    where, _, message = sentence.partition(": ")
-    return Problem(where, message)
 
 
 def _lookup(config: Mapping[str, Any], path: str) -> Any:

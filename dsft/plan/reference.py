@@ -1,4 +1,4 @@
-"""Derive the reference model of a preference run and its layout from the spec.
+"""Derive the reference model of a preference run, its layout and its DeepSpeed JSON from the spec.
 
 Code that reads weights treats the reference as a separate model: a `model` section in which nothing is
 trained.
@@ -6,10 +6,13 @@ trained.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dsft.errors import Problem, SpecError
+from dsft.plan.census import Elements
+from dsft.plan.ds_config import ConfigEntry, Row, gathering, nested, silence
 from dsft.plan.layout import Layout, layout
 from dsft.spec.preferences import REFERENCE_FREE
 from dsft.spec.schema import Dpo, Lora, Model, Parallel, Spec
@@ -130,8 +133,9 @@ def _which(spec: Spec) -> str:
 
 
 def _how(spec: Spec) -> str:
+    offloaded = dpo_of(spec).reference_offload == "cpu"
     if reference_stage(spec) == 3:
-        return f"sharded over all ranks (ZeRO 3){', in host memory' if _offloaded(spec) else ''}"
+        return f"sharded over all ranks (ZeRO 3){', in host memory' if offloaded else ''}"
     if dpo_of(spec).reference_zero_stage is None:
         if spec.parallel.pipeline_stages > 1:
             return f"in the policy's {spec.parallel.pipeline_stages} pipeline stages"
@@ -141,5 +145,37 @@ def _how(spec: Spec) -> str:
     return "whole on every rank"
 
 
-def _offloaded(spec: Spec) -> bool:
-    return dpo_of(spec).reference_offload == "cpu"
+def reference_config(spec: Spec, elements: Elements | None = None) -> dict[str, Any]:
+    """Return the nested mapping for `deepspeed.initialize` of the reference. elements: size of the reference,
+    None if unknown."""
+    return nested(reference_entries(spec, elements))
+
+
+def reference_entries(spec: Spec, elements: Elements | None = None) -> tuple[ConfigEntry, ...]:
+    """Return all keys in the order of the file, each with its value and the reason for it. There is no
+    optimizer: DeepSpeed then only gathers and releases parameters at ZeRO 3 (engine.py:687
+    _configure_zero_optimizer), and refuses ZeRO 1 and 2 (engine.py:2659 DummyOptim)."""
+    return tuple(ConfigEntry(*row) for row in (*_types(spec), *_zero(spec, elements), *silence()))
+
+
+def _types(spec: Spec) -> Iterator[Row]:
+    precision = spec.train.precision
+    yield "train_micro_batch_size_per_gpu", 1, "no effect: DeepSpeed requires a value, and nothing is trained"
+    for kind in ("bf16", "fp16"):
+        yield f"{kind}.enabled", precision == kind, f"train.precision is {precision}, the reference's too"
+    yield "torch_autocast.enabled", False, "weights already have the type of train.precision"
+
+
+def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
+    stage = reference_stage(spec)
+    what = "parameters sharded over the ranks" if stage == 3 else "the whole model on every rank"
+    yield "zero_optimization.stage", stage, f"{what}; ZeRO 1 and 2 shard nothing that a frozen model has"
+    if stage == 0:
+        return
+    for key, value, reason in gathering(elements):
+        yield f"zero_optimization.{key}", value, reason
+    reason = "no backward to save memory in; it would change torch's own function for the policy, too"
+    yield "zero_optimization.memory_efficient_linear", False, reason
+    if dpo_of(spec).reference_offload == "cpu":
+        yield "zero_optimization.offload_param.device", "cpu", "dpo.reference_offload: in host memory"
+        yield "zero_optimization.offload_param.pin_memory", True, "pinned host memory: faster copies"

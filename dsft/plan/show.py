@@ -23,8 +23,7 @@ from dsft.plan.memory.ranks import RankMemory, needed
 from dsft.plan.memory.reference import ReferenceMemory
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.promised import load
-from dsft.plan.reference import has_engine, in_stages, reference_line
-from dsft.plan.reference_config import reference_entries
+from dsft.plan.reference import has_engine, in_stages, reference_entries, reference_line
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.plan.tables import figures, heading, printed, size_text
 from dsft.plan.traffic import bubble

@@ -22,7 +22,7 @@ from dsft.objective.api import Objective, evaluation_record
 from dsft.objective.preference import rewards
 from dsft.reference.check import ANSWERS
 from dsft.reference.refer import Refer
-from dsft.report.margins import write_margins
+from dsft.report.jsonl import write_margins
 from dsft.spec.schema import Dpo
 
 TOGETHER = 32  # micro-batches whose tokens are in memory at once

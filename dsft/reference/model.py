@@ -26,8 +26,7 @@ from dsft.model.policy import Policy
 from dsft.model.weights import DTYPES
 from dsft.plan.census import Census, Elements, census_from
 from dsft.plan.cut import cut_of
-from dsft.plan.reference import dpo_of, reference_model, reference_parallel
-from dsft.plan.reference_config import reference_config
+from dsft.plan.reference import dpo_of, reference_config, reference_model, reference_parallel
 from dsft.spec.schema import Spec
 
 SHOWN = 3  # tokens that a message names

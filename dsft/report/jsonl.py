@@ -1,4 +1,5 @@
-"""Write and read metrics.jsonl, the complete record of a run, one JSON object per line.
+"""Write and read metrics.jsonl, the complete record of a run, and margins/step-N.jsonl, the margin of each
+held-out pair at an evaluation: one JSON object per line.
 
 Floats are written unrounded (in the shortest form that reads back as the same float). NaN and infinities are
 written as the strings "NaN", "Infinity" and "-Infinity", which `float()` reads, since JSON has no such
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -18,6 +20,7 @@ from dsft.system.files import atomic_write, write_error
 
 Record = Mapping[str, float]
 STEP = "train/global_step"
+MARGINS = "margins"
 
 
 class MetricsFile:
@@ -57,8 +60,9 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return [record for record in map(parse_record, lines) if record is not None]
 
 
-def _line(record: Record) -> str:
-    return json.dumps({name: written(value) for name, value in record.items()}, allow_nan=False) + "\n"
+def _line(row: Mapping[str, float | str | None]) -> str:
+    values = {name: written(value) if isinstance(value, float) else value for name, value in row.items()}
+    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def written(value: float) -> float | str:
@@ -86,3 +90,26 @@ def _cut(path: Path, resume_step: int) -> None:
         return
     with atomic_write(path) as file:
         file.write(remaining.encode())
+
+
+def write_margins(run_dir: Path, step: int, rows: Iterable[Mapping[str, float | str | None]]) -> Path:
+    """Write row by row, so that memory does not grow with their number. Raises StorageError."""
+    path = run_dir / MARGINS / f"step-{step}.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            file.writelines(_line(row).encode() for row in rows)
+    except OSError as error:
+        raise write_error(path, error) from error
+    return path
+
+
+def cut_margins(run_dir: Path, resume_step: int) -> None:
+    """Remove the files of steps after `resume_step`, which will be written again. Raises StorageError."""
+    for path in sorted((run_dir / MARGINS).glob("step-*.jsonl")):
+        found = re.fullmatch(r"step-(\d+)\.jsonl", path.name)
+        if found and int(found[1]) > resume_step:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise write_error(path, error) from error

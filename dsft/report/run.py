@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.report.console import Console
-from dsft.report.jsonl import MetricsFile, Record
-from dsft.report.margins import cut_margins
+from dsft.report.jsonl import MetricsFile, Record, cut_margins
 from dsft.report.sinks import BackgroundSink, open_sinks
 from dsft.spec.schema import Spec
 from dsft.system.files import write_error

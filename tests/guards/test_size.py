@@ -18,7 +18,6 @@ OF_A_FILE, LONG_FILES = (
         "dsft/cli.py": 461,
         "dsft/data/render/masks.py": 422,
         "dsft/run/loop.py": 411,
-        "dsft/plan/ds_config.py": 441,
         "dsft/spec/schema.py": 454,
     },
 )

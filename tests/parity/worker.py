@@ -70,8 +70,7 @@ from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.plan.memory.sizes import BYTES_PER_LOGIT
-from dsft.plan.reference import reference_model
-from dsft.plan.reference_config import reference_config
+from dsft.plan.reference import reference_config, reference_model
 from dsft.rank.environment import detect
 from dsft.reference.refer import Refer, look_up, refer_to_engine, refer_to_start
 from dsft.run.loop import Record

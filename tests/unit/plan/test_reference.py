@@ -13,8 +13,14 @@ from dsft.generate.files import drift, files
 from dsft.plan.census import Elements
 from dsft.plan.ds_keys import unknown_keys
 from dsft.plan.layout import Layout
-from dsft.plan.reference import reference_layout, reference_line, reference_model, reference_stage
-from dsft.plan.reference_config import reference_config, reference_entries
+from dsft.plan.reference import (
+    reference_config,
+    reference_entries,
+    reference_layout,
+    reference_line,
+    reference_model,
+    reference_stage,
+)
 from dsft.spec.schema import Spec
 
 

@@ -19,7 +19,7 @@ from dsft.data.steps.batch import MicroBatch, Pairs
 from dsft.objective.preference import preference
 from dsft.reference import evaluate
 from dsft.reference.evaluate import PairSet, pair_evaluation
-from dsft.report.margins import cut_margins
+from dsft.report.jsonl import cut_margins
 from dsft.spec.schema import Dpo
 from tests.examples import dataset_of
 
