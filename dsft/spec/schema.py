@@ -70,9 +70,8 @@ class Model(Section):
     """Hub id, folder or sentencepiece .model file of the tokenizer; by default the model's own, or a
     byte-level tokenizer with from_config."""
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
-    """Attention implementation. auto takes torch's, and for packed rows the fastest one that device,
-    precision and model allow; sdpa computes packed rows segment by segment; the others are those of
-    transformers."""
+    """Attention implementation. auto: that of torch, for packed rows the fastest one that device, precision
+    and model allow; sdpa: packed rows are computed segment by segment; the others: those of transformers."""
     gradient_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass to save memory."""
     trust_remote_code: bool = False
@@ -136,7 +135,8 @@ class Data(Section):
     eval_count: Count | None = None
     """Number of training rows to hold out for evaluation, chosen by a hash of their content."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Targets of a conversation: the tokens of all assistant turns, of only the last one, or all tokens."""
+    """Targets of a conversation: the tokens of all assistant turns (assistant), of the last one (last), or
+    all tokens (all)."""
     max_dropped_fraction: Share | None = None
     """Fraction of rows, 0 to 1, that may be left out (too long, bad, empty or without a target); with more,
     the run does not start."""
@@ -181,7 +181,7 @@ class Dpo(Section):
     """Compute a pair's prompt once for both answers; by default true if rows are packed and model.attention
     is auto or sdpa."""
     sft_weight: float = Field(default=0.0, ge=0)
-    """Weight with which the next-token loss on chosen answers is added."""
+    """Weight of the next-token loss on chosen answers, which is added to the preference loss."""
     simpo_gamma: float = Field(default=0.5, ge=0)
     """Target margin of simpo, in units of the reward."""
 
@@ -304,7 +304,7 @@ class Optim(Section):
     momentum: Beta = 0.0
     """Momentum factor of sgd."""
     scale_with_batch: Literal["none", "linear", "sqrt"] = "none"
-    """Scale learning_rate by global batch ÷ base_batch_size (linear), or by the root of that (sqrt)."""
+    """Scale learning_rate by global batch ÷ base_batch_size (linear), or by its square root (sqrt)."""
     base_batch_size: Count | None = None
     """Global batch size, in examples, for which learning_rate was tuned; scale_with_batch needs it."""
     groups: Annotated[tuple[OptimGroup, ...], FromList] = ()
@@ -353,9 +353,9 @@ class Cluster(Section):
     launcher: Literal["dsft", "deepspeed", "torchrun", "slurm"] = "dsft"
     """What starts the ranks under dsft launch; slurm: dsft starts them through srun."""
     hang_timeout: Count | None = None
-    """Seconds in which a rank may start no step, evaluation or save; after that, dsft launch names the rank
-    and ends the run with exit code 124. Other launchers do not check; there, a collective times out after 30
-    minutes."""
+    """Seconds without a new step, evaluation or save after which a rank is taken to hang: dsft launch names
+    it and ends the run with exit code 124. Other launchers do not check; there, a collective times out after
+    30 minutes."""
     time_limit: Count | None = None
     """Seconds after the start at which the run finishes its step, saves and exits with 75; the same command
     resumes it. At least one step is trained; leave time for two steps and a save."""

@@ -67,7 +67,7 @@ def test_validate(dsft, write: Write) -> None:  # noqa: ANN001
     assert out.startswith("valid: spec.yaml\n") and "ZeRO 2" in out
     assert "rows of at most" in out
     _, out, _ = dsft("validate", str(write()), "task=dpo", "data.eval_count=5")
-    assert "5 pairs held out; a prompt and an answer of at most" in out
+    assert "5 held-out pairs; a prompt and an answer of at most" in out
 
 
 def test_validate_prints_warnings_and_the_batch_of_a_cluster(dsft, write: Write) -> None:  # noqa: ANN001
