@@ -228,7 +228,7 @@ def _unused(spec: Spec, base: Mapping[str, Any], file: Mapping[str, Any]) -> Ite
     yield from _optimizer(spec, file.get("optimizer") or {})
     kind = _lookup(file, "scheduler.type")
     if kind is not None and kind != "auto":
-        yield "scheduler", f"{kind}, the spec's {spec.optim.lr_scheduler_type} is used"
+        yield "scheduler", f"{kind}, but the spec's {spec.optim.lr_scheduler_type} is used"
 
 
 def _differing(key: str, value: Any, ours: Any, spec: Spec) -> Iterator[tuple[str, str]]:
@@ -238,7 +238,9 @@ def _differing(key: str, value: Any, ours: Any, spec: Spec) -> Iterator[tuple[st
         for name, below in value.items():
             yield from _differing(f"{key}.{name}", below, _lookup(ours or {}, name), spec)
     elif value is not None and value != "auto" and value != ours:
-        used = f"the spec's {json.dumps(ours)} is used" if ours is not None else "no effect here"
+        used = (
+            f"but the spec's {json.dumps(ours)} is used" if ours is not None else "which has no effect here"
+        )
         yield key, f"{json.dumps(value)}, {used}"
 
 
@@ -246,7 +248,7 @@ def _optimizer(spec: Spec, section: Mapping[str, Any]) -> Iterator[tuple[str, st
     optim = spec.optim
     kind = section.get("type")
     if kind is not None and str(kind).lower() not in ("auto", optim.name):
-        yield "optimizer.type", f"{kind}, the spec's {optim.name} is used"
+        yield "optimizer.type", f"{kind}, but the spec's {optim.name} is used"
     ours = {
         "lr": optim.learning_rate,
         "weight_decay": optim.weight_decay,

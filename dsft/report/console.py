@@ -37,8 +37,8 @@ class Console:
         self._log = log
         self._lock = threading.Lock()  # other threads, such as W&B's, print too; keeps lines whole
         self._terminal = terminal or Terminal()
-        self._bar = _bar(self._terminal) if self._terminal.is_terminal else None
-        self._task = self._bar.add_task("", total=total_steps, completed=first_step) if self._bar else None
+        self._bar = _bar(self._terminal)
+        self._task = self._bar.add_task("", total=total_steps, completed=first_step)
 
     def line(self, text: str) -> None:
         """Print and log a line; from any thread."""
@@ -55,15 +55,15 @@ class Console:
         remaining = self._remaining(step)
         shown = facts if remaining is None else f"{facts}  {remaining} left"
         with self._lock:
-            if self._bar is not None and self._task is not None:  # the bar appears with the first record
-                self._bar.start()
+            if self._terminal.is_terminal:
+                self._bar.start()  # it appears with the first record
                 self._bar.update(self._task, completed=step, description=shown)
             else:
                 self._print(f"{where}  {shown}")
             self._write(f"{where}  {facts}")
 
     def close(self) -> None:
-        if self._bar is not None:
+        if self._terminal.is_terminal:
             self._bar.stop()
         if self._log is not None:
             with suppress(OSError):  # `_write` has reported the error
@@ -72,8 +72,8 @@ class Console:
 
     def _print(self, text: str) -> None:
         """Print above the bar, if there is one."""
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self._terminal.is_terminal:
+            self._terminal.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             print(text, file=self._terminal.file, flush=True)
 

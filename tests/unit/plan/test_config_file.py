@@ -77,7 +77,7 @@ def test_a_trainers_file_is_filled_from_the_spec_and_decides_the_stage(merge: An
     assert "optimizer" not in merged.config and "scheduler" not in merged.config
     assert merged.notes == (
         "zero3.json: sets parallel.zero_stage to 3 (in the spec: 1)",
-        "zero3.json: scheduler WarmupLR, the spec's linear is used",
+        "zero3.json: scheduler WarmupLR, but the spec's linear is used",
     )
 
 
@@ -96,7 +96,7 @@ def test_the_loss_scale_of_fp16_is_dsfts_own(make_spec: Any, tmp_path: Path) -> 
     spec = make_spec(train={"global_batch_size": 24, "micro_batch_size": 2, "precision": "fp16"})
     merged = merge_config_file(spec, batch_sizes(spec.train, 4), path)
     assert merged.config["fp16"] == deepspeed_config(spec, batch_sizes(spec.train, 4))["fp16"]
-    assert merged.notes == ("zero2.json: fp16.loss_scale 128, the spec's 0 is used",)
+    assert merged.notes == ("zero2.json: fp16.loss_scale 128, but the spec's 0 is used",)
 
 
 def test_what_the_spec_decides_is_told_and_not_taken(merge: Any) -> None:
@@ -109,17 +109,17 @@ def test_what_the_spec_decides_is_told_and_not_taken(merge: Any) -> None:
     merged = merge(file)
     assert merged.config["train_batch_size"] == 24 and merged.config["gradient_clipping"] == 1.0
     assert merged.notes == (
-        "zero3.json: train_batch_size 16, the spec's 24 is used",
-        "zero3.json: gradient_clipping 0.3, the spec's 1.0 is used",
+        "zero3.json: train_batch_size 16, but the spec's 24 is used",
+        "zero3.json: gradient_clipping 0.3, but the spec's 1.0 is used",
         "zero3.json: wandb is left out: the spec's wandb section is used",
-        "zero3.json: optimizer.type Lamb, the spec's adamw is used",
-        "zero3.json: optimizer.params.lr 3e-05, the spec's 0.001 is used",
+        "zero3.json: optimizer.type Lamb, but the spec's adamw is used",
+        "zero3.json: optimizer.params.lr 3e-05, but the spec's 0.001 is used",
         "zero3.json: optimizer.params.torch_adam is left out: the engine builds the optimizer from the spec",
     )
     with pytest.raises(SpecError) as error:
         merge(file, strict=True)
     assert len(error.value.problems) == 6
-    assert "train_batch_size: 16, the spec's 24 is used; with --strict the file must agree" in str(
+    assert "train_batch_size: 16, but the spec's 24 is used; with --strict the file must agree" in str(
         error.value
     )
 
