@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from dsft.doctor import devices, inputs, limits, network, ops, reach, software, storage
-from dsft.doctor.finding import CheckResult, ProbeResults, failures, listed
+from dsft.doctor.hosts import PROBE, ProbeAnswers, ask_probes
 from dsft.doctor.links import Network, measure, unreached
 from dsft.doctor.needs import Needs, needs_of
+from dsft.doctor.results import CheckResult, ProbeResults, failures, listed
 from dsft.doctor.show import as_json, print_findings, progress
-from dsft.doctor.visit import PROBE, ProbeAnswers, visit
 from dsft.errors import Problem, SpecError, WorldError
 from dsft.plan.promised import load
 from dsft.rank.allocation import NODES, allocation
@@ -66,7 +66,7 @@ def doctor(
     """Run the checks and print the findings. with_network: measure the links too; expect_gbit: expected speed
     of each link in Gbit/s, in place of the default. Raises WorldError if a run could not start."""
     if expect_gbit is not None and not with_network:
-        what = f"{expect_gbit:g} is not compared with anything without --network; give that too"
+        what = f"{expect_gbit:g} has no effect without --network; give that too"
         raise SpecError("The command line cannot be used.", [Problem("--expect-gbit", what)])
     began = time.monotonic()
     needs = _needs(spec, overrides, None, None, None)
@@ -75,23 +75,24 @@ def doctor(
 
         def answered(host: str) -> None:
             waiting.remove(host)
-            show(f"waiting for {listed(waiting)} …" if waiting else "the answers are compared …")
+            show(f"waiting for {listed(waiting)} …" if waiting else "comparing the answers …")
 
         show(f"waiting for {listed(waiting)} …")
-        seen = look(needs, answered)
-        measured = _measured(seen, expect_gbit, show) if with_network else None
-    found = in_order([*findings_of(seen), *(measured.findings if measured else ())])
+        probed = look(needs, answered)
+        measured = _measured(probed, expect_gbit, show) if with_network else None
+    found = in_order([*findings_of(probed), *(measured.findings if measured else ())])
     seconds = time.monotonic() - began
     if as_json_text:
-        print(as_json(seen, found, seconds, measured))
+        print(as_json(probed, found, seconds, measured))
     else:
-        print_findings(seen, found, seconds, measured)
+        print_findings(probed, found, seconds, measured)
     bad = failures(found)
     if bad:
         checks = ", ".join(dict.fromkeys(finding.check for finding in bad))
         command = shlex.join([str(spec), *overrides])
         raise WorldError(
-            f"a run of {command} could not start ({checks}); do what is said above, then try again."
+            f"a run of {command} could not start: {len(bad)} check(s) failed ({checks}); follow the remedies "
+            "above, then try again."
         )
     return found
 
@@ -105,15 +106,16 @@ def look(needs: Needs, answered: Callable[[str], None] = lambda host: None) -> P
         return {host: {"file": file, "nonce": needs.nonce, "targets": tried} for host in first}
 
     orders = {host: needs.orders(host) for host in needs.hosts}
-    visits = visit(
+    answers = ask_probes(
         orders, wanted, lambda host: module_command(host, PROBE, needs.through), needs.environ, answered
     )
-    return ProbeResults(needs, visits)
+    return ProbeResults(needs, answers)
 
 
-def findings_of(seen: ProbeResults) -> list[CheckResult]:
+def findings_of(probed: ProbeResults) -> list[CheckResult]:
     """Return the findings of all checks, sorted as by `in_order`, else in the order of CHECKS."""
-    return in_order([*(finding for check in CHECKS for finding in check(seen)), *_untold(seen.visits)])
+    found = [finding for check in CHECKS for finding in check(probed)]
+    return in_order([*found, *_broken_probes(probed.answers)])
 
 
 def in_order(found: Sequence[CheckResult]) -> list[CheckResult]:
@@ -122,31 +124,31 @@ def in_order(found: Sequence[CheckResult]) -> list[CheckResult]:
     return sorted(found, key=lambda finding: order[finding.level])
 
 
-def _measured(seen: ProbeResults, expect_gbit: float | None, told: Callable[[str], None]) -> Network:
+def _measured(probed: ProbeResults, expect_gbit: float | None, progress: Callable[[str], None]) -> Network:
     """Measure the links between the hosts that answer; report those of the others as dead."""
-    needs = seen.needs
+    needs = probed.needs
     cluster = needs.spec.cluster
     found = measure(
-        {host: slots or 1 for host, slots in needs.hosts.items() if host in seen.visits.first},
+        {host: slots or 1 for host, slots in needs.hosts.items() if host in probed.answers.first},
         interface=cluster.interface if cluster else None,
         environ=needs.environ,
         expect_gbit=expect_gbit,
         through=needs.through,
-        told=told,
+        progress=progress,
     )
-    silent = {host: why for host, why in seen.visits.silent.items() if host not in seen.visits.first}
+    silent = {host: why for host, why in probed.answers.silent.items() if host not in probed.answers.first}
     dead = [unreached(host, str(why)) for host, why in silent.items()]
     return replace(found, findings=(*found.findings, *dead))
 
 
-def _untold(visits: ProbeAnswers) -> Iterator[CheckResult]:
+def _broken_probes(answers: ProbeAnswers) -> Iterator[CheckResult]:
     """Yield a warning for each part of a probe that failed with an exception."""
-    for host, facts in visits.first.items():
+    for host, facts in answers.first.items():
         for name, part in facts.items():
             if isinstance(part, Mapping) and set(part) == {"fault"}:
                 yield CheckResult(
-                    name, host, "warning", f"could not be looked at ({part['fault']})",
-                    "what is wrong with it is not known", "tell us, with the output of --json",
+                    name, host, "warning", f"could not be examined ({part['fault']})",
+                    "a problem there would go unnoticed", "report this error, with the output of --json",
                 )  # fmt: skip
 
 

@@ -10,12 +10,16 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.finding import CheckResult, passed
+from dsft.doctor.results import CheckResult, passed
 
 if TYPE_CHECKING:
-    from dsft.doctor.finding import ProbeResults
+    from dsft.doctor.results import ProbeResults
 
-ASKED = ("index", "name", "memory.total", "memory.used", "driver_version", "uuid")
+QUERY = {
+    "index": "index", "name": "name", "total": "memory.total", "used": "memory.used",
+    "driver": "driver_version", "uuid": "uuid",
+}  # fmt: skip
+"""Facts of a GPU, by their names here: what nvidia-smi calls them."""
 TIMEOUT = 5.0  # seconds; after that a hanging driver is reported
 CHECK = "devices"
 BUSY = 1024
@@ -36,42 +40,30 @@ def look(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     if program is None:
         return facts
     try:
-        gpus = _parsed(_asked(program, f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits"))
+        query = f"--query-gpu={','.join(QUERY.values())}"
+        gpus = _parsed(_run(program, query, "--format=csv,noheader,nounits"))
         chosen = environ.get("CUDA_VISIBLE_DEVICES")
-        parts = _parts(_asked(program, "-L"), gpus) if "MIG-" in (chosen or "") else []
+        parts = _parts(_run(program, "-L"), gpus) if "MIG-" in (chosen or "") else []
     except (OSError, subprocess.TimeoutExpired) as error:
         return {**facts, "fault": str(error)}
     return {**facts, "gpus": _visible([*gpus, *parts], chosen)}
 
 
-def _asked(program: str, *words: str) -> str:
+def _run(program: str, *words: str) -> str:
     """Run nvidia-smi and return its output. Raises OSError with its last line if it failed."""
-    told = subprocess.run([program, *words], capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    if told.returncode:
-        said = (told.stdout + told.stderr).strip().splitlines()
-        raise OSError(said[-1] if said else f"exit code {told.returncode}")
-    return told.stdout
+    done = subprocess.run([program, *words], capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    if done.returncode:
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        raise OSError(lines[-1] if lines else f"exit code {done.returncode}")
+    return done.stdout
 
 
 def _parsed(text: str) -> list[dict[str, Any]]:
-    rows = ([part.strip() for part in line.split(",")] for line in text.splitlines() if line.strip())
-    return [
-        {
-            "index": row[0],
-            "name": row[1],
-            "total": _number(row[2]),
-            "used": _number(row[3]),
-            "driver": row[4],
-            "uuid": row[5],
-        }
-        for row in rows
-        if len(row) == len(ASKED)
-    ]
-
-
-def _number(text: str) -> int | None:
-    """Return the number; None for `[N/A]`, on devices that use host memory."""
-    return int(text) if text.isdecimal() else None
+    """Return the GPUs, with the keys of QUERY; memory is None for `[N/A]`, on devices that use the host's."""
+    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
+    gpus = [dict[str, Any](zip(QUERY, row, strict=True)) for row in rows if len(row) == len(QUERY)]
+    memory = ("total", "used")
+    return [gpu | {key: int(gpu[key]) if gpu[key].isdecimal() else None for key in memory} for gpu in gpus]
 
 
 def _parts(text: str, gpus: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -105,38 +97,38 @@ def _visible(gpus: list[dict[str, Any]], chosen: str | None) -> list[dict[str, A
     return found
 
 
-def check(seen: ProbeResults) -> Iterator[CheckResult]:
-    for host, part in seen.part("devices"):
+def check(probed: ProbeResults) -> Iterator[CheckResult]:
+    for host, part in probed.part("devices"):
         if part.get("fault"):
             yield CheckResult(
                 CHECK, host, "failure", f"nvidia-smi failed: {part['fault']}",
-                "torch will not find its GPUs either", "mend the driver, or restart the host",
+                "torch will not find its GPUs either", "repair the driver, or restart the host",
             )  # fmt: skip
-        elif seen.on_cpu(host):
-            yield from _cores(seen, host, part)
+        elif probed.on_cpu(host):
+            yield from _cores(probed, host, part)
         else:
-            yield from _gpus(host, seen.slots[host], part["gpus"])
-    yield from _kinds(seen)
+            yield from _gpus(host, probed.slots[host], part["gpus"])
+    yield from _kinds(probed)
 
 
-def _cores(seen: ProbeResults, host: str, part: Mapping[str, Any]) -> Iterator[CheckResult]:
-    slots, cores, gpus = seen.slots[host], part["cores"], part.get("gpus") or []
+def _cores(probed: ProbeResults, host: str, part: Mapping[str, Any]) -> Iterator[CheckResult]:
+    slots, cores, gpus = probed.slots[host], part["cores"], part.get("gpus") or []
     if gpus and not part.get("forced"):
         yield CheckResult(
-            CHECK, host, "warning", f"{len(gpus)} GPU(s), and a torch that is built without CUDA",
-            "the run would train on the CPU", "install torch for this CUDA: scripts/install",
+            CHECK, host, "warning", f"{len(gpus)} GPU(s), but torch is built without CUDA",
+            "the run would train on the CPU", "install torch with CUDA: scripts/install",
         )  # fmt: skip
-    accelerator = seen.needs.spec.accelerator
+    accelerator = probed.needs.spec.accelerator
     if accelerator is not None and accelerator.name.lower() != "cpu":
         yield CheckResult(
-            CHECK, host, "failure", f"no GPU that torch could use, where {accelerator.name} is promised",
+            CHECK, host, "failure", f"torch can use no GPU, and cluster.accelerator is {accelerator.name}",
             "the run would train on the CPU, many times slower",
-            "install driver and a torch with CUDA there, or take the host out of cluster.hosts",
+            "install the driver and torch with CUDA there, or remove the host from cluster.hosts",
         )  # fmt: skip
     elif slots is not None and slots > cores:
         yield CheckResult(
             CHECK, host, "warning", f"{slots} slots and {cores} core(s)",
-            "ranks share cores, and each step takes longer", "give as many slots as there are cores",
+            "ranks share cores, and each step takes longer", "set as many slots as there are cores",
         )  # fmt: skip
     elif not gpus:
         yield passed(CHECK, host, f"CPU, {cores} core(s) for {slots or 1} slot(s)")
@@ -148,33 +140,33 @@ def _gpus(host: str, slots: int | None, gpus: list[Mapping[str, Any]]) -> Iterat
         yield CheckResult(
             CHECK, host, "failure", f"{slots} slots and {len(gpus)} GPU(s) ({names})",
             "ranks without a GPU of their own end with `invalid device ordinal`",
-            f"set cluster.hosts.{host} to {len(gpus)}, or look at CUDA_VISIBLE_DEVICES there",
+            f"set cluster.hosts.{host} to {len(gpus)}, or check CUDA_VISIBLE_DEVICES there",
         )  # fmt: skip
     elif slots is not None and slots < len(gpus):
         yield CheckResult(
             CHECK, host, "warning", f"{slots} slots and {len(gpus)} GPU(s) ({names})",
-            "some stay idle", f"set cluster.hosts.{host} to {len(gpus)} where they are yours",
+            "some stay idle", f"set cluster.hosts.{host} to {len(gpus)} if you may use them all",
         )  # fmt: skip
     else:
         yield passed(CHECK, host, f"{len(gpus)} × {names}")
     busy = [gpu for gpu in gpus[: slots or None] if (gpu["used"] or 0) > BUSY]
     if busy:
-        told = ", ".join(f"GPU {gpu['index']} {gpu['used']:,} of {gpu['total'] or 0:,} MiB" for gpu in busy)
+        used = ", ".join(f"GPU {gpu['index']} {gpu['used']:,} of {gpu['total'] or 0:,} MiB" for gpu in busy)
         yield CheckResult(
-            CHECK, host, "warning", f"memory in use: {told}",
-            "what another process holds is not there for the run", "see nvidia-smi there, and end it",
+            CHECK, host, "warning", f"memory in use: {used}",
+            "the run cannot use that memory", "find the process with nvidia-smi there, and end it",
         )  # fmt: skip
 
 
-def _kinds(seen: ProbeResults) -> Iterator[CheckResult]:
+def _kinds(probed: ProbeResults) -> Iterator[CheckResult]:
     kinds: dict[str, list[str]] = {}
-    for host, part in seen.part("devices"):
+    for host, part in probed.part("devices"):
         for name in sorted({gpu["name"] for gpu in part.get("gpus") or []}):
             kinds.setdefault(name, []).append(host)
     if len(kinds) > 1:
-        told = "; ".join(f"{name} on {', '.join(hosts[:4])}" for name, hosts in kinds.items())
+        names = "; ".join(f"{name} on {', '.join(hosts[:4])}" for name, hosts in kinds.items())
         yield CheckResult(
-            CHECK, None, "warning", f"several kinds of GPU: {told}",
-            "all wait for the slowest one, and the smallest memory is what fits",
-            "take hosts of one kind, or plan for the smallest",
+            CHECK, None, "warning", f"several kinds of GPU: {names}",
+            "all wait for the slowest one, and the model must fit into the smallest memory",
+            "use hosts of one kind, or plan for the smallest",
         )  # fmt: skip

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.finding import CheckResult, listed, passed
+from dsft.doctor.results import CheckResult, listed, passed
 from dsft.spec.listing import NoDataFileError, local_files
 
 if TYPE_CHECKING:
-    from dsft.doctor.finding import ProbeResults
+    from dsft.doctor.results import ProbeResults
 
 WHOLE = 4 << 20  # bytes up to which a file is read completely
 SAMPLES, SAMPLE = 64, 1 << 12  # number and size of the samples of a larger one
@@ -39,7 +39,7 @@ def _one(path: str, kind: str, end: float) -> dict[str, Any]:
             return _hub(path, kind)
         files = list(_files(path, kind))
         if not files:
-            return {"missing": "is not there"}
+            return {"missing": "does not exist"}
         return {"files": {str(file): _facts(file, end) for file in files}}
     except NoDataFileError as error:
         return {"missing": str(error)}
@@ -97,38 +97,34 @@ def _hub(name: str, kind: str) -> dict[str, Any]:
     return {"commit": commit}
 
 
-def check(seen: ProbeResults) -> Iterator[CheckResult]:
-    by_host = dict(seen.part("inputs"))
-    sampled = alone = 0
-    good = True
-    for wanted in seen.needs.inputs:
-        told = {host: found[wanted["key"]] for host, found in by_host.items() if wanted["key"] in found}
-        for finding in _of_key(wanted, told):
+def check(probed: ProbeResults) -> Iterator[CheckResult]:
+    by_host = dict(probed.part("inputs"))
+    good, without_digest = True, set[str]()
+    for wanted in probed.needs.inputs:
+        facts = {host: found[wanted["key"]] for host, found in by_host.items() if wanted["key"] in found}
+        for finding in _of_key(wanted, facts):
             good = False
             yield finding
-        for name in {name for found in told.values() for name in found.get("files", {})}:
-            facts = [found["files"][name] for found in told.values() if name in found.get("files", {})]
-            sampled += any(size > 4 << 20 for size, _ in facts)
-            alone += any(digest is None for _, digest in facts)
+        files = [item for found in facts.values() for item in found.get("files", {}).items()]
+        without_digest |= {name for name, (_, digest) in files if digest is None}
     if good and by_host:
-        notes = [f"{sampled} large ones by size and samples"] if sampled else []
-        notes += [f"{alone} by size alone, as time was short"] if alone else []
         same = "the same everywhere" if len(by_host) > 1 else "there"
-        yield passed(CHECK, None, f"spec, data and model are {same}" + "".join(f"; {note}" for note in notes))
+        note = f"; {len(without_digest)} compared by size only, to save time" if without_digest else ""
+        yield passed(CHECK, None, f"spec, data and model are {same}{note}")
 
 
-def _of_key(wanted: Mapping[str, str], told: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
-    missing = {host: found for host, found in told.items() if "missing" in found}
+def _of_key(wanted: Mapping[str, str], facts: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
+    missing = {host: found for host, found in facts.items() if "missing" in found}
     for host, found in missing.items():
         yield _missing(wanted, host, found)
-    commits = {host: found["commit"] for host, found in told.items() if "commit" in found}
+    commits = {host: found["commit"] for host, found in facts.items() if "commit" in found}
     if len(set(commits.values())) > 1:
         values = ", ".join(f"{host} {commit[:12]}" for host, commit in commits.items())
-        yield _other(wanted, f"its newest revision in the caches differs: {values}")
-    files = {host: found["files"] for host, found in told.items() if "files" in found}
+        yield _other(wanted, f"its newest revision differs between the caches: {values}")
+    files = {host: found["files"] for host, found in facts.items() if "files" in found}
     different = sorted(_differing(files))
     if different:
-        yield _other(wanted, f"on {listed(list(files))} differ {listed(different)}")
+        yield _other(wanted, f"{listed(different)} differ between {listed(list(files))}")
 
 
 def _differing(files: Mapping[str, Mapping[str, list[Any]]]) -> set[str]:
@@ -157,8 +153,8 @@ def _missing(wanted: Mapping[str, str], host: str, found: Mapping[str, Any]) -> 
             "it cannot be downloaded", "download it there once, or copy the cache",
         )  # fmt: skip
     return CheckResult(
-        CHECK, host, "warning", f"{named} is not in the cache there", "each host downloads it at the start",
-        "download it ahead, or share HF_HOME between the hosts",
+        CHECK, host, "warning", f"{named} is not in this host's cache", "each host downloads it at the start",
+        "download it before the run, or share HF_HOME between the hosts",
     )  # fmt: skip
 
 
@@ -166,5 +162,5 @@ def _other(wanted: Mapping[str, str], value: str) -> CheckResult:
     return CheckResult(
         CHECK, None, "failure", f"{wanted['key']} {wanted['path']}: {value}",
         "ranks would train on other rows, or from other weights, than each other",
-        "copy one host's to all, or put it on a disk that they share",
+        "copy that of one host to all, or put it on a disk that they share",
     )  # fmt: skip

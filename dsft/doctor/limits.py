@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.finding import CheckResult, gib, passed
+from dsft.doctor.results import CheckResult, gib, passed
 from dsft.system.disk import may_lock_all
 
 if TYPE_CHECKING:
-    from dsft.doctor.finding import ProbeResults
+    from dsft.doctor.results import ProbeResults
 
 INFINIBAND = Path("/sys/class/infiniband")
 FILES_OF_RANK = 8
@@ -36,34 +36,35 @@ def _number(limit: int) -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def check(seen: ProbeResults) -> Iterator[CheckResult]:
-    world = sum(count or 1 for count in seen.slots.values())
-    for host, part in seen.part("limits"):
+def check(probed: ProbeResults) -> Iterator[CheckResult]:
+    world = sum(count or 1 for count in probed.slots.values())
+    for host, part in probed.part("limits"):
         soft, needed = part["files"][0], FILES + FILES_OF_RANK * world
         if soft is not None and soft < needed:
             yield CheckResult(
                 "open files", host, "failure" if soft < FILES // 2 else "warning",
-                f"{soft:,} of {needed:,} that {world} ranks may take",
+                f"{soft:,}, and {world} ranks may need {needed:,}",
                 "sockets to other ranks and data files end with `Too many open files`",
                 "ulimit -n 65536, nofile in /etc/security/limits.conf, LimitNOFILE of sshd or slurmd",
             )  # fmt: skip
         else:
-            yield passed("open files", host, "without limit" if soft is None else f"{soft:,}")
-        yield _locked(host, part["locked"], part["infiniband"], seen.needs.locked)
+            yield passed("open files", host, "unlimited" if soft is None else f"{soft:,}")
+        yield _locked(host, part["locked"], part["infiniband"], probed.needs.locked)
 
 
 def _locked(host: str, limit: int | None, cards: list[str], needed: int | None) -> CheckResult:
     do = "ulimit -l unlimited, memlock in /etc/security/limits.conf, or --ulimit memlock=-1 for a container"
     if limit is None:
-        return passed("locked memory", host, "without limit")
+        return passed("locked memory", host, "unlimited")
     if needed is not None and needed > limit:
         return CheckResult(
-            "locked memory", host, "failure", f"{gib(limit)}, and swap buffers take {gib(needed)} a process",
-            "DeepSpeed locks them, and a process that may not is aborted", do,
+            "locked memory", host, "failure",
+            f"{gib(limit)}, and swap buffers need {gib(needed)} per process",
+            "DeepSpeed locks this memory, and a process that may not lock it is aborted", do,
         )  # fmt: skip
     if cards:
         return CheckResult(
             "locked memory", host, "warning", f"{gib(limit)}, and there is InfiniBand ({', '.join(cards)})",
-            "NCCL registers memory with it, and fails where it may not lock it", do,
+            "NCCL locks the memory that it registers with the card, and fails if it may not", do,
         )  # fmt: skip
     return passed("locked memory", host, gib(limit))

@@ -16,11 +16,11 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from dsft.doctor.finding import CheckResult, passed
-from dsft.doctor.visit import Facts, HostChannels
+from dsft.doctor.hosts import Facts, HostChannels
+from dsft.doctor.results import CheckResult, passed
 from dsft.rank.route import address_towards, interface_of
 from dsft.remote import forwarded, module_command
 
@@ -92,9 +92,6 @@ class Network:
     sampled: bool
     seconds: float = 0.0
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def measure(
     hosts: Mapping[str, int],
@@ -103,7 +100,7 @@ def measure(
     environ: Mapping[str, str] | None = None,
     expect_gbit: float | None = None,
     through: Literal["ssh", "srun"] = "ssh",
-    told: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Network:
     """Measure the links between the hosts, and an all-reduce.
 
@@ -119,10 +116,10 @@ def measure(
     began = time.monotonic()
 
     async def measured() -> Network:
-        async with HostChannels(lambda host: module_command(host, PROGRAM, through), variables) as talks:
-            there = await talks.ask({host: {"do": "listen"} for host in hosts}, START)
+        async with HostChannels(lambda host: module_command(host, PROGRAM, through), variables) as channels:
+            there = await channels.ask({host: {"do": "listen"} for host in hosts}, START)
             own = interface or variables.get("GLOO_SOCKET_IFNAME") or None
-            found = await _Measurement(talks, there, own, expect_gbit, told).all(hosts, variables)
+            found = await _Measurement(channels, there, own, expect_gbit, progress).all(hosts, variables)
             return replace(found, seconds=time.monotonic() - began)
 
     return asyncio.run(measured())
@@ -133,15 +130,15 @@ class _Measurement:
     """The measurement on open channels. there: host -> its store's port, interfaces and GPUs, for hosts that
     answer."""
 
-    talks: HostChannels
+    channels: HostChannels
     there: Mapping[str, Facts]
     interface: str | None
     expect_gbit: float | None
-    told: Callable[[str], None]
+    progress: Callable[[str], None]
     names: Iterator[int] = field(default_factory=itertools.count)
 
     async def all(self, hosts: Mapping[str, int], variables: Mapping[str, str]) -> Network:
-        findings = [unreached(host, str(why)) for host, why in self.talks.silent.items()]
+        findings = [unreached(host, str(why)) for host, why in self.channels.silent.items()]
         links = await self._links(pairs_of([host for host in hosts if host in self.there]))
         findings += judged(links, self._expected(links), given=self.expect_gbit is not None)
         reduces: list[AllReduce] = []
@@ -150,7 +147,7 @@ class _Measurement:
         if is_whole and sum(hosts.values()) > 1:
             backend, ranks = ranks_of(hosts, {host: self.there[host]["gpus"] for host in hosts}, variables)
             processes = sum(map(len, ranks.values()))
-            self.told(f"all-reduce over {backend}, {processes} processes")
+            self.progress(f"all-reduce over {backend}, {processes} processes")
             reduces, finding = await self._all_reduce(ranks, backend, sizes_for(backend, links))
             findings.append(finding)
         return Network(
@@ -163,7 +160,7 @@ class _Measurement:
         and its best result counts: another program may have occupied the core."""
         links: dict[tuple[str, str], Link] = {}
         for number, (one, other) in enumerate(pairs, start=1):
-            self.told(f"{one} ⇄ {other}, pair {number} of {len(pairs)}")
+            self.progress(f"{one} ⇄ {other}, pair {number} of {len(pairs)}")
             links |= {(link.sender, link.receiver): link for link in await self._pair(one, other)}
         given = self.expect_gbit is not None
         for _ in range(TRIES - 1):
@@ -201,8 +198,8 @@ class _Measurement:
         ]
 
     async def _ask(self, questions: Mapping[str, Facts], seconds: float) -> dict[str, Facts]:
-        answers = await self.talks.ask(questions, seconds)
-        silent = self.talks.silent
+        answers = await self.channels.ask(questions, seconds)
+        silent = self.channels.silent
         return {host: answers.get(host) or {"error": str(silent[host])} for host in questions}
 
     def _expected(self, links: Sequence[Link]) -> float:
@@ -228,14 +225,14 @@ class _Measurement:
             host: {**order, "ranks": list(own), "peer": place[first if host != first else hosts[-1]]}
             for host, own in ranks.items()
         }
-        answers = await self.talks.ask(questions, REDUCE)
+        answers = await self.channels.ask(questions, REDUCE)
         if len(answers) < len(ranks):
-            reasons = [f"{host}: {why}" for host, why in self.talks.silent.items()]
+            reasons = [f"{host}: {why}" for host, why in self.channels.silent.items()]
             return [], CheckResult(
                 "all-reduce", None, "failure",
                 f"{backend}, {size} processes on {len(ranks)} hosts: " + "; ".join(reasons),
-                "a run's ranks would come no further",
-                "look at cluster.interface and the backend's variables (NCCL_DEBUG=INFO, GLOO_SOCKET_IFNAME)",
+                "a run's ranks would fail in the same way",
+                "check cluster.interface and the backend's variables (NCCL_DEBUG=INFO, GLOO_SOCKET_IFNAME)",
             )  # fmt: skip
         found = [
             AllReduce(bytes_, seconds, 2 * (size - 1) / size * bytes_ * 8 / seconds / 1e9)
@@ -285,14 +282,14 @@ def unreached(host: str, reason: str) -> CheckResult:
         "links", host, "failure",
         f"{here}{through} → {host}: no program could be started there ({reason})",
         "no rank could be started there either, and none of its links was measured",
-        "see whether it is up, whether the way from here to there is, and what `reach` says of it",
+        "check that it is up and can be reached from here, and see the finding of `reach`",
     )  # fmt: skip
 
 
 def judged(links: Sequence[Link], expected: float, *, given: bool) -> Iterator[CheckResult]:
     """Yield a finding for each dead, slow or far direction; one pass for all if there is none."""
     if not links:
-        yield passed("links", None, "no two hosts that answer, so no link to measure")
+        yield passed("links", None, "fewer than two hosts answer, so there is no link to measure")
     bad = False
     for link in links:
         found = _dead(link) if link.error else _slow(link, links, expected, given) or _far(link, links)
@@ -314,8 +311,8 @@ def _dead(link: Link) -> CheckResult:
         "links", link.sender, "failure",
         f"{_named(link)}: no transfer, {link.error}",
         "the ranks of these two hosts would not find each other, and all would wait until a timeout",
-        "look at that cable or port, at a firewall (ports above 1023 must be open between the hosts), at "
-        "routes (`ip route get`), and at cluster.interface",
+        "check that cable or port, the firewall (ports above 1023 must be open between the hosts), the "
+        "routes (`ip route get`), and cluster.interface",
     )  # fmt: skip
 
 
@@ -328,8 +325,8 @@ def _slow(link: Link, links: Sequence[Link], expected: float, given: bool) -> Ch
         "links", link.sender, "warning",
         f"{_named(link)}: {link.gbit:.3g} Gbit/s, less than {than}",
         "each step waits for its slowest link, so all hosts train at the pace of this one",
-        "look at the link's speed (`ethtool`), errors (`ip -s link`) and switch port, at other traffic, and "
-        "whether cluster.interface is the fast one; --expect-gbit says what to expect",
+        "check the link's speed (`ethtool`), errors (`ip -s link`) and switch port, other traffic, and "
+        "whether cluster.interface is the fast one; --expect-gbit sets the expected speed",
     )  # fmt: skip
 
 
@@ -342,7 +339,7 @@ def _far(link: Link, links: Sequence[Link]) -> CheckResult | None:
         "links", link.sender, "warning",
         f"{_named(link)}: a round trip of {1e3 * link.round_trip:.3g} ms",
         "a step has hundreds of small exchanges under ZeRO 3, and each takes at least half of that",
-        "look whether both are in one place, and for a tunnel, a proxy or a busy switch between them",
+        "check whether both are in one place, and for a tunnel, a proxy or a busy switch between them",
     )  # fmt: skip
 
 
@@ -356,7 +353,7 @@ def _least(link: Link, links: Sequence[Link], expected: float, given: bool) -> t
     if others:
         median = statistics.median(others)
         return HALF * median, f"half of the other links' {median:.3g}"
-    return HALF * expected, f"half of the {expected:g} that is expected of it"
+    return HALF * expected, f"half of the expected {expected:g}"
 
 
 def _ends(link: Link) -> frozenset[str]:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from dsft.doctor.finding import CheckResult, passed
+from dsft.doctor.results import CheckResult, passed
 from dsft.rank.route import interfaces, is_loopback
 
 if TYPE_CHECKING:
-    from dsft.doctor.finding import ProbeResults
+    from dsft.doctor.results import ProbeResults
 
 CONNECT = 2.0  # seconds that another host may take to answer
 NAMES = 3.0  # seconds that the name service may take
@@ -66,7 +66,7 @@ def listening(port: int | None) -> Iterator[dict[str, Any]]:
             taken = _server(port)
         except OSError as error:
             taken_by = holder(port) if error.errno == errno.EADDRINUSE else error.strerror
-            yield {**facts, "port": taken_by or "a process that cannot be seen from here"}
+            yield {**facts, "port": taken_by or "a process of another user"}
             return
         with taken:
             yield {**facts, "port": None}
@@ -124,18 +124,19 @@ def each(work: Callable[[str], T], names: Sequence[str], limit: float) -> dict[s
     return dict(found)
 
 
-def port(seen: ProbeResults) -> Iterator[CheckResult]:
-    for host, part in seen.part("listening"):
+def port(probed: ProbeResults) -> Iterator[CheckResult]:
+    for host, part in probed.part("listening"):
         if "port" not in part:
             continue
-        number = seen.needs.port
+        number = probed.needs.port
         if part["port"] is None:
             yield passed("port", host, f"{number} is free")
         else:
             yield CheckResult(
-                "port", host, "failure", f"{number} is taken by {part['port']}",
-                "rank 0 listens there, and the others would find something else or nothing",
-                "end it (it may be left of an earlier run), or choose another: MASTER_PORT, --master_port",
+                "port", host, "failure", f"{number} is used by {part['port']}",
+                "rank 0 could not listen there, and the other ranks would not find it",
+                "end that process (it may be left over from an earlier run), or choose another port with "
+                "MASTER_PORT or --master_port",
             )  # fmt: skip
 
 
@@ -163,10 +164,10 @@ def address_of(host: str, part: Mapping[str, Any]) -> str | None:
     return next((each for each in found if not is_loopback(each) and not _is_of_link(each)), None)
 
 
-def interface(seen: ProbeResults) -> Iterator[CheckResult]:
-    if len(seen.slots) < 2:
+def interface(probed: ProbeResults) -> Iterator[CheckResult]:
+    if len(probed.slots) < 2:
         return
-    for host, part in seen.part("network"):
+    for host, part in probed.part("network"):
         name = chosen(part)
         yield _unnamed(host, part) if name is None else _named(host, name, part)
 
@@ -175,10 +176,10 @@ def _named(host: str, name: str, part: Mapping[str, Any]) -> CheckResult:
     found = part["interfaces"].get(name)
     there = ", ".join(key for key, each in part["interfaces"].items() if each["up"] and key != "lo")
     if found is None or not found["up"] or not found["addresses"]:
-        what = "is not there" if found is None else ("is down" if not found["up"] else "has no address")
+        what = "does not exist" if found is None else ("is down" if not found["up"] else "has no address")
         return CheckResult(
-            "interface", host, "failure", f"{name} {what}; up are: {there or 'none'}", HANG,
-            "name one that each host has in cluster.interface, or bring it up",
+            "interface", host, "failure", f"{name} {what}; interfaces that are up: {there or 'none'}", HANG,
+            "set cluster.interface to one that every host has, or bring it up",
         )  # fmt: skip
     speed = f", {found['speed']:,} Mb/s" if found["speed"] > 0 else ""
     return passed("interface", host, f"{name}, {address_of(host, part)}{speed}")
@@ -188,10 +189,10 @@ def _unnamed(host: str, part: Mapping[str, Any]) -> CheckResult:
     nccl = next((name for name, found in part["interfaces"].items() if _for_nccl(name, found)), None)
     if nccl is None:
         return CheckResult(
-            "interface", host, "failure", "none but the loopback is up", HANG,
+            "interface", host, "failure", "only the loopback is up", HANG,
             "bring up the network that the hosts share",
         )  # fmt: skip
-    return passed("interface", host, f"none is named: gloo takes the one towards the others, NCCL {nccl}")
+    return passed("interface", host, f"none is named: gloo uses the route to the other hosts, NCCL {nccl}")
 
 
 def _for_nccl(name: str, found: Mapping[str, Any]) -> bool:
@@ -200,27 +201,27 @@ def _for_nccl(name: str, found: Mapping[str, Any]) -> bool:
     return bool(found["up"] and found["addresses"] and not name.startswith(("lo", "docker")))
 
 
-def names(seen: ProbeResults) -> Iterator[CheckResult]:
+def names(probed: ProbeResults) -> Iterator[CheckResult]:
     """Check that each host resolves the spec's names of all others."""
-    if len(seen.slots) < 2:
+    if len(probed.slots) < 2:
         return
-    good = len(seen.visits.first) == len(seen.slots)
-    for host, part in seen.part("network"):
-        lost = [name for name in seen.slots if not part["resolved"].get(name)]
+    good = len(probed.answers.first) == len(probed.slots)
+    for host, part in probed.part("network"):
+        lost = [name for name in probed.slots if not part["resolved"].get(name)]
         near = [
             name
-            for name in seen.slots
+            for name in probed.slots
             if name != host and any(map(is_loopback, part["resolved"].get(name) or []))
         ]
         if lost or near:
             good = False
-            what = f"does not know {', '.join(lost)}" if lost else f"takes {', '.join(near)} for itself"
+            what = f"cannot resolve {', '.join(lost)}" if lost else f"resolves {', '.join(near)} to itself"
             yield CheckResult(
                 "names", host, "failure", what, f"{HANG}: rank 0 is found by its name",
-                "mend /etc/hosts there or the name service, or put addresses into cluster.hosts",
+                "correct /etc/hosts there or the name service, or put addresses into cluster.hosts",
             )  # fmt: skip
     if good:
-        yield passed("names", None, "every host knows all others")
+        yield passed("names", None, "every host resolves the names of all others")
 
 
 def targets(
@@ -241,25 +242,25 @@ def targets(
     return found
 
 
-def connections(seen: ProbeResults) -> Iterator[CheckResult]:
+def connections(probed: ProbeResults) -> Iterator[CheckResult]:
     """Check that each host reaches each other."""
-    if len(seen.slots) < 2:
+    if len(probed.slots) < 2:
         return
     tried = good = 0
-    for host, said in seen.visits.second.items():
-        reached = said.get("reached", {})
+    for host, answer in probed.answers.second.items():
+        reached = answer.get("reached", {})
         failed = {name: why for name, why in reached.items() if isinstance(why, str) or why is None}
         failed = {name: why for name, why in failed.items() if name != host}
         tried, good = tried + len(reached), good + len(reached) - len(failed)
         if failed:
-            told = "; ".join(f"{name}: {why or 'no answer'}" for name, why in failed.items())
+            names = "; ".join(f"{name}: {why or 'no answer'}" for name, why in failed.items())
             yield CheckResult(
-                "connection", host, "failure", f"does not reach {told}", HANG,
-                "open the ports between the hosts (all of them: ranks choose theirs), or name an interface "
-                "that all share in cluster.interface",
+                "connection", host, "failure", f"cannot connect to {names}", HANG,
+                "open all ports between the hosts (ranks choose their own), or set cluster.interface to an "
+                "interface on a network that all share",
             )  # fmt: skip
-    if tried and tried == good and len(seen.visits.second) == len(seen.slots):
-        yield passed("connection", None, "every host reaches all others, and rank 0's port")
+    if tried and tried == good and len(probed.answers.second) == len(probed.slots):
+        yield passed("connection", None, "every host connects to all others, and to rank 0's port")
 
 
 def _is_of_link(address: str) -> bool:

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.finding import CheckResult, passed
+from dsft.doctor.results import CheckResult, passed
 from dsft.engine.toolchain import build_folder, compiler_version, is_compiled, lacking_tool
 
 if TYPE_CHECKING:
-    from dsft.doctor.finding import ProbeResults
+    from dsft.doctor.results import ProbeResults
 
 CHECK = "compiler"
 
@@ -30,8 +30,8 @@ def look(ops: Sequence[str], on_cpu: bool) -> dict[str, Any]:
     return facts
 
 
-def check(seen: ProbeResults) -> Iterator[CheckResult]:
-    for host, part in seen.part("build"):
+def check(probed: ProbeResults) -> Iterator[CheckResult]:
+    for host, part in probed.part("build"):
         lacking = ", ".join(part["lacking"])
         if not part["ops"]:
             yield passed(CHECK, host, "nothing has to be compiled")
@@ -41,11 +41,11 @@ def check(seen: ProbeResults) -> Iterator[CheckResult]:
             yield passed(CHECK, host, f"{part['compiler']}, for {lacking} (about a minute, once)")
         else:
             cause, do = part["fault"]
-            allowed = part["lacking"] == ["cpu_adam"] and seen.needs.spec.parallel.allow_torch_adam
+            allowed = part["lacking"] == ["cpu_adam"] and probed.needs.spec.parallel.allow_torch_adam
             yield CheckResult(
                 CHECK, host, "warning" if allowed else "failure",
                 f"{lacking} cannot be compiled: {cause}",
-                "by parallel.allow_torch_adam torch's slower AdamW would step" if allowed
-                else "DeepSpeed compiles them at the start, and the run needs them",
+                "parallel.allow_torch_adam allows torch's AdamW instead, which is slower" if allowed
+                else "the run needs them, and DeepSpeed compiles them at the start",
                 do,
             )  # fmt: skip

@@ -15,12 +15,12 @@ from dsft.remote import serve
 
 
 def main() -> None:
-    with ExitStack() as kept:
-        serve(lambda order: [second(order) if "targets" in order else facts(order, kept)])
+    with ExitStack() as resources:
+        serve(lambda order: [second(order) if "targets" in order else facts(order, resources)])
     os._exit(0)  # do not wait for threads: a disk or the name service may hang
 
 
-def facts(orders: Mapping[str, Any], kept: ExitStack) -> dict[str, Any]:
+def facts(orders: Mapping[str, Any], resources: ExitStack) -> dict[str, Any]:
     """Return all parts of the first answer; a part that fails is {fault: why}."""
     found: dict[str, Any] = {"folder": _enter(orders["folder"])}
     found["devices"] = _part(devices.look)
@@ -29,7 +29,7 @@ def facts(orders: Mapping[str, Any], kept: ExitStack) -> dict[str, Any]:
     needed = [*orders["ops"], *(orders["ops_on_cpu"] if on_cpu else [])]
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "software": software.look,
-        "listening": lambda: kept.enter_context(network.listening(orders["port"])),
+        "listening": lambda: resources.enter_context(network.listening(orders["port"])),
         "network": lambda: network.look(orders["names"]),
         "storage": lambda: storage.look(_folders(orders["folders"])),
         "inputs": lambda: inputs.look(orders["inputs"]),
@@ -39,7 +39,7 @@ def facts(orders: Mapping[str, Any], kept: ExitStack) -> dict[str, Any]:
     for name, part in parts.items():
         found[name] = _part(part)
     if orders["shared"] is not None:
-        found["shared"] = kept.enter_context(storage.nonce_file(orders["shared"], orders["nonce"]))
+        found["shared"] = resources.enter_context(storage.nonce_file(orders["shared"], orders["nonce"]))
     return found
 
 

@@ -10,9 +10,10 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 
-from dsft.doctor.finding import CheckResult, ProbeResults, failures, listed
 from dsft.doctor.links import Link, Network
+from dsft.doctor.results import CheckResult, ProbeResults, failures, listed
 from dsft.doctor.software import differing, table
 from dsft.errors import WorldError, printable
 
@@ -36,7 +37,7 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def print_findings(
-    seen: ProbeResults, found: Sequence[CheckResult], seconds: float, network: Network | None = None
+    probed: ProbeResults, found: Sequence[CheckResult], seconds: float, network: Network | None = None
 ) -> None:
     for finding in found:
         place = f"{finding.check} on {finding.host}" if finding.host else finding.check
@@ -44,15 +45,15 @@ def print_findings(
         if finding.level != "pass":
             _wrapped("         why: ", finding.why)
             _wrapped("         do:  ", finding.do)
-    different = differing(table(seen))
+    different = differing(table(probed))
     if different:
         print()
         _print_table(different)
     for line in ["", *network_lines(network)] if network else ():
         print(printable(line))
     counts = Counter(finding.level for finding in found)
-    told = ", ".join(_counted(counts[level], level) for level in ("failure", "warning"))
-    print(f"\n{_counted(len(seen.slots), 'host')} in {seconds:.1f} s: {told}, {counts['pass']} passed")
+    summary = ", ".join(_counted(counts[level], level) for level in ("failure", "warning"))
+    print(f"\n{_counted(len(probed.slots), 'host')} in {seconds:.1f} s: {summary}, {counts['pass']} passed")
 
 
 def _counted(number: int, what: str) -> str:
@@ -101,8 +102,8 @@ def _links(network: Network) -> Iterator[str]:
         return
     if network.sampled:
         yield (
-            f"{len(network.links)} directions of {len(network.hosts)} hosts: each with two neighbours and "
-            f"one drawn; the {SLOWEST} slowest"
+            f"{len(network.links)} directions of {len(network.hosts)} hosts: each with two neighbors and "
+            f"a random one; the {SLOWEST} slowest"
         )
         for link in sorted(network.links, key=lambda each: each.gbit or 0.0)[:SLOWEST]:
             yield f"{link.sender} → {link.receiver}: {_cell(link)}"
@@ -121,21 +122,21 @@ def _cell(link: Link) -> str:
 
 
 def as_json(
-    seen: ProbeResults, found: Sequence[CheckResult], seconds: float, network: Network | None = None
+    probed: ProbeResults, found: Sequence[CheckResult], seconds: float, network: Network | None = None
 ) -> str:
     """Return the JSON text. versions: package -> host -> version; differing: names of those that differ
     between hosts; network: None if it was not measured."""
-    versions = table(seen)
+    versions = table(probed)
     return json.dumps(
         {
-            "name": seen.needs.spec.name,
-            "hosts": dict(seen.slots),
+            "name": probed.needs.spec.name,
+            "hosts": dict(probed.slots),
             "seconds": round(seconds, 2),
             "exit_code": WorldError.exit_code if failures(found) else 0,
-            "findings": [finding.as_json() for finding in found],
+            "findings": [asdict(finding) for finding in found],
             "versions": versions,
             "differing": list(differing(versions)),
-            "network": network.as_json() if network else None,
+            "network": asdict(network) if network else None,
         },
         indent=2,
         ensure_ascii=False,

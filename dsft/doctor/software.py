@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.finding import CheckResult, passed
+from dsft.doctor.results import CheckResult, passed
 from dsft.engine.toolchain import package_file
 from dsft.rank.software import decisive_versions, outside, version_of
 
 if TYPE_CHECKING:
-    from dsft.doctor.finding import ProbeResults
+    from dsft.doctor.results import ProbeResults
 
 ALSO = ("safetensors", "peft", "pydantic")
 """Packages beside DECISIVE that affect messages and files."""
@@ -44,13 +44,13 @@ def cuda_of_torch() -> str | None:
     return (found[1] or found[2]) if found else None
 
 
-def table(seen: ProbeResults) -> dict[str, dict[str, str]]:
+def table(probed: ProbeResults) -> dict[str, dict[str, str]]:
     """Return package -> host -> version for all hosts that answered."""
     found: dict[str, dict[str, str]] = {}
-    for host, part in seen.part("software"):
+    for host, part in probed.part("software"):
         for name, version in part["versions"].items():
             found.setdefault(name, {})[host] = version or "none"
-    for host, part in seen.part("devices"):
+    for host, part in probed.part("devices"):
         if part.get("gpus"):
             found.setdefault("driver", {})[host] = part["gpus"][0]["driver"]
     return found
@@ -60,8 +60,8 @@ def differing(versions: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[st
     return {name: by_host for name, by_host in versions.items() if len(set(by_host.values())) > 1}
 
 
-def check(seen: ProbeResults) -> Iterator[CheckResult]:
-    found = table(seen)
+def check(probed: ProbeResults) -> Iterator[CheckResult]:
+    found = table(probed)
     different = differing(found)
     for name, by_host in different.items():
         values = ", ".join(f"{host} {version}" for host, version in _grouped(by_host))
@@ -77,7 +77,12 @@ def check(seen: ProbeResults) -> Iterator[CheckResult]:
         lacking = [host for host, version in found.get(name, {}).items() if version == "none"]
         if lacking and name not in different:
             yield CheckResult(
-                CHECK, None, "failure", f"{name} is not installed", "it trains", "install it: scripts/install"
+                CHECK,
+                None,
+                "failure",
+                f"{name} is not installed",
+                "no run works without it",
+                "install it: scripts/install",
             )
     if found and not different:
         alike = {name: next(iter(by_host.values())) for name, by_host in found.items()}
@@ -87,12 +92,12 @@ def check(seen: ProbeResults) -> Iterator[CheckResult]:
                 None,
                 "warning",
                 line,
-                "something may fail or differ",
-                "install one that is: scripts/install",
+                "dsft was not tested with it",
+                "install a supported version: scripts/install",
             )
         shown = ("python", "torch", "deepspeed", "transformers")
-        told = ", ".join(f"{name} {alike[name]}" for name in shown if name in alike)
-        yield passed(CHECK, None, f"{told}{' everywhere' if len(seen.slots) > 1 else ''}")
+        summary = ", ".join(f"{name} {alike[name]}" for name in shown if name in alike)
+        yield passed(CHECK, None, f"{summary}{' everywhere' if len(probed.slots) > 1 else ''}")
 
 
 def _grouped(by_host: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -114,7 +119,7 @@ def _is_patch(name: str, by_host: Mapping[str, str]) -> bool:
 
 def _why(name: str) -> str:
     if name == "NCCL":
-        return "hosts of different NCCL versions wait for each other without end"
+        return "hosts with different NCCL versions wait for each other forever"
     if name in MILD or name == "python":
-        return "what one host can read or write, another may not"
-    return "ranks that compute or talk differently hang, or train something else without a word"
+        return "one host may not be able to read what another writes"
+    return "ranks that compute or communicate differently hang, or silently train another model"

@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.finding import GIB, CheckResult, gib, passed
+from dsft.doctor.results import GIB, CheckResult, gib, passed
 from dsft.errors import StorageError
 from dsft.system.disk import check_disk
 
 if TYPE_CHECKING:
-    from dsft.doctor.finding import ProbeResults
     from dsft.doctor.needs import FolderNeeds
+    from dsft.doctor.results import ProbeResults
 
 SHM = Path("/dev/shm")
 NVME = "nvme_path"
@@ -31,9 +31,9 @@ SHM_OF_RANK = 69 << 20
 SHM_OF_NCCL = GIB
 """Bytes of /dev/shm for NCCL, which uses tens of MB per pair of GPUs; the default of containers is 64 MiB."""
 
-_WHAT = {
+_PURPOSE = {
     "output_dir": "checkpoints, logs and the export are written there",
-    "data.cache_dir": "the tokens of the data are made there",
+    "data.cache_dir": "the tokenized data are written there",
     EXTENSIONS: "DeepSpeed's operations are compiled there",
     HUB: "models and data of the hub are downloaded there",
 }
@@ -70,11 +70,11 @@ def folder(key: str, path: Path) -> dict[str, Any]:
 def nonce_file(shared: str, nonce: str) -> Iterator[str | None]:
     """Write a file with the nonce to the shared folder; yield its path, None if it cannot be written. At the
     end, remove the file and the folders created for it."""
-    folder, made = Path(shared).absolute(), []
+    folder, created = Path(shared).absolute(), []
     for each in (folder, *folder.parents):
         if each.exists():
             break
-        made.append(each)
+        created.append(each)
     file = folder / f".dsft-doctor-{nonce}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def nonce_file(shared: str, nonce: str) -> Iterator[str | None]:
         with suppress(OSError):
             file.unlink(missing_ok=True)
         with suppress(OSError):  # not empty: a run has begun to use it
-            for each in made:
+            for each in created:
                 each.rmdir()
 
 
@@ -96,32 +96,32 @@ def sees(path: str, nonce: str) -> str:
     cache the file's absence."""
     try:
         os.listdir(Path(path).parent)
-        return "yes" if Path(path).read_text(encoding="utf-8") == nonce else "it holds something else"
+        return "yes" if Path(path).read_text(encoding="utf-8") == nonce else "it has other content"
     except OSError as error:
         return error.strerror or str(error)
 
 
-def space(seen: ProbeResults) -> Iterator[CheckResult]:
-    for host, part in seen.part("storage"):
+def space(probed: ProbeResults) -> Iterator[CheckResult]:
+    for host, part in probed.part("storage"):
         for key, folder in part["folders"].items():
-            yield _of_folder(host, key, folder, seen.needs.places[key])
+            yield _of_folder(host, key, folder, probed.needs.places[key])
 
 
 def _of_folder(host: str, key: str, folder: Mapping[str, Any], place: FolderNeeds) -> CheckResult:
     named = f"{key} {folder['path']}"
-    why = _WHAT.get(key, "the optimizer's states are swapped there")
+    why = _PURPOSE.get(key, "the optimizer's states are swapped there")
     if folder["refused"] is not None:
-        said = folder["refused"]
-        value = said if "nvme_path" in key else f"{named} cannot be written ({said})"
+        error = folder["refused"]
+        value = error if "nvme_path" in key else f"{named} cannot be written ({error})"
         return CheckResult(
-            "space", host, "failure", value, why, "make it writable there, or name another folder"
+            "space", host, "failure", value, why, "make it writable there, or set another folder"
         )
     free = folder["free"]
     least = FLOOR if place.least is None else max(place.least, 1 << 20)
     if key in (EXTENSIONS, "data.cache_dir", HUB):
         least = min(least, 64 << 20)
     value = f"{named} has {gib(free)} free"
-    do = "free space, or name another folder"
+    do = "free space, or set another folder"
     if free < least:
         needs = f", and the run needs {gib(least)}" if place.least is not None else ""
         return CheckResult(
@@ -129,58 +129,59 @@ def _of_folder(host: str, key: str, folder: Mapping[str, Any], place: FolderNeed
         )
     if place.wanted is not None and free < place.wanted:
         return CheckResult(
-            "space", host, "warning", f"{value}, and all that the run keeps takes {gib(place.wanted)}",
+            "space", host, "warning", f"{value}, and the run needs up to {gib(place.wanted)}",
             f"{why}; a full disk ends the run", f"{do}, or lower checkpoint.keep_last",
         )  # fmt: skip
     if place.wanted is None and free < LITTLE and key != EXTENSIONS:
         return CheckResult(
-            "space", host, "warning", f"{value}; what the run needs is not known here", why,
-            f"{do}; dsft plan SPEC counts the model, and the doctor knows its size from then on",
+            "space", host, "warning", f"{value}; the size of the run's files is not known", why,
+            f"{do}; after dsft plan SPEC, which counts the model, the doctor knows the size",
         )  # fmt: skip
     return passed("space", host, value + (f" of {gib(place.wanted)} needed" if place.wanted else ""))
 
 
-def shared(seen: ProbeResults) -> Iterator[CheckResult]:
+def shared(probed: ProbeResults) -> Iterator[CheckResult]:
     """Check that the others see the file that the first host wrote."""
-    if len(seen.slots) < 2 or seen.needs.first not in seen.visits.first:
+    if len(probed.slots) < 2 or probed.needs.first not in probed.answers.first:
         return
-    written, folder = seen.visits.first[seen.needs.first].get("shared"), seen.needs.spec.output_dir
+    written, folder = probed.answers.first[probed.needs.first].get("shared"), probed.needs.spec.output_dir
     if written is None:  # it cannot be written, which `space` reports
         return
+    first = probed.needs.first
     blind = {
-        host: said["sees"]
-        for host, said in seen.visits.second.items()
-        if host != seen.needs.first and said.get("sees") != "yes"
+        host: answer["sees"]
+        for host, answer in probed.answers.second.items()
+        if host != probed.needs.first and answer.get("sees") != "yes"
     }
-    for host, said in blind.items():
+    for host, answer in blind.items():
         yield CheckResult(
             "shared", host, "failure",
-            f"output_dir {folder} is another folder than on {seen.needs.first} (a file of its own: {said})",
-            "every rank writes its part of a checkpoint there, and reads all of it when the run goes on",
-            "mount one disk at this path on all hosts, or name a folder on one that they share in output_dir",
+            f"output_dir {folder} is not the folder that {first} has there (test file: {answer})",
+            "every rank writes its part of a checkpoint there, and reads those of others when it resumes",
+            "mount one disk at this path on all hosts, or set output_dir to a folder on a shared disk",
         )  # fmt: skip
-    if not blind and len(seen.visits.second) > 1:
-        yield passed("shared", None, f"output_dir {folder} is one folder for all")
+    if not blind and len(probed.answers.second) > 1:
+        yield passed("shared", None, f"output_dir {folder} is the same folder on all hosts")
 
 
-def shared_memory(seen: ProbeResults) -> Iterator[CheckResult]:
-    for host, part in seen.part("storage"):
-        slots, found = seen.slots[host] or 1, part["shm"]
+def shared_memory(probed: ProbeResults) -> Iterator[CheckResult]:
+    for host, part in probed.part("storage"):
+        slots, found = probed.slots[host] or 1, part["shm"]
         do = "mount -o remount,size=8G /dev/shm, or --shm-size=8g (or --ipc=host) for a container"
         if found is None:
             yield CheckResult(
-                "shm", host, "failure", "there is no /dev/shm", "ranks of a host meet there", "mount -t tmpfs"
-                " tmpfs /dev/shm"
+                "shm", host, "failure", "there is no /dev/shm", "ranks of a host share memory there",
+                "mount -t tmpfs tmpfs /dev/shm",
             )  # fmt: skip
-        elif seen.on_cpu(host) and found["free"] < slots * SHM_OF_RANK:
+        elif probed.on_cpu(host) and found["free"] < slots * SHM_OF_RANK:
             yield CheckResult(
                 "shm", host, "failure", f"/dev/shm has {gib(found['free'])} free for {slots} rank(s)",
-                "DeepSpeed keeps 69 MB a rank there, and a rank that gets none ends with `bus error`", do,
+                "DeepSpeed needs 69 MB per rank there, and ends with `bus error` without it", do,
             )  # fmt: skip
-        elif not seen.on_cpu(host) and found["free"] < SHM_OF_NCCL:
+        elif not probed.on_cpu(host) and found["free"] < SHM_OF_NCCL:
             yield CheckResult(
                 "shm", host, "warning", f"/dev/shm has {gib(found['free'])} free",
-                "NCCL and data loaders share memory there, and end with `bus error` where it is full", do,
+                "NCCL and data loaders share memory there, and end with `bus error` if it is full", do,
             )  # fmt: skip
         else:
             yield passed("shm", host, f"/dev/shm has {gib(found['free'])} free")

@@ -181,7 +181,7 @@ def devices_here() -> int:
 def examine(settings: LaunchSettings) -> None:
     """Run the doctor's quick checks. Raises WorldError if a run could not start."""
     from dsft.doctor.command import quick
-    from dsft.doctor.finding import failures
+    from dsft.doctor.results import failures
 
     every = quick(settings.path, settings.overrides, hosts=settings.plan.hosts, environ=settings.environ)
     passed_over = OF_OTHER_STARTS - ({"port"} if settings.port else set())

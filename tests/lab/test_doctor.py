@@ -145,9 +145,9 @@ def test_many_faults_at_once(lab: Lab, spec: Path) -> None:
     assert (
         "transformers differs: node1 " in found["versions", None] and "node2 5.0.0" in found["versions", None]
     )
-    assert "29500 is taken by process " in found["port", "node1"]
+    assert "29500 is used by process " in found["port", "node1"]
     assert f"data.cache_dir {folder}/cache has 0.00 GiB free" in found["space", "node2"]
-    assert "another folder than on node1" in found["shared", "node2"]
+    assert "is not the folder that node1 has" in found["shared", "node2"]
     assert str(folder / "rows.jsonl") in found["files", None]
     assert_quick(seconds)
 
@@ -170,7 +170,7 @@ def test_a_host_that_is_down_and_one_without_sshd(lab: Lab, spec: Path) -> None:
 def test_a_wrong_interface_and_a_host_without_dsft(lab: Lab, spec: Path) -> None:
     findings, code, _ = examine(lab, spec, "cluster.interface=e9")
     assert code == 69
-    assert "e9 is not there; up are: e0" in faults(findings)["interface", "node2"]
+    assert "e9 does not exist; interfaces that are up: e0" in faults(findings)["interface", "node2"]
     own = ROOT / "dsft"
     try:
         shell(lab, "node2", PLANT.format(size="1m", place=own))

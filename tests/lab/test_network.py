@@ -79,9 +79,9 @@ def test_a_pair_that_cannot_talk_is_named_though_both_answer() -> None:
     if reason := why_not():
         pytest.skip(reason)
     program = (
-        "import json; from dsft.doctor.links import measure\n"
+        "import json; from dataclasses import asdict; from dsft.doctor.links import measure\n"
         "found = measure({'node1': 1, 'node2': 1, 'node3': 1}, interface='e0')\n"
-        "print(json.dumps(found.as_json()))"
+        "print(json.dumps(asdict(found)))"
     )
     with two_hosts(("node1", "node2", "node3")) as lab:
         nobody = [

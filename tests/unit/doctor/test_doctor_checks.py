@@ -10,12 +10,12 @@ import pytest
 
 from dsft.doctor import needs
 from dsft.doctor.command import doctor, findings_of
-from dsft.doctor.finding import CheckResult, ProbeResults
+from dsft.doctor.hosts import NoResponse, ProbeAnswers
 from dsft.doctor.needs import FolderNeeds, needs_of
 from dsft.doctor.network import address_of, chosen, targets
 from dsft.doctor.reach import fault
+from dsft.doctor.results import CheckResult, ProbeResults
 from dsft.doctor.show import print_findings
-from dsft.doctor.visit import NoResponse, ProbeAnswers
 from dsft.errors import SpecError
 from dsft.plan.census import Census, Parameter
 from dsft.plan.promised import load
@@ -129,11 +129,12 @@ FAULTS: list[tuple[Callable[[Facts], None], str]] = [
     (put("devices", "gpus", to=gpus(8, used=70_000)), "warning devices node2: memory in use: GPU 0 70,000"),
     (put("devices", "fault", to="NVML: Driver/library version mismatch"),
      "failure devices node2: nvidia-smi failed"),
-    (put("network", "resolved", "node1", to=[]), "failure names node2: does not know node1"),
-    (put("network", "resolved", "node1", to=["127.0.1.1"]), "failure names node2: takes node1 for itself"),
+    (put("network", "resolved", "node1", to=[]), "failure names node2: cannot resolve node1"),
+    (put("network", "resolved", "node1", to=["127.0.1.1"]), "failure names node2: resolves node1 to itself"),
     (put("network", "interfaces", to={"lo": {"up": True, "addresses": ["127.0.0.1"], "speed": 0}}),
-     "failure interface node2: none but the loopback is up"),
-    (put("network", "named", to="ib0"), "failure interface node2: ib0 is not there; up are: e0"),
+     "failure interface node2: only the loopback is up"),
+    (put("network", "named", to="ib0"),
+     "failure interface node2: ib0 does not exist; interfaces that are up: e0"),
     (put("storage", "folders", "output_dir", to={"path": "/x", "refused": None, "free": 2**20}),
      "failure space node2: output_dir /x has 0.00 GiB free"),
     (put("storage", "folders", "output_dir", to={"path": "/x", "refused": "Read-only", "free": 0}),
@@ -146,11 +147,11 @@ FAULTS: list[tuple[Callable[[Facts], None], str]] = [
     (put("build", to={"root": "/ext", "ops": ["cpu_adam"], "lacking": ["cpu_adam"],
                       "compiler": "c++", "fault": ["c++ is not on PATH", "install one"]}),
      "failure compiler node2: cpu_adam cannot be compiled: c++ is not on PATH"),
-    (put("limits", "files", to=[512, 4096]), "warning open files node2: 512 of 640 that 16 ranks may take"),
-    (put("limits", "files", to=[128, 4096]), "failure open files node2: 128 of"),
+    (put("limits", "files", to=[512, 4096]), "warning open files node2: 512, and 16 ranks may need 640"),
+    (put("limits", "files", to=[128, 4096]), "failure open files node2: 128, "),
     (put("limits", to={"files": [65536, 65536], "locked": 2**16, "infiniband": ["mlx5_0"]}),
      "warning locked memory node2: 0.00 GiB, and there is InfiniBand (mlx5_0)"),
-    (put("storage", to={"fault": "OSError: it broke"}), "warning storage node2: could not be looked at"),
+    (put("storage", to={"fault": "OSError: it broke"}), "warning storage node2: could not be examined"),
 ]  # fmt: skip
 
 
@@ -177,14 +178,14 @@ def test_a_digest_that_one_host_had_no_time_for_is_no_difference(facts: Facts) -
     facts["node2"]["inputs"]["the spec"]["files"]["/spec.yaml"] = [100, None]
     assert not [line for line in told(seen(facts)) if "files" in line]
     good = [finding.value for finding in findings_of(seen(facts)) if finding.check == "files"]
-    assert good == ["spec, data and model are the same everywhere; 1 by size alone, as time was short"]
+    assert good == ["spec, data and model are the same everywhere; 1 compared by size only, to save time"]
 
 
 def test_what_is_seen_from_one_host_of_another(facts: Facts) -> None:
     lost = {"sees": "No such file or directory", "reached": {"node1": "Connection refused", "node2": 0.1}}
     found = [line for line in told(seen(facts, second={"node2": lost})) if "hostfile" not in line]
-    assert "failure connection node2: does not reach node1: Connection refused" in found
-    assert any(line.startswith("failure shared node2: output_dir /runs is another folder") for line in found)
+    assert "failure connection node2: cannot connect to node1: Connection refused" in found
+    assert any(line.startswith("failure shared node2: output_dir /runs is not the folder") for line in found)
 
 
 def test_a_host_that_does_not_answer_leaves_the_others_looked_at(facts: Facts) -> None:
@@ -274,10 +275,10 @@ def test_addresses_that_others_try(facts: Facts) -> None:
         (255, "ssh: connect to host node2 port 22: Connection refused", "no sshd listens there"),
         (255, "ssh: connect to host node2 port 22: Connection timed out", "it does not answer"),
         (255, "ssh: connect to host node2 port 22: No route to host", "it does not answer"),
-        (255, "root@node2: Permission denied (publickey).", "ssh may not log in without a password"),
-        (255, "Host key verification failed.", "its host key is not known"),
-        (127, "bash: line 1: exec: /v/bin/python: not found", "the Python of this environment is not there"),
-        (1, "bash: line 1: cd: /srv/dsft: No such file or directory", "dsft's folder is not there"),
+        (255, "root@node2: Permission denied (publickey).", "ssh cannot log in without a password"),
+        (255, "Host key verification failed.", "its host key is unknown"),
+        (127, "bash: line 1: exec: /v/bin/python: not found", "the Python of this environment does not"),
+        (1, "bash: line 1: cd: /srv/dsft: No such file or directory", "dsft's folder does not exist"),
         (1, "/usr/bin/python: No module named dsft.doctor", "its dsft is missing or is another version"),
         (1, "ImportError: cannot import name 'a' from 'dsft.doctor' (/srv)", "its dsft is missing or"),
         (1, "ModuleNotFoundError: No module named 'psutil'", "its Python lacks a package (psutil)"),
@@ -295,5 +296,5 @@ def test_words_of_a_host_that_did_not_answer(code: int | None, said: str, expect
 
 
 def test_a_speed_to_expect_needs_the_network() -> None:
-    with pytest.raises(SpecError, match="not compared with anything without --network"):
+    with pytest.raises(SpecError, match="has no effect without --network"):
         doctor(Path("specs/zero2.yaml"), (), expect_gbit=25)

@@ -124,8 +124,9 @@ def test_how_it_looks() -> None:
 
 def test_measured_between_addresses_of_this_machine() -> None:
     """127.0.0.2 is this machine too, to Linux: the programs and the sockets are real."""
-    told: list[str] = []
-    network = measure({"127.0.0.1": 1, "127.0.0.2": 1}, environ={"DS_ACCELERATOR": "cpu"}, told=told.append)
+    lines: list[str] = []
+    hosts, environ = {"127.0.0.1": 1, "127.0.0.2": 1}, {"DS_ACCELERATOR": "cpu"}
+    network = measure(hosts, environ=environ, progress=lines.append)
     assert [(link.sender, link.receiver, link.error) for link in network.links] == [
         ("127.0.0.1", "127.0.0.2", None),
         ("127.0.0.2", "127.0.0.1", None),
@@ -136,7 +137,7 @@ def test_measured_between_addresses_of_this_machine() -> None:
     assert [f.check for f in network.findings if f.check == "all-reduce" and f.level == "pass"] == [
         "all-reduce"
     ]
-    assert told == ["127.0.0.1 ⇄ 127.0.0.2, pair 1 of 1", "all-reduce over gloo, 2 processes"]
+    assert lines == ["127.0.0.1 ⇄ 127.0.0.2, pair 1 of 1", "all-reduce over gloo, 2 processes"]
 
 
 def test_a_transfer_that_fails_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ import pytest
 
 from dsft.doctor import devices, inputs, ops, storage
 from dsft.doctor.command import quick
+from dsft.doctor.hosts import PROBE, ask_probes
 from dsft.doctor.inputs import WHOLE
 from dsft.doctor.network import listening, reach
 from dsft.doctor.software import cuda_of_torch
 from dsft.doctor.storage import nonce_file, sees
-from dsft.doctor.visit import PROBE, visit
 from dsft.rank.ninja import has_ninja
 from dsft.rank.software import version_of
 
@@ -56,19 +56,20 @@ def test_hosts_that_answer_and_hosts_that_do_not(tmp_path: Path) -> None:
         "torn": ["sh", "-c", "printf 'dsft:{\"a\": '"],
     }
     answered: list[str] = []
-    found = visit({host: orders(tmp_path) for host in argv}, nothing, argv.__getitem__, {}, answered.append)
+    first = {host: orders(tmp_path) for host in argv}
+    found = ask_probes(first, nothing, argv.__getitem__, {}, answered.append)
     assert set(found.first) == set(found.second) == set(answered) == {"good", "noisy"}
     assert found.first["noisy"]["folder"] is None
-    assert (found.silent["failing"].code, found.silent["failing"].said) == (3, "why\nout")
+    assert (found.silent["failing"].code, found.silent["failing"].output) == (3, "why\nout")
     assert found.silent["absent"].code == 127 and found.silent["torn"].code == 0
 
 
 def test_a_host_that_hangs_is_given_up_and_its_process_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsft.doctor.visit.ANSWER", 0.5)
+    monkeypatch.setattr("dsft.doctor.hosts.ANSWER", 0.5)
     number = str(time.time_ns() % 10**6 + 10**6)
-    found = visit({"hanging": orders(tmp_path)}, nothing, lambda host: ["sleep", number], {})
+    found = ask_probes({"hanging": orders(tmp_path)}, nothing, lambda host: ["sleep", number], {})
     assert set(found.silent) == {"hanging"} and found.first == {}
     assert subprocess.run(["pgrep", "-f", f"sleep {number}"], capture_output=True).stdout == b""
 
@@ -80,8 +81,8 @@ def test_the_quickstart_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         port = taken.getsockname()[1]
         found = quick(ROOT / "specs" / "quickstart.yaml", port=port)
     bad = {finding.check: finding.value for finding in found if finding.level == "failure"}
-    assert bad == {"port": f"{port} is taken by process {os.getpid()} ({Path(sys.executable).name})"} or (
-        list(bad) == ["port"] and f"{port} is taken by " in bad["port"]
+    assert bad == {"port": f"{port} is used by process {os.getpid()} ({Path(sys.executable).name})"} or (
+        list(bad) == ["port"] and f"{port} is used by " in bad["port"]
     )
     assert {finding.host for finding in found} <= {"localhost", None}
     assert list(tmp_path.iterdir()) == []
@@ -98,7 +99,7 @@ def test_a_shared_folder_by_its_nonce(tmp_path: Path) -> None:
     shared = tmp_path / "a" / "b"
     with nonce_file(str(shared), "xyz") as file:
         assert file is not None
-        assert sees(file, "xyz") == "yes" and sees(file, "abc") == "it holds something else"
+        assert sees(file, "xyz") == "yes" and sees(file, "abc") == "it has other content"
         assert sees(str(tmp_path / "c" / "d"), "xyz") == "No such file or directory"
     assert list(tmp_path.iterdir()) == [], "folders that it made are gone"
     (tmp_path / "file").write_text("")
@@ -137,7 +138,7 @@ def test_digests(tmp_path: Path) -> None:
     for key, path in (("data", small), ("model", large)):
         assert before[key]["files"][str(path)][0] == after[key]["files"][str(path)][0]
         assert before[key]["files"][str(path)][1] != after[key]["files"][str(path)][1]
-    assert before["none"] == {"missing": "is not there"}
+    assert before["none"] == {"missing": "does not exist"}
 
 
 def test_the_commit_that_a_cache_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,4 +224,4 @@ def test_json_of_the_command(tmp_path: Path) -> None:
     said = json.loads(done.stdout)
     assert done.returncode == said["exit_code"] == 69
     assert [each["level"] for each in said["findings"]][:1] == ["failure"]
-    assert "could not start (reach); do what is said above" in done.stderr
+    assert "could not start: 1 check(s) failed (reach)" in done.stderr

@@ -1,14 +1,14 @@
-"""Define the result of one check (`CheckResult`) and what the checks read (`ProbeResults`). Plain values."""
+"""The result of one check (`CheckResult`) and what the checks read (`ProbeResults`). Plain values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from dsft.doctor.hosts import ProbeAnswers
     from dsft.doctor.needs import Needs
-    from dsft.doctor.visit import ProbeAnswers
 
 Level = Literal["pass", "warning", "failure"]
 GIB = 2**30
@@ -33,9 +33,6 @@ class CheckResult:
     why: str = ""
     do: str = ""
 
-    def as_json(self) -> dict[str, str | None]:
-        return asdict(self)
-
     def __str__(self) -> str:
         place = f"{self.check} on {self.host}" if self.host else self.check
         return ": ".join([place, "; ".join(part for part in (self.value, self.why, self.do) if part)])
@@ -52,8 +49,10 @@ def failures(findings: Iterable[CheckResult]) -> list[CheckResult]:
 
 @dataclass(frozen=True)
 class ProbeResults:
+    """What the doctor was to check, and what the hosts answered."""
+
     needs: Needs
-    visits: ProbeAnswers
+    answers: ProbeAnswers
 
     @property
     def slots(self) -> Mapping[str, int | None]:
@@ -62,13 +61,13 @@ class ProbeResults:
     def part(self, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield (host, that part of its probe's answer) for each host that answered and whose part did not
         fail."""
-        for host, facts in self.visits.first.items():
+        for host, facts in self.answers.first.items():
             part = facts.get(name)
             if isinstance(part, Mapping) and set(part) != {"fault"}:
                 yield host, part
 
     def on_cpu(self, host: str) -> bool:
-        return bool(self.visits.first[host].get("on_cpu"))
+        return bool(self.answers.first[host].get("on_cpu"))
 
 
 def gib(size: int) -> str:

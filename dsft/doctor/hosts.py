@@ -1,5 +1,5 @@
 """Ask a module on all hosts at once (`HostChannels`), and ask `dsft.doctor.probe` its two questions
-(`visit`): what a host is like, and what it sees of the others. Leaves no process behind."""
+(`ask_probes`): what a host is like, and what it sees of the others. Leaves no process behind."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ Command = Callable[[str], Sequence[str]]
 class NoResponse:
     """Why a host did not answer.
 
-    code  exit code of the process that was started; None if it had to be killed
-    said  its other output
+    code    exit code of the process that was started; None if it had to be killed
+    output  what else it printed
     """
 
     code: int | None
-    said: str
+    output: str
 
     def __str__(self) -> str:
-        return (self.said.splitlines() or ["no answer" if self.code is None else f"exit code {self.code}"])[
-            -1
-        ]
+        lines = self.output.splitlines()
+        return lines[-1] if lines else "no answer" if self.code is None else f"exit code {self.code}"
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class HostChannels:
         return facts
 
 
-def visit(
+def ask_probes(
     orders: Mapping[str, Facts],
     wanted: Callable[[Mapping[str, Facts]], Mapping[str, Facts]],
     command: Command,
@@ -115,9 +114,9 @@ def visit(
     """
 
     async def both() -> ProbeAnswers:
-        async with HostChannels(command, environ) as talks:
-            first = await talks.ask(orders, ANSWER, answered)
-            second = await talks.ask(wanted(first), ANSWER)
-            return ProbeAnswers(first, second, talks.silent)
+        async with HostChannels(command, environ) as channels:
+            first = await channels.ask(orders, ANSWER, answered)
+            second = await channels.ask(wanted(first), ANSWER)
+            return ProbeAnswers(first, second, channels.silent)
 
     return asyncio.run(both())
