@@ -18,7 +18,7 @@ PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux201
 # an image for GPUs has; not wandb, without which a run goes on. DeepSpeed has no wheel: one is made here.
 WHEELS = (
     "transformers", "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions",
-    "msgpack", "ClusterShell", "hjson", "httpx",
+    "msgpack", "hjson", "httpx",
     "trl", "datasets", "dill", "multiprocess", "xxhash",  # for the peers
     "liger-kernel",
 )  # fmt: skip

@@ -20,7 +20,7 @@ from dsft.rank.launched import (
     port_of_job,
     whole_number,
 )
-from dsft.spec.hosts import is_host
+from dsft.spec.hosts import expand
 
 TASK = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 
@@ -80,24 +80,17 @@ def tasks_per_node(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 
 def first_host(environ: Mapping[str, str]) -> str:
     """Return the first host of SLURM_STEP_NODELIST, where rank 0 runs."""
-    from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
-
     name, text = _nodelist(environ)
     if not text:
         raise WorldError(
             "srun's SLURM_STEP_NODELIST and SLURM_NODELIST are not set, so the address of rank 0 is "
             "unknown; set MASTER_ADDR to the first host's name."
         )
-    # ClusterShell sorts hosts, Slurm has its own order: so expand only the first host of the text.
-    first = re.split(r",(?![^\[]*\])", text)[0]
-    first = re.sub(r"\[([^,\]]*)[^\]]*\]", r"[\1]", first)
     try:
-        host = str(NodeSet(first, resolver=RESOLVER_NOGROUP)[0])
-    except (NodeSetException, IndexError):
-        host = ""
-    if not is_host(host):
-        raise WorldError(f"{name}={text!r} is not a list of hosts; set MASTER_ADDR to the first host's name.")
-    return host
+        return expand(re.split(r",(?![^\[]*\])", text)[0])[0]  # up to the first comma outside brackets
+    except ValueError as error:
+        message = f"{name}={text!r} is not a list of hosts; set MASTER_ADDR to the first host's name."
+        raise WorldError(message) from error
 
 
 def _nodelist(environ: Mapping[str, str]) -> tuple[str, str]:
