@@ -1,5 +1,5 @@
-"""Expand ranges of host names (`node[01-16]`, `rack[1-2]n[1-4]`, `a,b[1-3]`, as Slurm writes them), and check a
-cluster's hosts and environment. Names are not resolved.
+"""Expand ranges of host names (`node[01-16]`, `rack[1-2]n[1-4]`, `a,b[1-3]`, as Slurm writes them), and
+check a cluster's hosts and environment. Names are not resolved.
 """
 
 from __future__ import annotations
