@@ -44,7 +44,7 @@ th { font-weight: 600; } th:first-child, td:first-child { text-align: left; }
 .bar { display: grid; grid-template-columns: 9rem 1fr 6rem; gap: .6rem; text-align: right;
   font-variant-numeric: tabular-nums; } .bar small { text-align: left; font-size: inherit; }
 hr { height: .5rem; min-width: 1px; margin: 0; border: 0; background: var(--bar); }
-.bar hr { height: 1rem; align-self: center; }
+.bar hr { height: 1rem; min-width: 0; align-self: center; }
 .item { display: list-item; margin: .2rem 0 .2rem 1.2rem; }
 .alarm { color: var(--alarm); } summary { cursor: pointer; }
 """

@@ -37,20 +37,18 @@ class EngineReference:
     weights: Callable[[], Iterator[Tensor]]
 
 
-class BatchesWithReference(LazyMicroBatches):
-    """Micro-batches of pairs, each filled on access: a held-out set may be larger than memory."""
+def with_reference(
+    micro_batches: Sequence[MicroBatch], logps: Callable[[int, Pairs], Tensor]
+) -> LazyMicroBatches:
+    """Return micro-batches of pairs, each filled on access. logps: number and pairs of a micro-batch ->
+    (n, 2) float64."""
 
-    def __init__(self, micro_batches: Sequence[MicroBatch], logps: Callable[[int, Pairs], Tensor]) -> None:
-        """logps: number and pairs of a micro-batch -> (n, 2) float64."""
-        self._micro_batches, self._logps = micro_batches, logps
-
-    def __len__(self) -> int:
-        return len(self._micro_batches)
-
-    def _one(self, number: int) -> MicroBatch:
-        batch = self._micro_batches[number]
+    def build(number: int) -> MicroBatch:
+        batch = micro_batches[number]
         assert batch.pairs is not None, "only pairs have a reference"
-        return replace(batch, pairs=replace(batch.pairs, reference=self._logps(number, batch.pairs)))
+        return replace(batch, pairs=replace(batch.pairs, reference=logps(number, batch.pairs)))
+
+    return LazyMicroBatches(len(micro_batches), build)
 
 
 def unchanged(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
@@ -70,16 +68,14 @@ def with_zeros(micro_batch: MicroBatch) -> MicroBatch:
 def with_scores(micro_batches: Sequence[MicroBatch], scored: Sequence[Tensor]) -> Sequence[MicroBatch]:
     """Fill in scores. scored: (n, 2) float64 per micro-batch; empty where this rank does not have the last
     stage."""
-    return (
-        BatchesWithReference(micro_batches, lambda which, pairs: scored[which]) if scored else micro_batches
-    )
+    return with_reference(micro_batches, lambda which, pairs: scored[which]) if scored else micro_batches
 
 
 def look_up(logps: NDArray[np.float64]) -> Refer:
     """Return a Refer that reads `logps`, (n, 2) of all pairs of one dataset: on the host, in any thread, when
     a micro-batch is accessed."""
     table = torch.from_numpy(logps)
-    return lambda micro_batches: BatchesWithReference(micro_batches, lambda _, pairs: table[pairs.ids])
+    return lambda micro_batches: with_reference(micro_batches, lambda _, pairs: table[pairs.ids])
 
 
 def refer_to_engine(engine: FrozenEngine) -> EngineReference:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dsft.data.sets.dataset import Dataset
 from dsft.data.steps.batch import MicroBatch
-from dsft.data.steps.steps import DatasetMicroBatches
+from dsft.data.steps.steps import micro_batches_of
 from dsft.engine.world import World
 from dsft.errors import NonFiniteError, OutOfMemoryError
 from dsft.inputs import Inputs
@@ -219,7 +219,7 @@ class PairScorer:
         """Yield this rank's share of the pairs, numbers (k,) and log-probabilities (k, 2); nothing on a rank
         without the last stage."""
         rank, rows = self._world.data_rank, self._plan.datasets[dataset]
-        micro_batches = list(DatasetMicroBatches(rows, ids, self._batch, rank, self._pad_id))
+        micro_batches = list(micro_batches_of(rows, ids, self._batch, rank, self._pad_id))
         for logps, micro_batch in zip(self._score(micro_batches), micro_batches, strict=False):
             assert micro_batch.pairs is not None, "the task is dpo"
             yield micro_batch.pairs.ids.numpy(), logps.double().cpu().numpy()

@@ -12,7 +12,7 @@ import torch
 
 from dsft.checkpoint.export import read_model_files, write_beside
 from dsft.checkpoint.read import CheckpointReader
-from dsft.data.steps.steps import DatasetMicroBatches, TrainSteps, evaluation
+from dsft.data.steps.steps import TrainSteps, evaluation, micro_batches_of
 from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for, share_buffers
@@ -158,7 +158,7 @@ def prove_start(job: Job, inputs: Inputs, world: World, built: Built, reference:
     if reference.is_stored:
         ids = world.broadcast(random_pairs(len(inputs.train), dpo_of(spec).recheck_rows))
         if len(ids):
-            looked_at += tuple(DatasetMicroBatches(inputs.train, ids, job.batch, world.data_rank, pad))
+            looked_at += tuple(micro_batches_of(inputs.train, ids, job.batch, world.data_rank, pad))
     micro_batches = reference.refers[0](looked_at)
     # Not under ZeRO 3, where every pass must use the same modules as the one before.
     bare = partial(adapter_off, policy) if spec.model.lora and spec.parallel.zero_stage < 3 else None

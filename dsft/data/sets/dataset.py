@@ -53,45 +53,46 @@ class Example:
 
 
 class SourceExamples(Protocol):
-    """The n examples of one source. name: the source's name in metrics."""
+    """The n examples of one source.
+
+    name           the source's name in metrics
+    lengths        (n,) tokens of each example
+    widths         (n,) tokens of each example's row in a padded batch; for a pair, of its longer row
+    target_counts  (n,) targets of each example
+    squares        (n,) the attention cost of each example: length²; for a pair, Σ length² of its rows
+    counts         the counts that losses are normalized by: name -> (n,) count of each example
+    digest         sha256 that identifies the examples
+    rows           the source's rows
+    row_ids        (n,) the row in which each example begins, or the pair that it is
+    lost           (n,) how many more tokens its row has than each example; 0 if examples span rows
+    """
 
     @property
     def name(self) -> str | None: ...
     @property
     def lengths(self) -> NDArray[np.int32]: ...
     @property
-    def widths(self) -> NDArray[np.int32]:
-        """(n,) tokens of each example's row in a padded batch; for a pair, of its longer row."""
-
+    def widths(self) -> NDArray[np.int32]: ...
     @property
     def target_counts(self) -> NDArray[np.int32]: ...
     @property
-    def squares(self) -> NDArray[np.int64]:
-        """(n,) the attention cost of each example: length²; for a pair, Σ length² of its rows."""
-
+    def squares(self) -> NDArray[np.int64]: ...
     @property
-    def counts(self) -> Mapping[str, NDArray[np.int32]]:
-        """The counts that losses are normalized by: name -> (n,) count of each example."""
-
+    def counts(self) -> Mapping[str, NDArray[np.int32]]: ...
     @property
-    def digest(self) -> str:
-        """sha256 that identifies the examples."""
-
+    def digest(self) -> str: ...
     @property
     def rows(self) -> TokenRows | PairRows: ...
     @property
-    def row_ids(self) -> NDArray[np.int32]:
-        """(n,) the row in which each example begins, or the pair that it is."""
-
+    def row_ids(self) -> NDArray[np.int32]: ...
     @property
-    def lost(self) -> NDArray[np.int64]:
-        """(n,) how many more tokens its row has than each example; 0 if examples span rows."""
-
-    def extent(self, index: int) -> str:
-        """Return in words which tokens of its row an example has; "" if all."""
+    def lost(self) -> NDArray[np.int64]: ...
 
     def source(self, index: int) -> str:
         """Return the place where an example begins, "file:line"."""
+
+    def extent(self, index: int) -> str:
+        """Return in words which tokens of its row an example has; "" if all."""
 
     def example(self, index: int) -> Example: ...
 

@@ -81,24 +81,20 @@ class PairExamples:
         pairs = np.broadcast_to(np.int32(1), (len(self.pairs),))
         return {"pairs": pairs, "chosen_tokens": self.targets[:, CHOSEN]}
 
-    @property
-    def _columns(self) -> Mapping[str, NDArray[np.generic]]:
-        return {name: getattr(self, name) for name in _COLUMNS}
-
     @cached_property
     def digest(self) -> str:
         """sha256 that identifies the pairs; it does not depend on whether prompts are shared."""
         digest = hashlib.sha256(self.rows.digest.encode())
-        for column in self._columns.values():
+        for name in _COLUMNS:
             digest.update(b"|")
-            digest.update(np.ascontiguousarray(column).data)
+            digest.update(np.ascontiguousarray(getattr(self, name)).data)
         return digest.hexdigest()
 
     def take(self, kept: NDArray[np.bool_]) -> PairExamples:
         """Return the pairs selected by a mask (m,)."""
         if kept.all():
             return self
-        columns: Mapping[str, Any] = {name: column[kept] for name, column in self._columns.items()}
+        columns: dict[str, Any] = {name: getattr(self, name)[kept] for name in _COLUMNS}
         return replace(self, **columns)
 
     def read(self, index: int, answer: int) -> Rendered:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -232,15 +233,10 @@ def _take(part: RowExamples, kept: NDArray[np.bool_]) -> RowExamples:
     """Return the examples selected by a mask (m,)."""
     if kept.all():
         return part
-    return replace(
-        part,
-        ids=part.ids[kept] if part.at is None else part.ids,
-        begin=part.begin[kept],
-        lengths=part.lengths[kept],
-        target_counts=part.target_counts[kept],
-        headed=None if part.headed is None else part.headed[kept],
-        at=None if part.at is None else part.at[kept],
-    )
+    names = ["begin", "lengths", "target_counts", *(["headed"] if part.headed is not None else [])]
+    columns: dict[str, Any] = {name: getattr(part, name)[kept] for name in names}
+    per_example = "ids" if part.at is None else "at"
+    return replace(part, **columns, **{per_example: getattr(part, per_example)[kept]})
 
 
 # --- targets counted over many rows at once, and the windows of long rows that keep the most of them ------
@@ -262,24 +258,17 @@ class Stream:
         """(k,) the place of each row's first token."""
         return np.cumsum(self.lengths) - self.lengths
 
-    @cached_property
-    def counts(self) -> Places:
-        """(k,) the number of runs of targets of each row."""
-        return self._runs[0]
-
-    @cached_property
-    def runs(self) -> tuple[Places, Places]:
-        """The places at which each run of targets starts and stops. A row's first token is no target."""
-        return self._runs[1:]
-
     @property
     def first_targets(self) -> Places:
         """(k,) the place of each row's first target. Every row must have one."""
-        places: Places = self.runs[0][np.cumsum(self.counts) - self.counts]
+        counts, starts, _ = self.runs
+        places: Places = starts[np.cumsum(counts) - counts]
         return places
 
     @cached_property
-    def _runs(self) -> tuple[Places, Places, Places]:
+    def runs(self) -> tuple[Places, Places, Places]:
+        """(k,) the number of runs of targets of each row, and the places at which each run starts and stops.
+        A row's first token is no target."""
         if (self.source.trained[self.rows] == self.lengths - 1).all():
             return np.ones(len(self.rows), np.int64), self.firsts + 1, self.firsts + self.lengths
         counts, spans = self.source.spans_of(self.rows)
@@ -291,12 +280,12 @@ class Stream:
 
     @cached_property
     def _done(self) -> Places:
-        starts, stops = self.runs
+        _, starts, stops = self.runs
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
 
     def before(self, places: Places) -> Places:
         """Return the number of targets before each place (n,), (n,)."""
-        starts, stops = self.runs
+        _, starts, stops = self.runs
         which = np.searchsorted(starts, places, side="right") - 1
         inside = np.minimum(places, stops[which]) - starts[which]
         found: Places = np.where(which < 0, 0, self._done[which] + inside)
@@ -308,7 +297,7 @@ class Stream:
 
     def is_inside(self, places: Places) -> NDArray[np.bool_]:
         """Return a mask (n,): whether a run of targets continues across each place."""
-        starts, stops = self.runs
+        _, starts, stops = self.runs
         which = np.searchsorted(starts, places, side="left") - 1
         found: NDArray[np.bool_] = (which >= 0) & (places < stops[which])
         return found
@@ -348,9 +337,9 @@ def _best(stream: Stream, size: int, low: int) -> tuple[Places, Places]:
     leaves the run its context, and the earliest one as good is where the window ends with the end of a run,
     or the gap's first place.
     """
-    starts, stops = stream.runs
-    of_row = np.cumsum(stream.counts) - stream.counts
-    per_run = np.repeat(np.arange(len(stream.rows)), stream.counts)
+    counts, starts, stops = stream.runs
+    of_row = np.cumsum(counts) - counts
+    per_run = np.repeat(np.arange(len(stream.rows)), counts)
     first, high = stream.firsts[per_run], (stream.lengths - size)[per_run]
     gaps = np.concatenate([starts[:1], stops[:-1]])
     gaps[of_row] = stream.firsts + low

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import overload
@@ -142,8 +142,14 @@ def borders_of(lengths: Sequence[int], starts: Sequence[int] | None = None) -> B
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):
-    """Micro-batches that are built by `_one` when they are read, since a held-out set may be larger than
-    memory."""
+    """Micro-batches that are built when they are read, since a held-out set may be larger than memory."""
+
+    def __init__(self, count: int, build: Callable[[int], MicroBatch]) -> None:
+        """build: returns a micro-batch by its number; raises IndexError after the last."""
+        self._count, self._build = count, build
+
+    def __len__(self) -> int:
+        return self._count
 
     @overload
     def __getitem__(self, which: int) -> MicroBatch: ...
@@ -151,11 +157,8 @@ class LazyMicroBatches(Sequence[MicroBatch]):
     def __getitem__(self, which: slice) -> tuple[MicroBatch, ...]: ...
     def __getitem__(self, which: int | slice) -> MicroBatch | tuple[MicroBatch, ...]:
         if isinstance(which, slice):
-            return tuple(self._one(i) for i in range(*which.indices(len(self))))
-        return self._one(which)
-
-    def _one(self, number: int) -> MicroBatch:
-        raise NotImplementedError
+            return tuple(self._build(i) for i in range(*which.indices(len(self))))
+        return self._build(which)
 
 
 @dataclass(frozen=True)

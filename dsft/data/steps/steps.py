@@ -43,28 +43,28 @@ class TrainSteps:
 
     def step(self, index: int) -> GlobalStep:
         """Return step `index` of the run, from 0, over any number of epochs."""
-        sample = self._order.step(index)
-        ids, lengths = sample.ids, self._dataset.lengths[sample.ids].astype(np.int64)
-        micro_batches = DatasetMicroBatches(
-            self._dataset, ids, self._batch, self._data_rank, self._pad_id, self._neftune_alpha
-        )
+        sample, data = self._order.step(index), self._dataset
+        assigned = assign(data, sample.ids, self._batch, self._data_rank)
         return GlobalStep(
-            micro_batches=tuple(micro_batches),
-            counts=_counts(self._dataset, ids),
-            num_tokens=int(lengths.sum()),
+            micro_batches=tuple(
+                _read(data, ids, self._batch, self._pad_id, self._neftune_alpha) for ids in assigned
+            ),
+            counts=_counts(data, sample.ids),
+            num_tokens=int(data.lengths[sample.ids].sum(dtype=np.int64)),
             epoch=sample.epoch,
-            example_ids=tuple(ids.tolist()),
-            squared=int(self._dataset.squares[sample.ids].sum()),
-            sources=self._sources(sample, lengths),
-            assigned_ids=micro_batches.assigned_ids,
+            example_ids=tuple(sample.ids.tolist()),
+            squared=int(data.squares[sample.ids].sum()),
+            sources=self._sources(sample),
+            assigned_ids=tuple(tuple(ids.tolist()) for ids in assigned),
         )
 
-    def _sources(self, sample: StepSample, lengths: NDArray[np.int64]) -> Mapping[str, SourceShare]:
+    def _sources(self, sample: StepSample) -> Mapping[str, SourceShare]:
         """Return the step's share of each source by name; empty if there is only one source."""
         parts, ends = self._dataset.parts, self._dataset.ends
         if len(parts) == 1:
             return {}
         source = np.searchsorted(ends, sample.ids, side="right")
+        lengths = self._dataset.lengths[sample.ids]
         tokens = np.bincount(source, weights=lengths, minlength=len(parts)).astype(np.int64).tolist()
         examples = np.bincount(source, minlength=len(parts)).tolist()
         epochs = (sample.taken / np.maximum(1, self._dataset.sizes)).tolist()
@@ -79,40 +79,23 @@ def evaluation(
 ) -> tuple[Sequence[MicroBatch], Mapping[str, int]]:
     """Return this rank's micro-batches of a held-out set, divided like one step, and the global counts."""
     ids = np.arange(len(dataset))
-    return DatasetMicroBatches(dataset, ids, batch, data_rank, pad_id), _counts(dataset, ids)
+    return micro_batches_of(dataset, ids, batch, data_rank, pad_id), _counts(dataset, ids)
 
 
-class DatasetMicroBatches(LazyMicroBatches):
-    """The micro-batches of one rank, each built on access, since a held-out set may be larger than memory."""
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        ids: NDArray[np.int64],
-        batch: BatchSizes,
-        data_rank: int,
-        pad_id: int,
-        alpha: float | None = None,
-    ) -> None:
-        self._dataset, self._pad_id, self._alpha = dataset, pad_id, alpha
-        self._packed = batch.tokens_per_micro_batch is not None
-        self._ids = assign(dataset, ids, batch, data_rank)
-        self.assigned_ids = tuple(tuple(members.tolist()) for members in self._ids)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def _one(self, number: int) -> MicroBatch:
-        return _read(self._dataset, self._ids[number], self._pad_id, self._alpha, packed=self._packed)
+def micro_batches_of(
+    dataset: Dataset, ids: NDArray[np.int64], batch: BatchSizes, data_rank: int, pad_id: int
+) -> Sequence[MicroBatch]:
+    """Return the micro-batches of one rank, divided like one step, each built on access."""
+    assigned = assign(dataset, ids, batch, data_rank)
+    return LazyMicroBatches(len(assigned), lambda number: _read(dataset, assigned[number], batch, pad_id))
 
 
 def _read(
-    dataset: Dataset, ids: NDArray[np.int64], pad_id: int, alpha: float | None = None, *, packed: bool = True
+    dataset: Dataset, ids: NDArray[np.int64], batch: BatchSizes, pad_id: int, alpha: float | None = None
 ) -> MicroBatch:
     examples = [dataset[which] for which in ids.tolist()]
-    return (collate_packed if packed else collate_padded)(
-        examples, pad_id, alpha, ids if dataset.is_pairs else None
-    )
+    collate = collate_padded if batch.tokens_per_micro_batch is None else collate_packed
+    return collate(examples, pad_id, alpha, ids if dataset.is_pairs else None)
 
 
 def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:
@@ -146,9 +129,9 @@ def longest_micro_batch(
             assign(dataset, order.step(index).ids, batch, data_rank=0)[0] for index in range(total_steps)
         )
         largest = max(packs, key=lambda members: int(dataset.lengths[members].sum()))
-        return _read(dataset, largest, pad_id)
+        return _read(dataset, largest, batch, pad_id)
     widest = np.full(min(batch.micro_batch_size, len(dataset)), np.argmax(dataset.widths))
-    return _read(dataset, widest, pad_id, packed=False)
+    return _read(dataset, widest, batch, pad_id)
 
 
 def _fullest_pack(dataset: Dataset, batch: BatchSizes, budget: int, pad_id: int) -> MicroBatch:
@@ -160,4 +143,4 @@ def _fullest_pack(dataset: Dataset, batch: BatchSizes, budget: int, pad_id: int)
     total, longest = int(ends[-1]), int(ends[0])
     tokens = min(budget, total, -(-total // batch.data_parallel) + longest)
     taken = order[: np.searchsorted(ends, tokens) + 1]
-    return first_part(_read(dataset, taken, pad_id), tokens)
+    return first_part(_read(dataset, taken, batch, pad_id), tokens)

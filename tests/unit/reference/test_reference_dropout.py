@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsft.data.steps.batch import MicroBatch
-from dsft.data.steps.steps import DatasetMicroBatches
+from dsft.data.steps.steps import micro_batches_of
 from dsft.engine.frozen import FrozenEngine
 from dsft.inputs import Inputs, read_inputs
 from dsft.model.attention_choice import requirements_of
@@ -52,7 +52,7 @@ def opened(asked: Spec, inputs: Inputs) -> tuple[Policy, FrozenEngine]:
 
 def micro_batches(asked: Spec, inputs: Inputs) -> list[MicroBatch]:
     return list(
-        DatasetMicroBatches(inputs.train, np.arange(PAIRS), scoring_batch(asked, 2, 1), 0, inputs.pad_id)
+        micro_batches_of(inputs.train, np.arange(PAIRS), scoring_batch(asked, 2, 1), 0, inputs.pad_id)
     )
 
 
