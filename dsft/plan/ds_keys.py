@@ -94,20 +94,14 @@ KEYS: Section = {
 }
 
 REMOVED: Mapping[str, str] = {
-    "elasticity": "DeepSpeed removed elastic training; leave it out",
-    "nebula": "DeepSpeed removed Nebula checkpoints; leave it out, dsft writes its own",
-    "amp": "DeepSpeed removed Apex AMP; use bf16",
-    "compression_training": "DeepSpeed removed its compression library; leave it out",
-    "quantize_training": "DeepSpeed removed quantized training; leave it out",
-    "sparse_gradients": "DeepSpeed removed sparse embedding gradients; leave it out",
-    "eigenvalue": "DeepSpeed removed it with quantized training; leave it out",
-    "sparse_attention": "DeepSpeed removed sparse attention; set model.attention in the spec",
-    "graph_harvesting": "DeepSpeed removed graph harvesting; leave it out",
-    "curriculum_learning": "DeepSpeed removed it at the top level; leave it out, the spec orders the data",
-    "progressive_layer_drop": "DeepSpeed removed layer dropping; leave it out",
-    "zero_optimization.mics_shard_size": "DeepSpeed removed MiCS; leave it out",
-    "zero_optimization.mics_hierarchical_params_gather": "DeepSpeed removed MiCS; leave it out",
-    "zero_optimization.zeropp_loco_param": "DeepSpeed removed LoCo; leave it out",
+    **dict.fromkeys(
+        "elasticity nebula compression_training quantize_training sparse_gradients eigenvalue "
+        "graph_harvesting curriculum_learning progressive_layer_drop zero_optimization.mics_shard_size "
+        "zero_optimization.mics_hierarchical_params_gather zero_optimization.zeropp_loco_param".split(),
+        "DeepSpeed has removed this feature; leave it out",
+    ),
+    "amp": "DeepSpeed has removed Apex AMP; use bf16",
+    "sparse_attention": "DeepSpeed has removed it; set model.attention in the spec",
     "aio.thread_count": "DeepSpeed calls it intra_op_parallelism; write that, or leave it out",
     "zero_optimization.cpu_offload": "deprecated; use zero_optimization.offload_optimizer: {device: cpu}",
     "zero_optimization.cpu_offload_param": "deprecated; use zero_optimization.offload_param: {device: cpu}",
@@ -137,7 +131,7 @@ def _unknown(config: Mapping[str, Any], keys: Section, prefix: str) -> Iterator[
         elif (below := keys[key]) is not None and isinstance(value, Mapping):
             yield from _unknown(value, below, f"{name}.")
         elif below is not None and value is not None:
-            yield f"{name}: {json.dumps(value)} is no section; write {{…}} or leave it out"
+            yield f"{name}: {json.dumps(value)} is not a section; write {{…}}, or leave it out"
 
 
 def _suggestion(key: str, keys: Section, prefix: str) -> str:

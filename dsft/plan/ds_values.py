@@ -33,7 +33,7 @@ def _whole(least: int) -> ValueRule:
     def holds(value: Any) -> bool:
         return _is_number(value) and value == int(value) and least <= value <= sys.maxsize
 
-    return ValueRule(f"a whole number from {least} on", holds)
+    return ValueRule(f"a whole number of at least {least}", holds)
 
 
 def _one_of(*values: Any) -> ValueRule:
@@ -44,7 +44,7 @@ def _one_of(*values: Any) -> ValueRule:
 
 SWITCH = _one_of(True, False)
 SIZE, COUNT = _whole(1), _whole(0)
-POSITIVE = ValueRule("a number from 0 on", lambda value: _is_number(value) and value >= 0)
+POSITIVE = ValueRule("a number of at least 0", lambda value: _is_number(value) and value >= 0)
 SHARE = ValueRule("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
 DTYPE = _one_of("fp32", "fp16", "bf16", "float32", "float16", "bfloat16")
 NAMES = ValueRule(
@@ -54,7 +54,7 @@ NAMES = ValueRule(
 TEXT = ValueRule("text", lambda value: isinstance(value, str))
 DEVICE = _one_of("none", "cpu", "nvme")
 SECTION = ValueRule("a section, {…}", lambda value: isinstance(value, Mapping))
-NO_FILE = ValueRule("null, which prints the profile, as a file is not supported", lambda value: False)
+NO_FILE = ValueRule("null, since dsft prints the profile and supports no file", lambda value: False)
 
 _BY_SECTION: Mapping[str, Mapping[str, ValueRule]] = {
     "": {

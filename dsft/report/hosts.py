@@ -38,14 +38,14 @@ MOSTLY = 0.75
 
 @dataclass(frozen=True)
 class RankLocation:
-    """The place of a rank: host, local rank and pipeline stage."""
+    """The location of a rank: host, local rank and pipeline stage."""
 
     host: str
     local_rank: int
     stage: int = 0
 
 
-class Spent(NamedTuple):
+class RankWindow(NamedTuple):
     """One rank's share of a window of steps.
 
     seconds     from the begin of its first step to the end of its last, without evaluations and checkpoints
@@ -72,7 +72,7 @@ class Spent(NamedTuple):
         return max(self.seconds - self.waiting, 0.0)
 
 
-WIDTH = len(Spent._fields)
+WIDTH = len(RankWindow._fields)
 
 
 class WaitTimer(Protocol):
@@ -83,20 +83,20 @@ class WaitTimer(Protocol):
 
 
 class HostWatch:
-    """A watch over the speed and memory of all hosts, with warnings about stragglers. places: of every rank;
-    log: takes one line. Only rank 0 gets a record and prints."""
+    """A watch over the speed and memory of all hosts, with warnings about stragglers. locations: of every
+    rank; log: takes one line. Only rank 0 gets a record and prints."""
 
     def __init__(
         self,
-        places: Sequence[RankLocation],
+        locations: Sequence[RankLocation],
         rank: int,
         waits: WaitTimer,
         device: torch.device,
         log: Callable[[str], None],
     ) -> None:
-        self._places, self._rank, self._waits, self._device = places, rank, waits, device
-        self._names = host_names(places)
-        self._lag = Lag(places, self._names)
+        self._locations, self._rank, self._waits, self._device = locations, rank, waits, device
+        self._names = host_names(locations)
+        self._detector = StragglerDetector(locations, self._names)
         self._log = log
 
     def counted(self) -> AbstractContextManager[None]:
@@ -110,9 +110,9 @@ class HostWatch:
         waiting = self._waits.pop_seconds()
         seconds = time.perf_counter() - began
         allocated = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
-        used = psutil.virtual_memory().used if self._places[self._rank].local_rank == 0 else 0
-        spent = Spent(steps, seconds, waiting, data, tokens, resident(), used, allocated)
-        rows = torch.zeros(len(self._places), WIDTH, dtype=torch.float64)
+        used = psutil.virtual_memory().used if self._locations[self._rank].local_rank == 0 else 0
+        spent = RankWindow(steps, seconds, waiting, data, tokens, resident(), used, allocated)
+        rows = torch.zeros(len(self._locations), WIDTH, dtype=torch.float64)
         rows[self._rank] = torch.tensor(spent, dtype=torch.float64)
         return to_device(rows.flatten(), self._device)
 
@@ -120,23 +120,23 @@ class HostWatch:
         """Return the hosts' metrics on rank 0, else {}. everyones: the sum of all ranks' `mine`."""
         if self._rank != 0:
             return {}
-        ranks = [Spent(*row) for row in everyones.view(-1, WIDTH).tolist()]
-        record = host_record(self._names, ranks) | self._lag.record(ranks)
-        for line in self._lag.add(ranks):
+        ranks = [RankWindow(*row) for row in everyones.view(-1, WIDTH).tolist()]
+        record, lines = self._detector.add(ranks)
+        for line in lines:
             self._log(line)
-        return record
+        return host_record(self._names, ranks) | record
 
 
-def host_names(places: Sequence[RankLocation]) -> list[str]:
+def host_names(locations: Sequence[RankLocation]) -> list[str]:
     """Return each rank's host as it appears in the names of metrics: the first label of the host name where
     that is unique, reduced to letters, digits, - and _. Two machines of the same name are told apart since
     each local rank occurs once per machine; the second gets a number."""
     hosts: dict[tuple[str, int], str] = {}
     counted: Counter[tuple[str, int]] = Counter()
     keys = []
-    for place in places:
-        keys.append((place.host, counted[place.host, place.local_rank]))
-        counted[place.host, place.local_rank] += 1
+    for location in locations:
+        keys.append((location.host, counted[location.host, location.local_rank]))
+        counted[location.host, location.local_rank] += 1
     short = {key: re.sub(r"[^A-Za-z0-9_-]+", "-", key[0].partition(".")[0]) for key in dict.fromkeys(keys)}
     common = Counter(short.values())
     for key, name in short.items():
@@ -149,10 +149,10 @@ def host_names(places: Sequence[RankLocation]) -> list[str]:
     return [hosts[key] for key in keys]
 
 
-def host_record(names: Sequence[str], ranks: Sequence[Spent]) -> dict[str, float]:
+def host_record(names: Sequence[str], ranks: Sequence[RankWindow]) -> dict[str, float]:
     """Return host/NAME/… of every host, from its ranks' values."""
     record: dict[str, float] = {}
-    hosts: dict[str, list[Spent]] = {}
+    hosts: dict[str, list[RankWindow]] = {}
     for name, spent in zip(names, ranks, strict=True):
         hosts.setdefault(name, []).append(spent)
     for name, mine in hosts.items():
@@ -169,7 +169,7 @@ def host_record(names: Sequence[str], ranks: Sequence[Spent]) -> dict[str, float
     return record
 
 
-class Lag:
+class StragglerDetector:
     """A detector of stragglers over the last records.
 
     A rank is compared with those that do the same work: all, or those of its pipeline stage. Stages differ by
@@ -178,38 +178,38 @@ class Lag:
     """
 
     def __init__(
-        self, places: Sequence[RankLocation], names: Sequence[str], seconds: float = SECONDS
+        self, locations: Sequence[RankLocation], names: Sequence[str], seconds: float = SECONDS
     ) -> None:
-        self._places, self._names, self._seconds = places, names, seconds
-        stages = {place.stage for place in places}
-        self._by_itself = len(stages) == len(places)  # no two ranks do the same work
-        everyone = range(len(places))
+        self._locations, self._names, self._seconds = locations, names, seconds
+        stages = {location.stage for location in locations}
+        self._by_itself = len(stages) == len(locations)  # no two ranks do the same work
+        everyone = range(len(locations))
         self._groups = (
             [list(everyone)]
             if self._by_itself
-            else [[rank for rank in everyone if places[rank].stage == stage] for stage in sorted(stages)]
+            else [[rank for rank in everyone if locations[rank].stage == stage] for stage in sorted(stages)]
         )
-        self._usual: list[float] | None = None if self._by_itself else [1.0] * len(places)
+        self._usual: list[float] | None = None if self._by_itself else [1.0] * len(locations)
         # Windows, each with its slowest rank.
-        self._recent: deque[tuple[Sequence[Spent], Behind | None]] = deque()
+        self._recent: deque[tuple[Sequence[RankWindow], Delay | None]] = deque()
         self._unjudged = 0.0  # seconds
         self._named: int | None = None
 
-    def record(self, ranks: Sequence[Spent]) -> dict[str, float]:
-        """Return, for one window, the ratio of the slowest rank's own work to what is expected from its peers
-        (1: none lags), and its number. Empty for a single rank, and until a pipeline's usual shares are
-        known."""
-        slowest = self._slowest(ranks)
-        if slowest is None:
-            return {}
-        return {"rel/straggler_ratio": max(slowest.ratio, 1.0), "rel/straggler_rank": slowest.rank}
-
-    def add(self, ranks: Sequence[Spent]) -> list[str]:
-        """Add a window, and return the lines to print."""
+    def add(self, ranks: Sequence[RankWindow]) -> tuple[dict[str, float], list[str]]:
+        """Add a window. Return its metrics, the ratio of the slowest rank's own work to what is expected from
+        its peers (1: none lags) and its number, and the lines to print. Both are empty for a single rank, and
+        until a pipeline's usual shares are known."""
         if len(ranks) < 2:
-            return []
+            return {}, []
+        slowest = self._slowest(ranks)
+        lines = self._judge(ranks, slowest)
+        if slowest is None:
+            return {}, lines
+        return {"rel/straggler_ratio": max(slowest.ratio, 1.0), "rel/straggler_rank": slowest.rank}, lines
+
+    def _judge(self, ranks: Sequence[RankWindow], slowest: Delay | None) -> list[str]:
         recent = self._recent
-        recent.append((ranks, self._slowest(ranks)))
+        recent.append((ranks, slowest))
         self._unjudged += ranks[0].seconds
         if self._unjudged < JUDGED_EVERY or not self._trimmed():
             return []
@@ -219,16 +219,16 @@ class Lag:
             self._usual = [max(spent.own, 1e-9) for spent in total]
             recent.clear()
             return []
-        behind = self._behind(total)
+        delays = self._delays(total)
         lines = []
-        if self._named is not None and behind[self._named].ratio < LAGS_NOT:
+        if self._named is not None and delays[self._named].ratio < LAGS_NOT:
             lines.append(f"{self._who(self._named)} no longer lags.")
             self._named = None
-        found = max(behind, key=lambda each: each.ratio)
+        found = max(delays, key=lambda each: each.ratio)
         if found.rank == self._named or found.ratio < LAGS or found.lost < LOST:
             return lines
-        slowest = [each for _, each in recent if each is not None and each.ratio > LAGS_NOT]
-        if sum(each.rank == found.rank for each in slowest) < MOSTLY * len(recent):
+        slow = [each.rank for _, each in recent if each is not None and each.ratio > LAGS_NOT]
+        if slow.count(found.rank) < MOSTLY * len(recent):
             return lines
         self._named = found.rank
         return [*lines, self._warning(found, total[found.rank])]
@@ -248,18 +248,16 @@ class Lag:
     def _suffices(self, records: int, steps: float, seconds: float) -> bool:
         return records >= RECORDS and steps >= STEPS and seconds >= self._seconds
 
-    def _slowest(self, ranks: Sequence[Spent]) -> Behind | None:
-        """Return the slowest rank; None where there is none to compare with."""
-        if len(ranks) < 2 or self._usual is None:
-            return None
-        return max(self._behind(ranks), key=lambda each: each.ratio)
+    def _slowest(self, ranks: Sequence[RankWindow]) -> Delay | None:
+        """Return the slowest rank; None while a pipeline's usual shares are not known."""
+        return max(self._delays(ranks), key=lambda each: each.ratio) if self._usual else None
 
-    def _behind(self, ranks: Sequence[Spent]) -> list[Behind]:
+    def _delays(self, ranks: Sequence[RankWindow]) -> list[Delay]:
         """Compare each rank with its peers, by time or by time per token, whichever is more lenient: neither
         rows of unequal length nor work that does not depend on tokens count as lagging."""
         usual = self._usual
         assert usual is not None
-        found: dict[int, Behind] = {}
+        found: dict[int, Delay] = {}
         for group in self._groups:
             times = [ranks[rank].own / usual[rank] for rank in group]
             expected = others_medians(times)
@@ -272,13 +270,13 @@ class Lag:
                 mine = ranks[rank]
                 wanted = max(others * usual[rank], 0.01 * mine.seconds)
                 lost = (mine.own - wanted) / mine.seconds
-                found[rank] = Behind(rank, mine.own / wanted, lost, wanted / mine.steps)
+                found[rank] = Delay(rank, mine.own / wanted, lost, wanted / mine.steps)
         return [found[rank] for rank in range(len(ranks))]
 
     def _who(self, rank: int) -> str:
-        return f"rank {rank} ({self._names[rank]}, local rank {self._places[rank].local_rank})"
+        return f"rank {rank} ({self._names[rank]}, local rank {self._locations[rank].local_rank})"
 
-    def _warning(self, found: Behind, mine: Spent) -> str:
+    def _warning(self, found: Delay, mine: RankWindow) -> str:
         others = "that of the other ranks" if len(self._groups) == 1 else "that of its stage's other ranks"
         expected = "that of its first steps" if self._by_itself else others
         line = (
@@ -292,7 +290,7 @@ class Lag:
 
 
 @dataclass(frozen=True)
-class Behind:
+class Delay:
     """How far a rank is behind. ratio: its own seconds ÷ those expected; lost: the difference, as a fraction
     of the window's seconds; expected: seconds per step."""
 
@@ -313,5 +311,5 @@ def others_medians(values: Sequence[float]) -> list[float]:
     return found
 
 
-def _summed(windows: Sequence[Spent]) -> Spent:
-    return Spent(*(math.fsum(values) for values in zip(*windows, strict=True)))
+def _summed(windows: Sequence[RankWindow]) -> RankWindow:
+    return RankWindow(*(math.fsum(values) for values in zip(*windows, strict=True)))

@@ -152,7 +152,7 @@ def outcome(case: Case, world: World, healthy: int, slowed: int) -> dict[str, An
     records: list[Record] = []
     said: list[tuple[int, str]] = []
     watch = watch_hosts(world, lambda line: said.append((len(records) + 1, line)))
-    watch._lag._seconds = 0.0 if case.stages > 1 else SECONDS  # its usual parts are of the healthy steps
+    watch._detector._seconds = 0.0 if case.stages > 1 else SECONDS  # its usual parts are of the healthy steps
     hosts.JUDGED_EVERY = 0.0
     run = Run(world)
     run.report, run.watch = records.append, watch  # type: ignore[method-assign]

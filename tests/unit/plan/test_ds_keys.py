@@ -176,7 +176,7 @@ def test_unknown_and_removed_keys_are_named() -> None:
     }
     assert unknown_keys(config) == [
         "zero_optimisation: DeepSpeed does not know this key; did you mean zero_optimization?",
-        "elasticity: DeepSpeed removed elastic training; leave it out",
+        "elasticity: DeepSpeed has removed this feature; leave it out",
         "zero_optimization.stages: DeepSpeed does not know this key; did you mean zero_optimization.stage?",
         "zero_optimization.offload_optimizer.devise: DeepSpeed does not know this key; did you mean "
         "zero_optimization.offload_optimizer.device?",

@@ -11,21 +11,30 @@ import pytest
 import torch
 
 from dsft.plan.memory.sizes import GIB
-from dsft.report.hosts import HostWatch, Lag, Spent, host_names, host_record, others_medians
+from dsft.report.hosts import (
+    HostWatch,
+    RankWindow,
+    StragglerDetector,
+    host_names,
+    host_record,
+    others_medians,
+)
 from dsft.report.hosts import RankLocation as At
 
 
 def spent(
     own: float, seconds: float = 1.0, tokens: float = 1000, data: float = 0.0, steps: int = 10
-) -> Spent:
+) -> RankWindow:
     """of `steps` steps that took `seconds` each, of which `own` were the rank's own."""
-    return Spent(steps, steps * seconds, steps * (seconds - own), steps * data, steps * tokens, GIB, 4 * GIB)
+    return RankWindow(
+        steps, steps * seconds, steps * (seconds - own), steps * data, steps * tokens, GIB, 4 * GIB
+    )
 
 
-def said(places: Sequence[At], windows: Sequence[Sequence[Spent]]) -> list[tuple[int, str]]:
+def said(places: Sequence[At], windows: Sequence[Sequence[RankWindow]]) -> list[tuple[int, str]]:
     """(window, line), from 1."""
-    lag = Lag(places, host_names(places))
-    return [(n, line) for n, ranks in enumerate(windows, start=1) for line in lag.add(ranks)]
+    lag = StragglerDetector(places, host_names(places))
+    return [(n, line) for n, ranks in enumerate(windows, start=1) for line in lag.add(ranks)[1]]
 
 
 PAIR = [At("node1", 0), At("node2", 0)]
@@ -86,7 +95,7 @@ def test_no_false_alarm(ranks: int) -> None:
     """1,000 records of one step each, whose work is uneven by 20 % (standard deviation), with hiccups."""
     draw, places = random.Random(ranks), [At("node1", rank) for rank in range(ranks)]
 
-    def window() -> list[Spent]:
+    def window() -> list[RankWindow]:
         own = [max(draw.gauss(1.0, 0.2), 0.3) * (5 if draw.random() < 0.01 else 1) for _ in places]
         return [spent(each, max(own) + 0.1, steps=1) for each in own]
 
@@ -109,11 +118,10 @@ def test_a_stage_of_one_rank_is_compared_with_its_own_start() -> None:
     [(number, line)] = said(places, [well] * 10 + [slow] * 10)
     assert number > 10
     assert "rank 0 (node1, local rank 0)" in line and "that of its first steps" in line
-    lag = Lag(places, ["node1", "node2"])
-    assert lag.record(well) == {}  # before its usual part is known
+    lag = StragglerDetector(places, ["node1", "node2"])
     for _ in range(5):
-        lag.add(well)
-    assert lag.record(slow) == {"rel/straggler_ratio": pytest.approx(0.7 / 0.3), "rel/straggler_rank": 0}
+        assert lag.add(well)[0] == {}  # before its usual part is known
+    assert lag.add(slow)[0] == {"rel/straggler_ratio": pytest.approx(0.7 / 0.3), "rel/straggler_rank": 0}
 
 
 def test_the_record() -> None:
@@ -126,11 +134,11 @@ def test_the_record() -> None:
         "host/node1/rss_gib": 2.0,
         "host/node1/memory_used_gib": 4.0,
     }
-    assert Lag(FOUR[:2], names).record(ranks) == {
+    assert StragglerDetector(FOUR[:2], names).add(ranks)[0] == {
         "rel/straggler_ratio": pytest.approx(2.0),
         "rel/straggler_rank": 1,
     }
-    assert Lag(FOUR[:1], names[:1]).record(ranks[:1]) == {}
+    assert StragglerDetector(FOUR[:1], names[:1]).add(ranks[:1]) == ({}, [])
 
 
 def test_names_of_hosts() -> None:
