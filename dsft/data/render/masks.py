@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
-from dsft.data.render.template import ChatTemplate, prepare_messages, template_error
+from dsft.data.render.template import ChatTemplate, prepare_messages, strings, template_error
 from dsft.data.rows import BadRowError, Conversation, EndlessTemplateError, Message
 from dsft.errors import DataError, Problem
 
@@ -25,15 +25,17 @@ TrainOn = Literal["assistant", "last", "all"]
 
 _PRIVATE = 0x100000  # the first character of Unicode's last private-use plane
 _EXCERPT = 30  # characters shown of a rendered row
-_MARKS = "a template with {% generation %} marks around the assistant's turns, one of dsft's or a file"
-_WAY_OUT = f"give data.chat_template {_MARKS}"
-_OR_LAST = f"train on the last turn alone (data.train_on: last), or {_WAY_OUT}"
-_KEYS = {"tools": "tools", "tool_calls": "calls of tools", "reasoning_content": "reasoning"}
-"""Keys of a row -> their names in messages; a template that does not read one silently leaves it out."""
-
+_WAY_OUT = (
+    "set data.chat_template to a template with {% generation %} marks around the assistant's turns: one of "
+    "dsft's, or a file"
+)
+_OR_LAST = f"train only on the last turn (data.train_on: last), or {_WAY_OUT}"
+_KEYS = {"tools": "tools", "tool_calls": "tool calls", "reasoning_content": "reasoning contents"}
+"""Keys of a row -> their names in errors; a template that does not read one silently leaves it out."""
 
 _CALL = {"id": "000000000", "type": "function", "function": {"name": "f", "arguments": {}}}
 """A sample tool call, to find out whether a template writes calls."""
+_QUESTION: Message = {"role": "user", "content": "0"}
 
 
 class TextSpan(NamedTuple):
@@ -45,12 +47,12 @@ class TextSpan(NamedTuple):
 
 
 class MaskedText(NamedTuple):
-    """A rendered text and its mask, in characters. trained: whether `parts` are what is trained on or what is
+    """A rendered text and its mask, in characters. trained: whether `spans` are what is trained on or what is
     not. stand_ins: if contents spell tokens of the template, token -> the character that replaces its
     spelling in the text."""
 
     text: str
-    parts: list[TextSpan]
+    spans: list[TextSpan]
     trained: bool
     stand_ins: Mapping[str, str] = {}
 
@@ -73,7 +75,7 @@ class MaskBuilder:
     train_on: TrainOn
     special_tokens: frozenset[str]
 
-    def of(self, conversation: Conversation) -> MaskedText:
+    def mask(self, conversation: Conversation) -> MaskedText:
         """Render a conversation. Raises BadRowError if the template refuses it or its turns cannot be
         located, DataError if the template's turns never can."""
         trained = _trained(conversation, self.train_on)
@@ -81,12 +83,13 @@ class MaskBuilder:
         if not self._spells(row):
             return self._marked(row, trained)
         text = self._marked(row, trained).text  # first, so that errors quote the row as it is
-        hidden = _Row(self._hidden(row.messages), self._hidden(row.tools), self.template)
+        hidden = _Row(self._with_stand_ins(row.messages), self._with_stand_ins(row.tools), self.template)
         marked = self._marked(hidden, trained)
-        if self._shown(marked.text) != text:
+        names = {ord(stand_in): name for name, stand_in in self._stand_ins.items()}
+        if marked.text.translate(names) != text:
             raise BadRowError(
-                "its contents spell a token of the chat template, which treats such contents in another way; "
-                "take it out"
+                "its contents spell a token of the chat template, which treats such contents differently; "
+                "remove it"
             )
         return marked._replace(stand_ins=self._stand_ins)
 
@@ -96,79 +99,75 @@ class MaskBuilder:
         for key in filter(keys.__contains__, _KEYS):
             has = key == "tools" or any(message.get(key) for message in row.messages)
             if has and not self.template.reads(key):
-                raise BadRowError(
-                    f"the chat template writes no {_KEYS[key]}, and the row has some; leave them out, or "
-                    f"{_WAY_OUT}"
-                )
-        for role in self._left_out & {message["role"] for message in row.messages}:
-            raise BadRowError(
-                f"the chat template writes nothing of a {role} turn; leave it out, or {_WAY_OUT}"
-            )
+                raise BadRowError(_left_out(_KEYS[key], "them"))
+        for role in self._dropped_roles & {message["role"] for message in row.messages}:
+            raise BadRowError(_left_out(f"a {role} turn"))
         if "tool_calls" not in keys:
             return row
-        if any(map(_speaks_beside_calls, row.messages)) and self._hears_calls_alone:
-            raise BadRowError(
-                "the chat template writes nothing of what the assistant says beside its calls, and the row "
-                f"has such words; leave them out, or {_WAY_OUT}"
-            )
-        return _readable(row)
+        if any(map(_speaks_beside_calls, row.messages)) and self._drops_words_beside_calls:
+            raise BadRowError(_left_out("content beside tool calls"))
+        return _with_arguments(row)
+
+    # --- what the template leaves out -----------------------------------------------------------------------
 
     @cached_property
-    def _left_out(self) -> frozenset[str]:
+    def _dropped_roles(self) -> frozenset[str]:
         """Roles whose turns the template silently leaves out. A tool's turn may need a call before it."""
-        question, answer = {"role": "user", "content": "0"}, {"role": "assistant", "content": "0"}
+        question, answer = _QUESTION, _answer("0")
         called = {**answer, "tool_calls": [_CALL]}
-        talks: dict[str, list[tuple[list[Message], list[Message]]]] = {
+        ways: dict[str, list[tuple[list[Message], list[Message]]]] = {
             "system": [([], [question, answer])],
             "tool": [([question, answer], [answer]), ([question, called], [answer])],
         }
-        found = set()
-        for role, ways in talks.items():
-            written = {self._is_written(role, before, after) for before, after in ways}
-            if False in written and True not in written:
-                found.add(role)
-        return frozenset(found)
-
-    def _is_written(self, role: str, before: list[Message], after: list[Message]) -> bool | None:
-        """Return whether the template writes a turn's content; None if it refuses the conversation."""
-        turns = [{"role": role, "content": content} for content in "12"]
-        try:
-            texts = {self._tried([*before, turn, *after])[0] for turn in turns}
-        except BadRowError:
-            return None  # then it also refuses such rows, or takes them only in other conversations
-        return len(texts) == 2
+        dropped = set()
+        for role, around in ways.items():
+            numbers = [
+                self._num_texts([*before, {"role": role, "content": content}, *after] for content in "12")
+                for before, after in around
+            ]
+            if 1 in numbers and 2 not in numbers:
+                dropped.add(role)
+        return frozenset(dropped)
 
     @cached_property
     def _joins_system(self) -> bool:
         """Whether the template writes a system turn into the next turn, not alone (Gemma's, Llama 2's)."""
-        turns: list[Message] = [{"role": "system", "content": content} for content in "12"]
-        try:
-            texts = {self._tried([turn])[0] for turn in turns}
-        except BadRowError:
-            return False  # then it also refuses the renderings by which such a turn is located
-        return len(texts) == 1
+        return self._num_texts([{"role": "system", "content": content}] for content in "12") == 1
 
     @cached_property
-    def _hears_calls_alone(self) -> bool:
+    def _drops_words_beside_calls(self) -> bool:
         """Whether the template silently leaves out the content of turns with calls, as Llama 3.1's does."""
-        texts = set()
-        for content in "12":
-            talk: list[Message] = [
-                {"role": "user", "content": "0"},
-                {**_answer(content), "tool_calls": [_CALL]},
-            ]
-            try:
-                texts.add(self._tried(_readable(_Row(talk, (), self.template)).messages)[0])
-            except BadRowError:
-                return False  # as in `_joins_system`
-        return len(texts) == 1
+        talks = ([_QUESTION, {**_answer(content), "tool_calls": [_CALL]}] for content in "12")
+        rows = (_with_arguments(_Row(messages, (), self.template)) for messages in talks)
+        return self._num_texts(row.messages for row in rows) == 1
+
+    def _num_texts(self, conversations: Iterable[Sequence[Message]]) -> int:
+        """Return how many different texts the template makes of conversations that differ in one content; 0
+        if it refuses one, since it then also refuses such rows, or takes them only in other conversations."""
+        try:
+            return len({self._probe(messages)[0] for messages in conversations})
+        except BadRowError:
+            return 0
+
+    def _probe(
+        self, messages: Sequence[Message], *, prompt: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Render a short conversation to see what the template does. Raises DataError if even that exceeds
+        the limits, since the template is then of no use for any row."""
+        try:
+            return self.template.render(messages, prompt=prompt)
+        except EndlessTemplateError as error:
+            problem = Problem("chat template", str(error))
+            raise DataError("conversations cannot be rendered:", [problem]) from error
+
+    # --- the spans of a row ---------------------------------------------------------------------------------
 
     def _marked(self, row: _Row, trained: Sequence[bool]) -> MaskedText:
         wanted = [number for number, is_trained in enumerate(trained) if is_trained]
         roles = [message["role"] for message in row.messages[:2]]
         if roles == ["system", "user"] and trained[0] != trained[1] and self._joins_system:
             raise BadRowError(
-                "the chat template writes the system turn into the user's, and one of them alone is to be "
+                "the chat template writes the system turn into the user's turn, but only one of them is "
                 f"trained on; give both the same flag, or {_WAY_OUT}"
             )
         text, marks = row.render(len(trained))
@@ -209,40 +208,27 @@ class MaskBuilder:
         search = self._spelled.search
         for message in row.messages:
             for value in message.values():
-                if search(value) if type(value) is str else any(map(search, _strings(value))):
+                if search(value) if type(value) is str else any(map(search, strings(value))):
                     return True
-        return bool(row.tools) and any(map(search, _strings(row.tools)))
+        return bool(row.tools) and any(map(search, strings(row.tools)))
 
-    def _hidden(self, value: Any) -> Any:
+    def _with_stand_ins(self, value: Any) -> Any:
         """Return the value with a stand-in for each token that is spelled in it."""
         if isinstance(value, str):
             return self._spelled.sub(lambda found: self._stand_ins[found[0]], value)
         if isinstance(value, Mapping):
-            return {self._hidden(key): self._hidden(item) for key, item in value.items()}
+            return {self._with_stand_ins(key): self._with_stand_ins(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self._hidden(item) for item in value]
+            return [self._with_stand_ins(item) for item in value]
         return value
-
-    def _shown(self, text: str) -> str:
-        return text.translate({ord(stand_in): name for name, stand_in in self._stand_ins.items()})
-
-    def _tried(self, talk: Sequence[Message], *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """Render a short made-up conversation, to probe the template. Raises DataError if even that exceeds
-        the limits, since the template is then of no use for any row."""
-        try:
-            return self.template.render(talk, prompt=prompt)
-        except EndlessTemplateError as error:
-            problem = Problem("chat template", str(error))
-            raise DataError("conversations cannot be rendered:", [problem]) from error
 
     # --- ends of turns --------------------------------------------------------------------------------------
 
     @cached_property
     def ends(self) -> TurnEnds:
-        question: Message = {"role": "user", "content": "0"}
         try:
-            prompt, _ = self._tried([question], prompt=True)
-            texts = [self._tried([question, _answer(content)])[0] for content in "12"]
+            prompt, _ = self._probe([_QUESTION], prompt=True)
+            texts = [self._probe([_QUESTION, _answer(content)])[0] for content in "12"]
         except BadRowError as error:
             raise template_error(str(error), _WAY_OUT) from error
         tail = _common_end(*texts)
@@ -250,16 +236,15 @@ class MaskBuilder:
         lead = texts[0][len(prompt) : len(texts[0]) - len(tail) - 1] if texts[0].startswith(prompt) else ""
         return TurnEnds(lead, tail, tail[: self._first_special(tail)])
 
-    def prove_marks(self) -> None:
+    def check_marks(self) -> None:
         """Raise DataError unless the marks enclose an answer and, if they enclose text after it, that has a
         token that ends a turn; it has none if the template was made for another tokenizer."""
         if not self.template.is_marked:
             return
-        question: Message = {"role": "user", "content": "0"}
         marked, others = [], []
         try:
             for content in "12":
-                text, marks = self._tried([question, _answer(content)])
+                text, marks = self._probe([_QUESTION, _answer(content)])
                 marked.append("".join(text[start:stop] for start, stop in marks))
                 borders = [0, *(end for mark in marks for end in mark), len(text)]
                 others.append([text[i:j] for i, j in zip(borders[::2], borders[1::2], strict=True)])
@@ -267,8 +252,8 @@ class MaskBuilder:
             return  # rows that it does render are counted in the ledger if they have no end
         if others[0] != others[1]:
             raise template_error(
-                "its {% generation %} marks do not enclose the assistant's words, as those in a macro do not",
-                "put them around the words in the loop over the messages, or take them out",
+                "its {% generation %} marks do not enclose the assistant's content; marks in a macro never do",
+                "put them around the content in the loop over the messages, or remove them",
             )
         tail = _common_end(*marked)
         if tail.strip():
@@ -278,14 +263,18 @@ class MaskBuilder:
         found = any_of(self.special_tokens).search(tail)
         if found is not None:
             return found.end()
-        stop = "so a model trained on it would not know how to stop"
+        stop = "so a model trained with it would not learn to stop"
         if not tail:
-            raise template_error(f"writes nothing after an assistant's turn, {stop}", _WAY_OUT)
+            raise template_error(f"it writes nothing after an assistant's turn, {stop}", _WAY_OUT)
         raise template_error(
-            f"ends an assistant's turn with {tail!r}, which holds no special token of this tokenizer, {stop}",
-            "take the tokenizer that the template was made for, add the token that ends a turn with "
+            f"it ends an assistant's turn with {tail!r}, which has no special token of the tokenizer, {stop}",
+            "use the tokenizer that the template was made for, add the token that ends a turn with "
             f"model.add_tokens, or {_WAY_OUT}",
         )
+
+
+def _left_out(what: str, it: str = "it") -> str:
+    return f"the row has {what}, which the chat template leaves out; remove {it}, or {_WAY_OUT}"
 
 
 def _answer(content: str) -> Message:
@@ -311,14 +300,14 @@ class _Row(NamedTuple):
         if text.startswith(before):
             return len(before)
         same = len(commonprefix([text, before]))
-        asked, stands = before[same : same + _EXCERPT], text[same : same + _EXCERPT]
-        when = "this answer is asked for" if prompt else "the row ends with it"
+        alone, inside = before[same : same + _EXCERPT], text[same : same + _EXCERPT]
+        when = "before this answer at inference" if prompt else "if the conversation ends with it"
         number = count + 1 if prompt else count
         # if the messages match without the prompt, only the prompt differs; else an earlier turn is rewritten
         way_out = _WAY_OUT if prompt and text.startswith(self.render(count)[0]) else _OR_LAST
         raise BadRowError(
-            f"turn {number}: the chat template writes {asked!r} when {when} and {stands!r} "
-            f"in the row, so the model would learn from what it is never given; {way_out}"
+            f"turn {number}: the chat template writes {alone!r} {when}, but {inside!r} in the row, so the "
+            f"model would be trained on a prompt that it never gets; {way_out}"
         )
 
 
@@ -326,14 +315,14 @@ def _speaks_beside_calls(message: Message) -> bool:
     return bool(message.get("tool_calls")) and bool((message.get("content") or "").strip())
 
 
-def _readable(row: _Row) -> _Row:
+def _with_arguments(row: _Row) -> _Row:
     """Return the row with call arguments as the template takes them: mappings, or JSON text (DeepSeek's)."""
     try:
         row.render(len(row.messages))
     except EndlessTemplateError:
         return row  # the caller's rendering raises the same error
     except BadRowError:
-        as_text = row._replace(messages=[_with_texts(message) for message in row.messages])
+        as_text = row._replace(messages=[_with_text_arguments(message) for message in row.messages])
         try:
             as_text.render(len(row.messages))
         except BadRowError:
@@ -342,7 +331,7 @@ def _readable(row: _Row) -> _Row:
     return row
 
 
-def _with_texts(message: Message) -> Message:
+def _with_text_arguments(message: Message) -> Message:
     calls = []
     for call in message.get("tool_calls", ()):
         function = call["function"]
@@ -356,9 +345,9 @@ def _trained(conversation: Conversation, train_on: TrainOn) -> list[bool]:
     """Return for each message whether it is trained on."""
     roles = [message["role"] for message in conversation.messages]
     last = max((number for number, role in enumerate(roles) if role == "assistant"), default=-1)
-    said = conversation.trained or (None,) * len(roles)
+    flags = conversation.trained or (None,) * len(roles)
     trained = []
-    for number, (role, flag) in enumerate(zip(roles, said, strict=True)):
+    for number, (role, flag) in enumerate(zip(roles, flags, strict=True)):
         by_role = train_on == "all" or (role == "assistant" and (train_on == "assistant" or number == last))
         trained.append(by_role if flag is None else flag)
     return trained
@@ -372,8 +361,8 @@ def _marked(row: _Row, wanted: Sequence[int], marks: Sequence[tuple[int, int]]) 
     if list(wanted) == turns:
         return [TextSpan(f"marked part {i}", *mark) for i, mark in enumerate(marks, start=1)]
     raise BadRowError(
-        f"the chat template marks {len(marks)} parts and the row has {len(turns)} turns of the assistant, so "
-        "it cannot be told which part is which turn; train on all of them, or mark each turn once"
+        f"the chat template marks {len(marks)} parts, but the row has {len(turns)} assistant turns, so it is "
+        "unknown which part belongs to which turn; train on all turns, or mark each turn once in the template"
     )
 
 
@@ -387,11 +376,12 @@ def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> TextSpan:
         for answer in (content, ends.lead + content, ends.lead + content.strip()):
             if text.startswith(answer + ends.end, start):
                 return TextSpan(name, start, start + len(answer + ends.end))
-    asked = row.render(number, prompt=True)[0]
+    prompt, _ = row.render(number, prompt=True)
     alone, _ = row.render(number + 1)
-    if not (alone.startswith(asked) and alone.endswith(ends.tail)):
+    if not (alone.startswith(prompt) and alone.endswith(ends.tail)):
         raise BadRowError(
-            f"{name}: the chat template does not end it with {ends.tail!r} as it ends a last turn; {_WAY_OUT}"
+            f"{name}: the chat template does not end it with {ends.tail!r}, with which it ends other last "
+            f"turns; {_WAY_OUT}"
         )
     answer = alone[start : len(alone) - len(ends.tail) + len(ends.end)]
     # A lead that the template writes before any last answer, such as an empty thought, may be missing here.
@@ -400,21 +390,9 @@ def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> TextSpan:
             return TextSpan(name, start, start + len(rest))
     same = start + len(commonprefix([text[start:], answer]))
     raise BadRowError(
-        f"{name}: the chat template writes {alone[same : same + _EXCERPT]!r} where the row ends with this "
-        f"answer and {text[same : same + _EXCERPT]!r} in the row; {_OR_LAST}"
+        f"{name}: the chat template writes {alone[same : same + _EXCERPT]!r} if the conversation ends with "
+        f"this answer, but {text[same : same + _EXCERPT]!r} in the row; {_OR_LAST}"
     )
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings in a value, including the keys of its mappings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from (key, *_strings(item))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:

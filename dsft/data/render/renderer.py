@@ -95,7 +95,7 @@ class Renderer:
         for i, sample in enumerate(samples):
             if isinstance(sample, Conversation):
                 try:
-                    talks.append((i, self._masks(bool(sample.tools)).of(sample)))
+                    talks.append((i, self._masks(bool(sample.tools)).mask(sample)))
                 except BadRowError as error:
                     rendered[i] = str(error)
         found = unpanicked(
@@ -120,7 +120,7 @@ class Renderer:
     def _masks_of(self, *, tools: bool) -> MaskBuilder:
         template = template_of(self.tokenizer, self.template, tools=tools, name=self.name)
         masks = MaskBuilder(template, self.train_on, self._tokens.special)
-        masks.prove_marks()
+        masks.check_marks()
         return masks
 
     @cached_property

@@ -8,7 +8,7 @@ marks with `{% generation %}`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -91,7 +91,7 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
             raise BadRowError(f"the chat template refuses the row: {error}") from error
         except RecursionError as error:
-            raise BadRowError(f"{self.called} calls itself without end; correct the template") from error
+            raise BadRowError(f"{self.called} calls itself endlessly; correct the template") from error
         except OutOfTimeError:
             raise EndlessTemplateError(
                 f"{self.called} takes more than {TIME_LIMIT:g} seconds of CPU time for one row; correct its "
@@ -112,11 +112,12 @@ class ChatTemplate:
                 written.append(part)
                 size += len(part)
                 if size > largest:
-                    largest = max(largest, TIMES_THE_ROW * _characters([values["messages"], values["tools"]]))
+                    given = sum(map(len, strings([values["messages"], values["tools"]])))
+                    largest = max(largest, TIMES_THE_ROW * given)
                     if size > largest:
                         raise EndlessTemplateError(
-                            f"{self.called} writes more than {largest:,} characters, {TIMES_THE_ROW} times "
-                            "what the row holds; correct the template"
+                            f"{self.called} writes more than {largest:,} characters for one row; correct "
+                            "the template"
                         )
         return "".join(written), marks
 
@@ -203,25 +204,26 @@ def template_of(
         chosen = "tool_use" if tools and "tool_use" in own else "default"
         if chosen not in own:
             raise template_error(
-                f"the tokenizer has several ({', '.join(sorted(own))}) and none is chosen",
-                f"name one with data.chat_template: {min(own, default='default')}",
+                f"the tokenizer has several ({', '.join(sorted(own))}), but none is named default",
+                f"choose one, such as data.chat_template: {min(own, default='default')}",
             )
         own = own[chosen]
     if not isinstance(own, str):
         raise template_error(
             "the tokenizer has none",
-            f"name one with data.chat_template, a Jinja file or one of {', '.join(CHAT_TEMPLATES)}; or take "
-            "the tokenizer of the model's chat version with model.tokenizer, or train on text rows",
+            f"set data.chat_template to a Jinja file or one of {', '.join(CHAT_TEMPLATES)}; or set "
+            "model.tokenizer to the tokenizer of the model's chat version, or train on text rows",
         )
     return ChatTemplate(own, dict(tokenizer.special_tokens_map), name)
 
 
-def _characters(value: Any) -> int:
-    """Return the number of characters of all strings in a value."""
+def strings(value: Any) -> Iterator[str]:
+    """Yield all strings in a value, including the keys of its mappings."""
     if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(_characters(key) + _characters(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return sum(map(_characters, value))
-    return 0
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (key, *strings(item))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from strings(item)

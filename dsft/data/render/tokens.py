@@ -116,8 +116,8 @@ class SampleEncoder:
         def moved(end: int) -> int:
             return end + shifts[bisect_right(ends, end) - 1]
 
-        parts = [TextSpan(name, moved(start), moved(stop)) for name, start, stop in row.parts]
-        made = twin.read([row._replace(text=text, parts=parts)])[0]
+        spans = [TextSpan(name, moved(start), moved(stop)) for name, start, stop in row.spans]
+        made = twin.read([row._replace(text=text, spans=spans)])[0]
         return made if isinstance(made, str) else replace(made, spelled=True)
 
     def _twin(self, stand_ins: Mapping[str, str]) -> MaskedTextEncoder | None:
@@ -226,7 +226,7 @@ class MaskedTextEncoder:
         tokens = np.array(ids, dtype=np.int32)
         trained = np.full(len(ids), not row.trained)
         at = self._positions(row.text, tokens)
-        for part in row.parts:
+        for part in row.spans:
             start = self.cut(row.text, part.start, ids, at)
             stop = self.cut(row.text, part.stop, ids, at)
             if start is None or stop is None:
@@ -268,8 +268,8 @@ class MaskedTextEncoder:
 
     def _is_ended(self, row: MaskedText) -> bool:
         """Return whether the last part that is trained on ends with a special token (and white space)."""
-        if row.trained and not row.parts:
+        if row.trained and not row.spans:
             return False
-        last = row.parts[-1] if row.trained else None
+        last = row.spans[-1] if row.trained else None
         said = (row.text[last.start : last.stop] if last else row.text).rstrip()
         return said.endswith(self._ends)

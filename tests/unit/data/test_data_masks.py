@@ -127,7 +127,7 @@ def test_last_is_a_way_out_where_earlier_turns_are_rewritten() -> None:
         refused.startswith("turn 2: the chat template writes 'hm.one<|im_end|>")
         and "'one<|im_end|>" in refused
     )
-    assert "train on the last turn alone (data.train_on: last), or give data.chat_template" in refused
+    assert "train only on the last turn (data.train_on: last), or set data.chat_template" in refused
     assert parts(made(row, template, "last")) == [f"hm.two{END}"]
 
 
@@ -143,7 +143,7 @@ def test_marks_that_are_not_one_a_turn() -> None:
     assert parts(made(talk(*FOUR), TWICE)) == [f"one{END}", f"two{END}"]
     flagged = talk(*FOUR, trained=(None, None, False, None, None))
     for said in (refusal(talk(*FOUR), TWICE, "last"), refusal(flagged, TWICE, "all")):
-        assert said.startswith("the chat template marks 4 parts and the row has 2 turns of the assistant")
+        assert said.startswith("the chat template marks 4 parts, but the row has 2 assistant turns")
 
 
 def test_marks_that_leave_the_end_of_turn_out() -> None:
@@ -165,13 +165,15 @@ def test_marks_that_do_not_enclose_the_answer() -> None:
         macro + "{% for m in messages %}{{ said(m) + '<|im_end|>' }}{% endfor %}",
         "{% for m in messages %}{{ m['content'] }}{% generation %}<|im_end|>{% endgeneration %}{% endfor %}",
     ):
-        with pytest.raises(DataError, match="marks do not enclose the assistant's words"):
+        with pytest.raises(DataError, match="marks do not enclose the assistant's content"):
             made(talk("u:q", "a:one"), template)
 
 
 def test_marks_whose_end_of_turn_is_no_token_of_the_tokenizer() -> None:
     """As where a template is named that was made for another tokenizer."""
-    with pytest.raises(DataError, match=r"ends an assistant's turn with '<\|eot_id\|>', which holds"):
+    with pytest.raises(
+        DataError, match=r"ends an assistant's turn with '<\|eot_id\|>', which has no special"
+    ):
         made(talk("u:q", "a:one"), named_template("llama3"))
 
 
@@ -187,11 +189,19 @@ QUESTION, ANSWER = talk("u:q", "a:one").messages
 
 
 def test_what_a_template_would_leave_out_in_silence() -> None:
-    assert "the chat template writes no tools, and" in refusal(Conversation((QUESTION, ANSWER), (TOOL,)))
-    assert "writes no calls of tools" in refusal(Conversation((QUESTION, CALL)))
-    assert "writes no reasoning" in refusal(Conversation((QUESTION, {**ANSWER, "thinking": "hm"})))
+    assert "the row has tools, which the chat template leaves out" in refusal(
+        Conversation((QUESTION, ANSWER), (TOOL,))
+    )
+    assert "the row has tool calls, which the chat template leaves out" in refusal(
+        Conversation((QUESTION, CALL))
+    )
+    assert "the row has reasoning contents, which the chat template leaves out" in refusal(
+        Conversation((QUESTION, {**ANSWER, "thinking": "hm"}))
+    )
     deaf = UNMARKED.replace("{%- for m in messages %}", "{%- for m in messages if m['role'] != 'system' %}")
-    assert refusal(talk(*FOUR), deaf).startswith("the chat template writes nothing of a system turn")
+    assert refusal(talk(*FOUR), deaf).startswith(
+        "the row has a system turn, which the chat template leaves out"
+    )
     assert parts(made(talk(*FOUR[1:]), deaf)) == [f"one{END}", f"two{END}"]
 
 
@@ -218,7 +228,7 @@ def test_words_beside_a_call_that_a_template_passes_over() -> None:
     written = "(m['content'] if not m.get('tool_calls') else m['tool_calls'][0]['function']['name'])"
     template, spoken = UNMARKED.replace("m['content']", written), {**CALL, "content": "I look it up."}
     refused = refusal(Conversation((QUESTION, spoken)), template)
-    assert refused.startswith("the chat template writes nothing of what the assistant says beside its calls")
+    assert refused.startswith("the row has content beside tool calls, which the chat template leaves out")
     assert parts(made(Conversation((QUESTION, {**CALL, "content": "\n"})), template)) == [f"f{END}"]
     both = template.replace("tool_calls'][0]['function']['name']", "content'] + m['tool_calls'][0]['id']")
     called = {**spoken, "tool_calls": [{**CALL["tool_calls"][0], "id": "7"}]}

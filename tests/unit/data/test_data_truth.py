@@ -166,25 +166,25 @@ MISFITS = {
     (
         "gemma4",
         "tools",
-    ): r"turn 2: the chat template does not end it with '<turn\|>\\n' as it ends a last turn",
+    ): r"turn 2: the chat template does not end it with '<turn\|>\\n', with which it ends other last turns",
     (
         "gpt_oss",
         "tools",
-    ): r"turn 2: the chat template does not end it with '<\|return\|>' as it ends a last turn",
+    ): r"turn 2: the chat template does not end it with '<\|return\|>', with which it ends other last turns",
     (
         "gpt_oss",
         "talk",
-    ): r"turn 2: the chat template writes 'return\|>' where the row ends with this answer and "
-    r"'end\|>.* in the row; train on the last turn alone \(data.train_on: last\)",
+    ): r"turn 2: the chat template writes 'return\|>' if the conversation ends with this answer, but "
+    r"'end\|>.* in the row; train only on the last turn \(data.train_on: last\)",
     (
         "qwen3_5",
         "talk",
-    ): r"turn 2: the chat template writes '<think>\\n\\n</think>\\n\\n' when this answer is asked "
-    "for and 'Twelve.* in the row, so the model would learn from what it is never given",
+    ): r"turn 2: the chat template writes '<think>\\n\\n</think>\\n\\n' before this answer at "
+    "inference, but 'Twelve.* in the row, so the model would be trained on a prompt that it never gets",
     (
         "qwen3_5",
         "last",
-    ): r"turn 4: the chat template writes '\\n</think>\\n\\n' when this answer is asked for and 'Hm",
+    ): r"turn 4: the chat template writes '\\n</think>\\n\\n' before this answer at inference, but 'Hm",
 }
 
 
@@ -310,21 +310,30 @@ def renderer(name: str) -> Renderer:
 
 
 WRITES = "the chat template writes"
-NO_END = "writes nothing after an assistant's turn, so a model trained on it would not know how to stop"
+NO_END = "writes nothing after an assistant's turn, so a model trained with it would not learn to stop"
 REFUSED = {
     ("gemma", "system"): "the chat template refuses the row: System role not supported",
     ("llama-2-chat", "tools"): f"{WRITES} no tools, and the row has some",
     ("phi3", "calls"): f"{WRITES} no calls of tools, and the row has some",
-    ("qwen3", "thoughts"): rf"turn 2: {WRITES} '<think>\\nI count.* where the row ends with this answer and "
-    r"'Twelve.* in the row; train on the last turn alone \(data.train_on: last\), or give data.chat_template",
-    ("qwen3", "reasoning"): rf"turn 2: {WRITES} '<think>\\nI count.* where the row ends with this answer",
-    ("deepseekv3", "single"): rf"turn 2: {WRITES} '<think>\\n' when this answer is asked for and 'Twelve.*, "
-    "so the model would learn from what it is never given; give data.chat_template",
-    ("deepseekv3", "talk"): rf"turn 2: {WRITES} '<think>\\n' when this answer is asked for",
-    ("deepseekv3", "last"): rf"turn 4: {WRITES} '<think>\\n' when this answer is asked for",
-    ("deepseekv3", "calls"): rf"turn 2: {WRITES} 'think>\\n' when this answer is asked for",
+    (
+        "qwen3",
+        "thoughts",
+    ): rf"turn 2: {WRITES} '<think>\\nI count.* if the conversation ends with this answer, but "
+    r"'Twelve.* in the row; train only on the last turn \(data.train_on: last\), or set data.chat_template",
+    (
+        "qwen3",
+        "reasoning",
+    ): rf"turn 2: {WRITES} '<think>\\nI count.* if the conversation ends with this answer",
+    (
+        "deepseekv3",
+        "single",
+    ): rf"turn 2: {WRITES} '<think>\\n' before this answer at inference, but 'Twelve.*, "
+    "so the model would be trained on a prompt that it never gets; set data.chat_template",
+    ("deepseekv3", "talk"): rf"turn 2: {WRITES} '<think>\\n' before this answer at inference",
+    ("deepseekv3", "last"): rf"turn 4: {WRITES} '<think>\\n' before this answer at inference",
+    ("deepseekv3", "calls"): rf"turn 2: {WRITES} 'think>\\n' before this answer at inference",
     ("deepseekv3", "tools"): f"{WRITES} no tools, and the row has some",
-    ("tokenizer", "thoughts"): rf"turn 2: {WRITES} '\\n</think>.*' when this answer is asked for",
+    ("tokenizer", "thoughts"): rf"turn 2: {WRITES} '\\n</think>.*' before this answer at inference",
     ("glm4moe", "single"): NO_END,
     ("glm4moe", "last"): NO_END,
 }
