@@ -252,7 +252,7 @@ class MaskBuilder:
             return  # rows that it does render are counted in the ledger if they have no end
         if others[0] != others[1]:
             raise template_error(
-                "its {% generation %} marks do not enclose the assistant's content; marks in a macro never do",
+                "its {% generation %} marks do not enclose the assistant's content; marks in macros cannot",
                 "put them around the content in the loop over the messages, or remove them",
             )
         tail = _common_end(*marked)

@@ -14,7 +14,7 @@ import numpy as np
 
 from dsft.data.render.masks import MaskBuilder, MaskedText, TrainOn
 from dsft.data.render.template import template_of
-from dsft.data.render.tokens import SampleEncoder, unpanicked
+from dsft.data.render.tokens import SampleEncoder, encode_or_explain
 from dsft.data.rows import BadRowError, Conversation, Rendered, Sample, Text
 from dsft.errors import DataError, Problem
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _BATCH = 1000  # samples tokenized in one call
 _PROMPT_MERGED = (
-    "the tokenizer makes one token of the prompt's last characters and the completion's first, which the "
-    "model would never be given; move the white space between them to the completion's start"
+    "the tokenizer merges the last characters of the prompt and the first of the completion into one token, "
+    "which the model never gets at inference; move the white space between them to the completion"
 )
 
 
@@ -49,7 +49,7 @@ class Renderer:
         import transformers
 
         tokenizer: Any = self.tokenizer
-        said = [
+        inputs = [
             tokenizer_text(tokenizer),
             type(tokenizer).__name__,
             tokenizer.special_tokens_map,
@@ -59,7 +59,7 @@ class Renderer:
             transformers.__version__,
             jinja2.__version__,
         ]
-        return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
 
     def render(self, samples: Sequence[Sample]) -> list[Rendered | str]:
         """Return for each sample its tokens, or the reason why it is refused.
@@ -76,13 +76,13 @@ class Renderer:
         if there is no such template or token."""
         talk = Conversation(({"role": "user", "content": "0"}, {"role": "assistant", "content": "1"}))
         try:
-            made = self.render([talk])[0]
+            rendered = self.render([talk])[0]
         except DataError:  # no template, or none usable for training
             return None
-        if isinstance(made, str):
+        if isinstance(rendered, str):
             return None
-        special = {self.tokenizer.convert_tokens_to_ids(name) for name in self._tokens.special}
-        trained = made.input_ids[made.trained].tolist()
+        special = {self.tokenizer.convert_tokens_to_ids(name) for name in self._encoder.special}
+        trained = rendered.input_ids[rendered.trained].tolist()
         while trained and trained[-1] not in special:  # white space after the token
             trained.pop()
         behind = list(takewhile(special.__contains__, reversed(trained)))
@@ -91,40 +91,35 @@ class Renderer:
     def _batch(self, samples: Sequence[Sample]) -> list[Rendered | str]:
         rendered: list[Rendered | str] = [""] * len(samples)
         texts = [i for i, sample in enumerate(samples) if isinstance(sample, Text)]
-        talks: list[tuple[int, MaskedText]] = []
+        masked: dict[int, MaskedText] = {}
         for i, sample in enumerate(samples):
             if isinstance(sample, Conversation):
                 try:
-                    talks.append((i, self._masks(bool(sample.tools)).mask(sample)))
+                    masked[i] = self._mask_builder(bool(sample.tools)).mask(sample)
                 except BadRowError as error:
                     rendered[i] = str(error)
-        found = unpanicked(
-            lambda some: _texts(some, self._tokens, self.train_on), [cast(Text, samples[i]) for i in texts]
+        outcomes = encode_or_explain(
+            lambda some: _texts(some, self._encoder, self.train_on), [cast(Text, samples[i]) for i in texts]
         )
-        made = self._tokens.conversations([marked for _, marked in talks])
-        for i, one in [*zip(texts, found, strict=True), *zip([i for i, _ in talks], made, strict=True)]:
-            rendered[i] = one
+        outcomes += self._encoder.conversations(list(masked.values()))
+        for i, outcome in zip([*texts, *masked], outcomes, strict=True):
+            rendered[i] = outcome
         return rendered
 
-    def _masks(self, tools: bool) -> MaskBuilder:
-        return self._with_tools if tools else self._without_tools
+    def _mask_builder(self, tools: bool) -> MaskBuilder:
+        if tools not in self._mask_builders:
+            template = template_of(self.tokenizer, self.template, tools=tools, name=self.name)
+            builder = MaskBuilder(template, self.train_on, self._encoder.special)
+            builder.check_marks()
+            self._mask_builders[tools] = builder
+        return self._mask_builders[tools]
 
     @cached_property
-    def _with_tools(self) -> MaskBuilder:
-        return self._masks_of(tools=True)
+    def _mask_builders(self) -> dict[bool, MaskBuilder]:
+        return {}  # for rows with tools and without
 
     @cached_property
-    def _without_tools(self) -> MaskBuilder:
-        return self._masks_of(tools=False)
-
-    def _masks_of(self, *, tools: bool) -> MaskBuilder:
-        template = template_of(self.tokenizer, self.template, tools=tools, name=self.name)
-        masks = MaskBuilder(template, self.train_on, self._tokens.special)
-        masks.check_marks()
-        return masks
-
-    @cached_property
-    def _tokens(self) -> SampleEncoder:
+    def _encoder(self) -> SampleEncoder:
         return SampleEncoder(self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -139,8 +134,8 @@ def tokenizer_text(tokenizer: Any) -> Any:
     """Return everything that defines a tokenizer, as JSON values, except the paths of its files, which differ
     between hosts, and truncation and padding, which `SampleEncoder` turns off when it first encodes."""
     if tokenizer.is_fast:
-        held = json.loads(tokenizer.backend_tokenizer.to_str())
-        return {key: value for key, value in held.items() if key not in ("truncation", "padding")}
+        settings = json.loads(tokenizer.backend_tokenizer.to_str())
+        return {key: value for key, value in settings.items() if key not in ("truncation", "padding")}
     added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items()}
     of_place = ("_file", "_path", "is_local", "local_files_only")
     settings = {key: value for key, value in tokenizer.init_kwargs.items() if not key.endswith(of_place)}
@@ -150,45 +145,45 @@ def tokenizer_text(tokenizer: Any) -> Any:
 # --- texts ------------------------------------------------------------------------------------------------
 
 
-def _texts(samples: Sequence[Text], tokens: SampleEncoder, train_on: TrainOn) -> list[Rendered | str]:
+def _texts(samples: Sequence[Text], encoder: SampleEncoder, train_on: TrainOn) -> list[Rendered | str]:
     """Tokenize texts, each followed by the end-of-text token. With train_on "all", prompts are trained on,
     too. The first token is never a target, whatever its mask."""
-    if samples and tokens.tokenizer.eos_token_id is None:
-        problem = Problem("tokenizer", "has no end-of-text token (eos_token), and every text ends with it")
-        raise DataError("text rows cannot be made tokens of:", [problem])
-    whole = tokens.of_texts(["".join(part for part, _ in sample.parts) for sample in samples])
+    if samples and encoder.tokenizer.eos_token_id is None:
+        problem = Problem("tokenizer", "has no end-of-text token (eos_token), with which every text must end")
+        raise DataError("text rows cannot be tokenized:", [problem])
+    whole = encoder.of_texts(["".join(part for part, _ in sample.parts) for sample in samples])
     if train_on == "all":
         samples = [Text(tuple((part, True) for part, _ in sample.parts)) for sample in samples]
-    return [_text(sample, ids, tokens) for sample, ids in zip(samples, whole, strict=True)]
+    return [_text(sample, ids, encoder) for sample, ids in zip(samples, whole, strict=True)]
 
 
-def _text(sample: Text, ids: list[int], tokens: SampleEncoder) -> Rendered | str:
-    tokenizer = tokens.tokenizer
-    said = "".join(part for part, _ in sample.parts)
+def _text(sample: Text, ids: list[int], encoder: SampleEncoder) -> Rendered | str:
+    tokenizer = encoder.tokenizer
+    text = "".join(part for part, _ in sample.parts)
     trained = np.ones(len(ids) + 1, dtype=np.bool_)
     start = position = 0
     for i, (part, is_trained) in enumerate(sample.parts):
         start, position = position, position + len(part)
         if not is_trained:
-            first, stop = (_count(said[:end], ids, tokens) for end in (start, position))
+            first, stop = (_count(text[:end], ids, encoder) for end in (start, position))
             if first is None or stop is None:
                 return _PROMPT_MERGED
             trained[first if i else 0 : stop] = False
     bos, eos = tokenizer.bos_token_id, cast(int, tokenizer.eos_token_id)
     # If the text already has the token that the tokenizer adds, it would be there twice.
-    if bos is not None and tokens.around[:1] == [bos] and ids[:2] == [bos] * 2:
+    if bos is not None and encoder.around[:1] == [bos] and ids[:2] == [bos] * 2:
         ids, trained = ids[1:], trained[1:]
-    if tokens.around != [bos] and tokens.around[-1:] == [eos] and ids[-2:] == [eos] * 2:
+    if encoder.around != [bos] and encoder.around[-1:] == [eos] and ids[-2:] == [eos] * 2:
         ids = ids[:-1]
     if ids[-1:] != [eos]:
         ids = [*ids, eos]
     return Rendered(np.array(ids, dtype=np.int32), trained[: len(ids)])
 
 
-def _count(prefix: str, ids: list[int], tokens: SampleEncoder) -> int | None:
+def _count(prefix: str, ids: list[int], encoder: SampleEncoder) -> int | None:
     """Return how many of a row's tokens are those of its prefix; None if the row does not begin with them."""
-    (alone,), closed = tokens.of_texts([prefix]), tokens.around
-    eos = tokens.tokenizer.eos_token_id
+    (alone,), closed = encoder.of_texts([prefix]), encoder.around
+    eos = encoder.tokenizer.eos_token_id
     while alone and closed and alone[-1] == closed[-1] == eos:  # the tokenizer adds it to every text
         alone, closed = alone[:-1], closed[:-1]
     return len(alone) if ids[: len(alone)] == alone else None

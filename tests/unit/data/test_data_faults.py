@@ -201,7 +201,7 @@ def test_a_row_that_makes_the_tokenizer_panic_is_named_or_dropped(
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
     Path("a.jsonl").write_bytes(as_lines([b'{"text": "b"}', b'{"text": "%s"}' % (b"a" * 5000)]))
     data = Data(train=(Source(path="a.jsonl"),), max_length=64)
-    with pytest.raises(DataError, match=r"a\.jsonl:2: the tokenizer cannot read it \("):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: the tokenizer fails on the row \("):
         load_data(spec_of("pretrain", data), tokenizer)
     dropped = data.model_copy(update={"on_bad_row": "drop", "max_dropped_fraction": 1.0})
     assert len(load_data(spec_of("pretrain", dropped), tokenizer).train) == 1

@@ -282,7 +282,7 @@ def test_a_token_across_the_end_of_a_prompt() -> None:
     tokenizer: Any = PreTrainedTokenizerFast
     renderer = Renderer(tokenizer(tokenizer_object=backend, eos_token="</s>"))
     said, fine = renderer.render([Text((("a", False), ("b", True))), Text((("b", False), ("a", True)))])
-    assert isinstance(said, str) and said.startswith("the tokenizer makes one token of the prompt's last")
+    assert isinstance(said, str) and said.startswith("the tokenizer merges the last characters of the prompt")
     assert isinstance(fine, Rendered) and fine.trained.tolist() == [False, True, True]
 
 

@@ -165,7 +165,7 @@ def test_a_special_token_that_is_not_in_the_vocabulary_is_not_written_as_another
     template = "{{ bos_token }}" + UNMARKED
     row = Conversation(chat(("user", "<|im_end|>"), ("assistant", "one")))
     (made,) = Renderer(tokenizer, template).render([row])
-    assert isinstance(made, str) and "cannot read as plain text" in made
+    assert isinstance(made, str) and "cannot encode as plain text" in made
 
 
 def test_a_text_without_an_end_is_refused() -> None:
@@ -201,6 +201,6 @@ def test_a_token_across_the_border_of_an_answer() -> None:
     for template in (UNMARKED, BYTES.chat_template):
         render(chat(("user", "a"), ("assistant", "b\n\nc")), tokenizer, template)
         with pytest.raises(
-            DataError, match=r"rows.jsonl:7: (turn 2|marked part 1): the tokenizer makes one token"
+            DataError, match=r"rows.jsonl:7: (turn 2|marked part 1): the tokenizer merges its"
         ):
             render(chat(("user", "a"), ("assistant", "\nb")), tokenizer, template)

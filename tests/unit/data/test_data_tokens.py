@@ -142,7 +142,7 @@ def test_the_short_proof_is_the_whole_one(name: str) -> None:
         made = tokens.conversations([MaskedText(text, [TextSpan("it", start, stop)], True)])[0]
         truth = by_whole_prefixes(tokenizer, text, start, stop)
         if truth is None:
-            assert isinstance(made, str) and made.startswith("it: the tokenizer makes one token of")
+            assert isinstance(made, str) and made.startswith("it: the tokenizer merges its first")
         else:
             assert isinstance(made, Rendered)
             assert made.input_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -233,7 +233,7 @@ def test_a_slow_tokenizer_gives_the_same() -> None:
     assert fast_made.input_ids.tolist() == slow_made.input_ids.tolist()
     assert fast_made.ended and slow_made.ended
     said = as_text(slow, [0, ~0, 1])
-    assert isinstance(said, str) and "which this tokenizer cannot read as plain text" in said
+    assert isinstance(said, str) and "and this tokenizer cannot encode as plain text" in said
 
 
 def test_a_text_on_which_the_tokenizer_panics_is_one_bad_row() -> None:
@@ -252,4 +252,4 @@ def test_a_text_on_which_the_tokenizer_panics_is_one_bad_row() -> None:
     for rows in ([Text(((text, True),)) for text in texts], conversations):
         made = Renderer(tokenizer).render(rows)
         assert [isinstance(one, Rendered) for one in made] == [True, False, True]
-        assert isinstance(made[1], str) and made[1].startswith("the tokenizer cannot read it (")
+        assert isinstance(made[1], str) and made[1].startswith("the tokenizer fails on the row (")
