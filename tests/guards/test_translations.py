@@ -1,4 +1,4 @@
-"""README.zh.md says what README.md says: the same blocks of commands and output, headings, tables and links."""
+"""README.zh.md follows README.md: the same blocks of commands and output, headings, tables and links."""
 
 from __future__ import annotations
 
