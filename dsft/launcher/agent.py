@@ -74,23 +74,26 @@ class Agent:
         except TimeoutError:
             return
         connection.send({"hello": hello()})
-        tasks = [asyncio.create_task(work) for work in (self._hear(connection), self._beat(connection))]
+        tasks = [
+            asyncio.create_task(work)
+            for work in (self._receive(connection), self._send_heartbeats(connection))
+        ]
         await self._finish.wait()
         for task in tasks:
             task.cancel()
         connection.send({"end": len(await self._processes.end()) if self._processes else 0})
         await connection.flush(1.0)
 
-    async def _hear(self, connection: Lines) -> None:
+    async def _receive(self, connection: Lines) -> None:
         try:
             while (message := await asyncio.wait_for(connection.receive(), SILENCE)) is not None:
-                self._obey(message, connection)
+                self._handle(message, connection)
         except TimeoutError:
             pass  # the supervisor is lost: end
         finally:
             self._finish.set()
 
-    def _obey(self, message: Message, connection: Lines) -> None:
+    def _handle(self, message: Message, connection: Lines) -> None:
         if "sweep" in message:
             connection.send({"end": len(kill_job(str(message["sweep"])))})
             self._finish.set()
@@ -110,10 +113,10 @@ class Agent:
         if "end" in message:
             asyncio.get_running_loop().call_later(float(message["end"]), self._finish.set)
 
-    async def _beat(self, connection: Lines) -> None:
+    async def _send_heartbeats(self, connection: Lines) -> None:
         while True:
             ranks = self._processes.ranks.values() if self._processes else ()
-            heartbeats = [rank.heartbeat.told() for rank in ranks if rank.heartbeat]
+            heartbeats = [rank.heartbeat.as_message() for rank in ranks if rank.heartbeat]
             connection.send({"heartbeats": heartbeats}, may_drop=True)
             await asyncio.sleep(PING)
 
@@ -131,7 +134,7 @@ def hello() -> Message:
 class ReceivedHeartbeat:
     """A rank's last heartbeat, as sent by `dsft.rank.heartbeat`.
 
-    heard_at, progress_at  on this host's monotonic clock
+    received_at, progress_at  on this host's monotonic clock
     ended, message         exit code and error of a rank that ends by itself
     """
 
@@ -139,16 +142,16 @@ class ReceivedHeartbeat:
     pid: int
     step: int | None
     phase: str
-    heard_at: float
+    received_at: float
     progress_at: float
     ended: int | None = None
     message: str | None = None
 
-    def told(self) -> dict[str, Any]:
+    def as_message(self) -> dict[str, Any]:
         """Return the heartbeat as a message, with ages in seconds instead of times: hosts' clocks differ."""
         now = time.monotonic()
         facts = {"rank": self.rank, "pid": self.pid, "step": self.step, "phase": self.phase}
-        ages = {"silent": round(now - self.heard_at, 1), "idle": round(now - self.progress_at, 1)}
+        ages = {"silent": round(now - self.received_at, 1), "idle": round(now - self.progress_at, 1)}
         return {**facts, **ages, "ended": self.ended, "message": self.message}
 
 
@@ -200,7 +203,7 @@ class HostProcesses:
         self._launcher_start = _size(self._launcher_log)
         self._path = str(scratch / "heartbeat")
         self._loop = asyncio.get_running_loop()
-        self._asked: int | None = None  # the signal to send to every rank
+        self._signal_to_send: int | None = None  # the signal to send to every rank
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ending: asyncio.Task[None] | None = None
         self._follower: Follower | None = None
@@ -260,11 +263,11 @@ class HostProcesses:
             code: int | None = rank.process.wait()
         else:
             code = code_of_ended(rank.pid) if rank.pid else None
-        told = rank.heartbeat.told() if rank.heartbeat else None
+        last = rank.heartbeat.as_message() if rank.heartbeat else None
         if code is None and rank.heartbeat:
             code = rank.heartbeat.ended
         lines = last_lines(rank.log, rank.log_start) if code != 0 else []
-        self._connection.send({"died": number, "code": code, "heartbeat": told, "lines": lines})
+        self._connection.send({"died": number, "code": code, "heartbeat": last, "lines": lines})
 
     def _take_heartbeats(self) -> None:
         while True:
@@ -283,20 +286,20 @@ class HostProcesses:
                 if rank.pid is None:
                     rank.pid = heartbeat.pid
                     self._watch(heartbeat.pid, heartbeat.rank)
-                self._connection.send({"heartbeats": [heartbeat.told()]})
+                self._connection.send({"heartbeats": [heartbeat.as_message()]})
         self._pass_on()
 
     def signal(self, number: int) -> None:
         """Send a signal once to every rank, after the rank's first heartbeat: before that it does not handle
         signals. A launcher does not get it, since each launcher reacts differently."""
-        self._asked = number
+        self._signal_to_send = number
         self._pass_on()
 
     def _pass_on(self) -> None:
         for rank in self.ranks.values():
-            if self._asked is not None and rank.heartbeat and not rank.signalled and not rank.ended:
+            if self._signal_to_send is not None and rank.heartbeat and not rank.signalled and not rank.ended:
                 rank.signalled = True
-                send(rank.heartbeat.pid, self._asked)
+                send(rank.heartbeat.pid, self._signal_to_send)
 
     def stacks(self) -> None:
         """Ask the ranks that have sent heartbeats to write their stacks; wake stopped ones for it."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,24 +16,25 @@ from dsft.launcher.verdict import (
     HEADING,
     STOPPED,
     Failure,
+    Outcome,
     RankActivity,
     error_in,
     exit_code,
     first_cause,
-    hung,
-    sentence,
+    hang_message,
+    hung_ranks,
     shell_code,
 )
 from dsft.remote import Channel, Message, NoAnswer
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 Command = Callable[[str], list[str]]
 
 ANSWER = 30.0  # seconds that an agent may take to say hello
 GRACE = 1.0  # seconds for the other ranks to report, once one has failed
 END = 4.0  # seconds after that in which an agent must have ended its processes
 LINGER = 10.0  # seconds for processes that a rank has started (W&B's service) after a successful end
-UNHEARD = 3.0  # seconds without a message of an agent after which ranks are not checked for hangs
+QUIET = 3.0  # seconds without a message of an agent after which ranks are not checked for hangs
 STACKS = 2.0  # seconds for hung ranks to write their stacks
 TOGETHER = 60.0  # seconds that ranks of a stopped run have to end after the first one
 SILENT_FOR = 60.0  # seconds without a heartbeat until a warning, if there is no hang_timeout
@@ -59,24 +60,7 @@ class Requests:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """The result of one start.
-
-    code     exit code of the command
-    failure  the first real failure
-    lost     hosts that did not answer or were lost
-    stacks   ranks of a hung run that have written their stacks
-    """
-
-    code: int
-    failure: Failure | None
-    lost: tuple[str, ...]
-    seconds: float
-    stacks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Terms:
+class AttemptSettings:
     """Settings of a start.
 
     environ          variables for every host, beside its own
@@ -94,14 +78,14 @@ class Terms:
 class _Host:
     """A host and its agent.
 
-    heard  time of its last message
+    received_at  time of its last message
     code   exit code of the processes that its agent started
     over   its agent has ended or is lost
     """
 
     name: str
     channel: Channel | None = None
-    heard: float = 0.0
+    received_at: float = 0.0
     hello: Message | None = None
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
     code: int | None = None
@@ -120,7 +104,7 @@ class _Rank:
     host: str
     pid: int | None = None
     heartbeat: Message | None = None
-    heard: float = 0.0
+    received_at: float = 0.0
     died: bool = False
     code: int | None = None
 
@@ -135,20 +119,20 @@ class Attempt:
     def __init__(
         self,
         plan: LaunchPlan,
-        terms: Terms,
+        settings: AttemptSettings,
         requests: Requests,
-        tell: Tell,
+        log: Log,
         agent_command: Command | None = None,
     ) -> None:
         self.plan = plan
         self.state = "starting"
         self.ranks = {rank: _Rank(host) for host, ranks in plan.ranks.items() for rank in ranks}
         self.failures: list[Failure] = []
-        self._terms, self._requests, self.tell = terms, requests, tell
+        self._settings, self._requests, self.log = settings, requests, log
         self._agent_command = agent_command or plan.agent
         self._hosts = {host: _Host(host) for host in plan.hosts}
-        self._asked: tuple[int, int] | None = None  # number of signals, and the last one
-        self._ended_as_asked: int | None = None  # the exit code, if a signal ended all at once
+        self._last_signal: tuple[int, int] | None = None  # number of signals, and the last one
+        self._ended_by_signal: int | None = None  # the exit code, if a signal ended all at once
         self._stopped = False  # a rank has ended with 75
         self._began = time.monotonic()
 
@@ -156,9 +140,11 @@ class Attempt:
         """Raises WorldError where the command of an agent cannot be built."""
         # All before the first agent starts, which would wait while a name service is asked for the others.
         commands = {name: self._agent_command(name) for name in self._hosts}
-        works: list[Coroutine[None, None, None]] = [self._greet(), self._ping(), self._obey(), self._look()]
         async with asyncio.TaskGroup() as tasks:
-            helpers = [tasks.create_task(work) for work in works]
+            helpers = [
+                tasks.create_task(work)
+                for work in (self._greet(), self._ping(), self._handle_signals(), self._watch_for_hangs())
+            ]
             attended = [self._attend(host, commands[name]) for name, host in self._hosts.items()]
             await asyncio.wait([tasks.create_task(work) for work in attended])
             for helper in helpers:
@@ -170,9 +156,9 @@ class Attempt:
     async def _attend(self, host: _Host, command: list[str]) -> None:
         """Run a host's agent from its start to its end."""
         try:
-            host.channel = await Channel.open(command, self._terms.environ)
+            host.channel = await Channel.open(command, self._settings.environ)
             while "end" not in (message := await self._next(host, host.channel)):
-                self._take(host, message)
+                self._handle(host, message)
         except NoAnswer as error:
             if not host.lost:
                 self._lose(host, str(error))
@@ -192,7 +178,7 @@ class Attempt:
             late = f"has not answered within {ANSWER:.0f} seconds"
             raise NoAnswer(late if host.hello is None else what, None, "") from None
         if message is not None:
-            host.heard = time.monotonic()
+            host.received_at = time.monotonic()
             return message
         reason, code = await channel.reason(), channel.code
         if code is not None and code < 0:
@@ -200,7 +186,7 @@ class Attempt:
         what = "could not be reached" if host.hello is None else "was lost"
         raise NoAnswer(f"{what} ({reason})", code, reason)
 
-    def _take(self, host: _Host, message: Message) -> None:
+    def _handle(self, host: _Host, message: Message) -> None:
         if "hello" in message:
             host.hello = message["hello"]
             host.greeted.set()
@@ -210,17 +196,17 @@ class Attempt:
         elif "heartbeats" in message:
             for heartbeat in message["heartbeats"]:
                 rank = self.ranks[heartbeat["rank"]]
-                rank.heartbeat, rank.heard, rank.pid = heartbeat, time.monotonic(), heartbeat["pid"]
+                rank.heartbeat, rank.received_at, rank.pid = heartbeat, time.monotonic(), heartbeat["pid"]
         elif "died" in message:
             rank = self.ranks[message["died"]]
-            rank.heartbeat, rank.heard = message["heartbeat"] or rank.heartbeat, time.monotonic()
+            rank.heartbeat, rank.received_at = message["heartbeat"] or rank.heartbeat, time.monotonic()
             self._died(message["died"], message["code"], message["lines"])
         elif "exit_code" in message:
             self._host_ended(host, int(message["exit_code"]), message["lines"])
         elif "lines" in message:
             for line in message["lines"]:
                 if not line.startswith(HEADING):
-                    self.tell(line)
+                    self.log(line)
         elif "fault" in message:
             self._fail(Failure("host", host.name, None, str(message["fault"])))
 
@@ -230,7 +216,7 @@ class Attempt:
         if code is None or code == 0:  # 0 or unseen: its launcher's exit code counts
             return
         code = rank.code = shell_code(code)
-        if code == 128 + signal.SIGTERM and rank.heartbeat is None and (self._asked or self._stopped):
+        if code == 128 + signal.SIGTERM and rank.heartbeat is None and (self._last_signal or self._stopped):
             code = rank.code = STOPPED  # ended by its launcher with the others, during its imports
         if code == STOPPED:
             if not self._stopped:
@@ -240,14 +226,14 @@ class Attempt:
         if self.state == "ending" and code in (128 + signal.SIGKILL, 128 + signal.SIGTERM):
             return  # killed by us or by its launcher
         message = (rank.heartbeat or {}).get("message") or (error_in(lines) if code < 128 else None)
-        if code == 128 + signal.SIGTERM and self._asked:
+        if code == 128 + signal.SIGTERM and self._last_signal:
             message = "was asked to stop before it could save"
         self._fail(Failure("rank", rank.host, code, message, number, rank.step, tuple(lines)))
 
     def _host_ended(self, host: _Host, code: int, lines: list[str]) -> None:
         host.code = code
         # Ranks that have saved do not explain a launcher that passes on the signal of another one.
-        ignored = (None, 0) if shell_code(code) < 128 or self._asked else (None, 0, STOPPED)
+        ignored = (None, 0) if shell_code(code) < 128 or self._last_signal else (None, 0, STOPPED)
         explained = any(self.ranks[number].code not in ignored for number in self.plan.ranks[host.name])
         if code != 0 and not explained and self.state != "ending":
             self._fail(Failure("launcher", host.name, shell_code(code), error_in(lines), lines=tuple(lines)))
@@ -257,8 +243,8 @@ class Attempt:
     def _lose(self, host: _Host, why: str) -> None:
         host.over = host.lost = True
         if host.code is None or host.code != 0:
-            said = tuple(host.channel.errors) if host.channel else ()
-            self._fail(Failure("host", host.name, None, why, lines=said[-20:]))
+            errors = tuple(host.channel.errors) if host.channel else ()
+            self._fail(Failure("host", host.name, None, why, lines=errors[-20:]))
 
     # All hosts
 
@@ -274,8 +260,8 @@ class Attempt:
         assert first.hello is not None
         address = "127.0.0.1"
         if len(self._hosts) > 1:
-            address = address_of(first.name, first.hello["addresses"], self._terms.interface)
-        port = self._terms.port or int(first.hello["port"])
+            address = address_of(first.name, first.hello["addresses"], self._settings.interface)
+        port = self._settings.port or int(first.hello["port"])
         for host in self._hosts.values():
             host.send({"command": asdict(self.plan.command_of(host.name, address, port))})
         self.state = "running"
@@ -285,7 +271,7 @@ class Attempt:
             self._send({"ping": 1})
             await asyncio.sleep(PING)
 
-    async def _obey(self) -> None:
+    async def _handle_signals(self) -> None:
         """Act on signals. The first is passed on to the ranks, which save and end; if none of them has sent a
         heartbeat there is nothing to save, and all are ended. SIGUSR1 lets every rank finish its first
         step."""
@@ -293,57 +279,59 @@ class Attempt:
             await asyncio.sleep(TICK)
             stops, number = self._requests.stops, self._requests.signal
             waits = stops == 1 and number == signal.SIGUSR1
-            if (stops, number) == self._asked or (waits and self.state == "starting") or not stops:
+            if (stops, number) == self._last_signal or (waits and self.state == "starting") or not stops:
                 continue
-            self._asked = stops, number
+            self._last_signal = stops, number
             if self.state == "ending":
                 continue
             name = signal.Signals(number).name
             if stops == 1 and (waits or any(rank.heartbeat for rank in self.ranks.values())):
                 self.state = "stopping"
                 step = "the next step" if waits else "this step, if one has begun"
-                self.tell(
+                self.log(
                     f"{name}: saving at the end of {step}, then ending; a second signal (Ctrl-C) ends at once"
                 )
                 self._send({"signal": signal.SIGUSR1 if waits else signal.SIGTERM})
             else:
-                self._ended_as_asked = STOPPED if stops == 1 else 128 + number
-                self.tell(f"{name}: ending at once{', before any rank has started' if stops == 1 else ''}")
+                self._ended_by_signal = STOPPED if stops == 1 else 128 + number
+                self.log(f"{name}: ending at once{', before any rank has started' if stops == 1 else ''}")
                 self._end(0)
 
-    async def _look(self) -> None:
+    async def _watch_for_hangs(self) -> None:
         """Watch for ranks that hang."""
         warned: set[int] = set()
-        limit = self._terms.hang_timeout
+        limit = self._settings.hang_timeout
         while True:
             await asyncio.sleep(TICK)
             now = time.monotonic()
-            unheard = any(now > host.heard + UNHEARD for host in self._hosts.values() if not host.over)
-            if self.state not in {"running", "stopping"} or unheard:
-                continue  # a host may be lost, so its ranks' ages are not known
-            found = hung(self._silence(), limit or SILENT_FOR)
+            quiet = any(now > host.received_at + QUIET for host in self._hosts.values() if not host.over)
+            # While a host is quiet, its ranks' ages are unknown and the others may wait for it, so no rank is
+            # blamed. This ends within SILENCE seconds: the host speaks again, or is lost and the run ends.
+            if self.state not in {"running", "stopping"} or quiet:
+                continue
+            found = hung_ranks(self._activity(), limit or SILENT_FOR)
             if limit is None:
                 for each in found:
                     if each.silent > SILENT_FOR and each.rank not in warned:
                         warned.add(each.rank)
-                        self.tell(
+                        self.log(
                             f"warning: rank {each.rank} on {each.host} has sent no heartbeat for "
                             f"{SILENT_FOR:.0f} seconds; cluster.hang_timeout would end the run"
                         )
             elif found:
                 first = found[0]
-                failure = Failure("hang", first.host, None, sentence(found, limit), first.rank, first.step)
-                self.tell(f"{failure.text()}; saving the stacks of all ranks")
+                failure = Failure(
+                    "hang", first.host, None, hang_message(found, limit), first.rank, first.step
+                )
+                self.log(f"{failure.text()}; saving the stacks of all ranks")
                 self._send({"stacks": 1})
                 await asyncio.sleep(STACKS)
                 self._fail(failure)
 
-    def _silence(self) -> list[RankActivity]:
+    def _activity(self) -> list[RankActivity]:
         """Return the last reported ages of living ranks that have sent heartbeats."""
         return [
-            RankActivity(
-                number, rank.host, beat["pid"], beat["step"], beat["phase"], beat["silent"], beat["idle"]
-            )
+            RankActivity(number, rank.host, beat["step"], beat["phase"], beat["silent"], beat["idle"])
             for number, rank in self.ranks.items()
             if (beat := rank.heartbeat) is not None and not rank.died and beat["ended"] is None
         ]
@@ -352,12 +340,12 @@ class Attempt:
         self.failures.append(failure)
         if self.state in {"running", "stopping"}:
             if not failure.is_consequence():
-                self.tell(f"{failure.text().rstrip('.')}; ending all others")
+                self.log(f"{failure.text().rstrip('.')}; ending all others")
             self._end(0 if failure.kind == "hang" else GRACE)
 
     def _end_stragglers(self) -> None:
         if self.state != "ending" and not all(host.over for host in self._hosts.values()):
-            self.tell(f"some ranks have not ended {TOGETHER:.0f} seconds after the others; ending them")
+            self.log(f"some ranks have not ended {TOGETHER:.0f} seconds after the others; ending them")
             self._end(0)
 
     def _end(self, grace: float) -> None:
@@ -382,8 +370,8 @@ class Attempt:
         code = exit_code(failure)
         if failure is None and self._stopped:
             code = STOPPED
-        if self._ended_as_asked is not None:
-            failure, code = None, self._ended_as_asked
+        if self._ended_by_signal is not None:
+            failure, code = None, self._ended_by_signal
         elif failure is None and code == 0 and not all(host.code == 0 for host in self._hosts.values()):
             code = 128 + self._requests.signal
         lost = tuple(host.name for host in self._hosts.values() if host.lost)
@@ -397,7 +385,7 @@ class Attempt:
         ranks = {}
         for number, rank in self.ranks.items():
             heartbeat = rank.heartbeat or {}
-            since = now - rank.heard
+            since = now - rank.received_at
             ranks[str(number)] = {
                 "host": rank.host, "pid": rank.pid, "step": rank.step, "phase": heartbeat.get("phase"),
                 "pulse_age": round(heartbeat["silent"] + since, 1) if heartbeat else None,

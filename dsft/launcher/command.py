@@ -19,10 +19,10 @@ from pathlib import Path
 from dsft.errors import MissingInputError, Problem, SpecError, StorageError, WorldError, printable
 from dsft.generate.hostfile import parse
 from dsft.launcher.agent import SILENCE
-from dsft.launcher.attempt import Attempt, Outcome, Requests, Tell, Terms
+from dsft.launcher.attempt import Attempt, AttemptSettings, Log, Requests
 from dsft.launcher.launch_plan import LAUNCHERS, TRAIN, LaunchPlan
-from dsft.launcher.output import StatusWriter, Voice, now
-from dsft.launcher.verdict import HEADING, STOPPED, may_pass
+from dsft.launcher.output import LineWriter, StatusWriter, now
+from dsft.launcher.verdict import HEADING, STOPPED, Outcome, may_succeed
 from dsft.plan.promised import load
 from dsft.rank.allocation import allocation
 from dsft.rank.launched import master_port
@@ -66,7 +66,7 @@ class LaunchSettings:
     options: Options
     plan: LaunchPlan
     environ: Mapping[str, str]
-    again: str  # the command that was typed, without secrets
+    typed: str  # the command that was typed, without secrets
     port: int | None = None  # rank 0's, if MASTER_PORT sets it
 
     @property
@@ -97,11 +97,11 @@ def run(settings: LaunchSettings) -> int:
             f"{settings.logs} cannot be written ({error.strerror}); set another output_dir."
         ) from None
     with log, lock_folder(settings.logs, "launch.lock"):
-        voice = Voice(log)
+        writer = LineWriter(log)
         try:
-            return asyncio.run(supervised(settings, voice))
+            return asyncio.run(supervised(settings, writer))
         finally:
-            voice.close()
+            writer.close()
 
 
 def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> LaunchSettings:
@@ -169,10 +169,10 @@ def devices_here() -> int:
     """Return the number of devices that `deepspeed dsft/train.py` would use, from DeepSpeed in a separate
     process."""
     try:
-        said = subprocess.run([sys.executable, "-c", DEVICES], capture_output=True, text=True, timeout=120)
+        found = subprocess.run([sys.executable, "-c", DEVICES], capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
-        said = None
-    counts = [line.split()[1] for line in (said.stdout if said else "").splitlines() if "devices " in line]
+        found = None
+    counts = [line.split()[1] for line in (found.stdout if found else "").splitlines() if "devices " in line]
     if not counts or not counts[-1].isdecimal() or int(counts[-1]) < 1:
         raise WorldError("DeepSpeed finds no device on this machine; give --num_gpus, or cluster.hosts.")
     return int(counts[-1])
@@ -216,30 +216,30 @@ def dry_run(settings: LaunchSettings) -> Iterator[str]:
     yield f"logs: {settings.logs}"
 
 
-async def supervised(settings: LaunchSettings, tell: Tell) -> int:
+async def supervised(settings: LaunchSettings, log: Log) -> int:
     """Run all attempts, print the end of the run, and return its exit code."""
-    asked, status = listen(), StatusWriter(settings.logs)
+    requests, status = listen(), StatusWriter(settings.logs)
     common: dict[str, object] = {
-        "pid": os.getpid(), "host": socket.gethostname(), "command": settings.again,
+        "pid": os.getpid(), "host": socket.gethostname(), "command": settings.typed,
         "launcher": settings.plan.launcher, "started": now(), "restarts": settings.options.restarts,
     }  # fmt: skip
     attempt, hosts = 1, dict(settings.plan.hosts)
     try:
         while True:
             plan = replace(settings.plan, job=secrets.token_hex(8), hosts=hosts)
-            running = Attempt(plan, terms(settings), asked, tell)
+            running = Attempt(plan, attempt_settings(settings), requests, log)
             facts = common | {"job": plan.job, "hosts": hosts, "attempt": attempt}
             outcome, left = await one_attempt(settings, running, status, facts)
-            again = wants_another(outcome, attempt, settings, asked)
-            found = await reachable(settings, outcome, asked) if again else None
+            again = wants_another(outcome, attempt, settings, requests)
+            found = await reachable(settings, outcome, requests) if again else None
             if found is None:
                 break
             hosts, attempt = found, attempt + 1
             count = f"restart {attempt - 1} of {settings.options.restarts}"
-            tell(f"starting again from the last checkpoint, on {', '.join(hosts)} ({count})")
+            log(f"starting again from the last checkpoint, on {', '.join(hosts)} ({count})")
             await asyncio.sleep(PAUSE)
         for line in ending(settings, outcome, left):
-            tell(line)
+            log(line)
         error = outcome.failure.text() if outcome.failure else None
         end = {"state": "ended", "exit_code": outcome.code, "error": error}
         status.put({**facts, **running.facts(), **end})
@@ -250,17 +250,19 @@ async def supervised(settings: LaunchSettings, tell: Tell) -> int:
 
 def listen() -> Requests:
     """Count signals from now on."""
-    asked, loop = Requests(), asyncio.get_running_loop()
+    requests, loop = Requests(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            loop.add_signal_handler(number, asked.take, number)
-    return asked
+            loop.add_signal_handler(number, requests.take, number)
+    return requests
 
 
-def terms(settings: LaunchSettings) -> Terms:
+def attempt_settings(settings: LaunchSettings) -> AttemptSettings:
     cluster = settings.spec.cluster
     interface = (cluster.interface if cluster else None) or os.environ.get("GLOO_SOCKET_IFNAME")
-    return Terms(settings.environ, cluster.hang_timeout if cluster else None, interface, settings.port)
+    return AttemptSettings(
+        settings.environ, cluster.hang_timeout if cluster else None, interface, settings.port
+    )
 
 
 async def one_attempt(
@@ -277,7 +279,7 @@ async def one_attempt(
     where = ", ".join(f"{host} {slots}" for host, slots in plan.hosts.items())
     count = sum(plan.hosts.values())
     by = "" if plan.launcher == "dsft" else f" by {plan.launcher}"
-    running.tell(f"launching {settings.spec.name}: {count} process(es) ({where}){by}; logs: {plan.logs}")
+    running.log(f"launching {settings.spec.name}: {count} process(es) ({where}){by}; logs: {plan.logs}")
     reporting = asyncio.create_task(report())
     try:
         outcome = await running.run()
@@ -286,12 +288,12 @@ async def one_attempt(
     return outcome, await sweep(plan, outcome.lost)
 
 
-def wants_another(outcome: Outcome, attempt: int, settings: LaunchSettings, asked: Requests) -> bool:
-    failed = outcome.failure is not None and may_pass(outcome.failure, outcome.code)
-    return failed and not asked.stops and attempt <= settings.options.restarts
+def wants_another(outcome: Outcome, attempt: int, settings: LaunchSettings, requests: Requests) -> bool:
+    failed = outcome.failure is not None and may_succeed(outcome.failure, outcome.code)
+    return failed and not requests.stops and attempt <= settings.options.restarts
 
 
-async def reachable(settings: LaunchSettings, outcome: Outcome, asked: Requests) -> dict[str, int] | None:
+async def reachable(settings: LaunchSettings, outcome: Outcome, requests: Requests) -> dict[str, int] | None:
     """Return the hosts of the next start (host -> slots): all promised ones if no host was lost, else those
     that answer, once there are enough of them (the spec's cluster.min_hosts, by default all). None if too few
     answer within RETURN seconds, or a stop is requested meanwhile."""
@@ -305,7 +307,7 @@ async def reachable(settings: LaunchSettings, outcome: Outcome, asked: Requests)
         answering = {host: slots for host, slots in promised.items() if host not in silent}
         if len(answering) >= fewest:
             return answering
-        if time.monotonic() > until or asked.stops:
+        if time.monotonic() > until or requests.stops:
             return None
         await asyncio.sleep(PAUSE)
 
@@ -366,10 +368,12 @@ def ending(settings: LaunchSettings, outcome: Outcome, left: Sequence[str]) -> I
             yield f"stacks: {', '.join(str(settings.logs / f'rank-{rank}.stack') for rank in outcome.stacks)}"
     if outcome.code == 0:
         return
-    if outcome.code == STOPPED or failure is None or may_pass(failure, outcome.code):
+    if outcome.code == STOPPED or failure is None or may_succeed(failure, outcome.code):
         saved = newest_checkpoint(folder)
-        kept = f"the last checkpoint is {saved}; go on" if saved else "there is no checkpoint; start again"
-        yield f"{'stopped; ' if outcome.code == STOPPED else ''}{kept} with {settings.again}"
+        next_step = (
+            f"the last checkpoint is {saved}; go on" if saved else "there is no checkpoint; start again"
+        )
+        yield f"{'stopped; ' if outcome.code == STOPPED else ''}{next_step} with {settings.typed}"
     yield f"exit code {outcome.code}"
 
 

@@ -34,7 +34,7 @@ TAIL = 40  # lines
 STDOUT = 1
 
 
-class Background:
+class WriterThread:
     """A queue of texts that a thread writes. Texts that cannot be written are dropped: the run continues."""
 
     def __init__(self, write: Callable[[str], object], waiting: int = WAITING) -> None:
@@ -65,13 +65,13 @@ class Background:
                 return
 
 
-class Voice:
+class LineWriter:
     """Print lines and append them to a log."""
 
     def __init__(self, log: IO[str]) -> None:
         sys.stdout.flush()
         # By descriptor: a lock of Python's streams cannot block the interpreter's exit.
-        self._outputs = [Background(_to(descriptor)) for descriptor in (STDOUT, log.fileno())]
+        self._outputs = [WriterThread(_to(descriptor)) for descriptor in (STDOUT, log.fileno())]
 
     def __call__(self, line: str) -> None:
         last_state = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar
@@ -98,7 +98,7 @@ class StatusWriter:
 
     def __init__(self, logs: Path) -> None:
         self._path = logs / "status.json"
-        self._writer = Background(self._replace, waiting=1)
+        self._writer = WriterThread(self._replace, waiting=1)
 
     def put(self, facts: Mapping[str, Any]) -> None:
         self._writer.put(json.dumps({**facts, "updated": now()}, indent=1) + "\n")
@@ -116,10 +116,10 @@ def now() -> str:
 
 
 class Follower:
-    """Call `tell`, in a separate thread, with the complete lines that a file gets from byte `start` on."""
+    """Call `report`, in a separate thread, with the complete lines that a file gets from byte `start` on."""
 
-    def __init__(self, path: Path, start: int, tell: Callable[[list[str]], None]) -> None:
-        self._path, self._read, self._tell = path, start, tell
+    def __init__(self, path: Path, start: int, report: Callable[[list[str]], None]) -> None:
+        self._path, self._read, self._report = path, start, report
         self._ending = threading.Event()
         self.ended = threading.Event()
         threading.Thread(target=self._follow, name="follower", daemon=True).start()
@@ -140,7 +140,7 @@ class Follower:
                 if ending and rest:
                     whole.append(rest)
                 if whole:
-                    self._tell([line.decode(errors="replace").rpartition("\r")[2] for line in whole])
+                    self._report([line.decode(errors="replace").rpartition("\r")[2] for line in whole])
         self.ended.set()
 
 

@@ -16,10 +16,10 @@ HEADING = "--- rank "  # begins a start in a rank's log: dsft/rank/heartbeat.py
 
 Kind = Literal["rank", "launcher", "host", "hang"]
 
-NOT_AGAIN = frozenset({0, 2, 65, 66, 72, 73, STOPPED, 76, 77, 78})
+NO_RESTART = frozenset({0, 2, 65, 66, 72, 73, STOPPED, 76, 77, 78})
 """Exit codes for which a restart is useless, since it would end the same way: see dsft/errors.py."""
 
-AT_WORK = frozenset({"data", "step", "evaluate", "save"})
+TRAINING_PHASES = frozenset({"data", "step", "evaluate", "save"})
 """Phases in which a rank must make progress, because it enters them again and again. Other phases (load,
 export) may take any time; there only the heartbeat shows that a rank lives."""
 
@@ -75,13 +75,34 @@ class Failure:
         return self.message is not None and is_consequence(self.message)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one start.
+
+    code     exit code of the command
+    failure  the first real failure
+    lost     hosts that did not answer or were lost
+    stacks   ranks of a hung run that have written their stacks
+    """
+
+    code: int
+    failure: Failure | None
+    lost: tuple[str, ...]
+    seconds: float
+    stacks: tuple[int, ...] = ()
+
+
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
     """Return the most likely cause; None without failures. In this order: a hang, an error that a rank
     reported, a lost host, a rank that ended without a message, a launcher, and last a failure that is only a
     consequence."""
     order = [
         [each for each in failures if each.kind == "hang"],
-        [each for each in failures if each.kind == "rank" and not each.is_consequence() and _is_told(each)],
+        [
+            each
+            for each in failures
+            if each.kind == "rank" and not each.is_consequence() and _is_explained(each)
+        ],
         [each for each in failures if each.kind == "host"],
         [each for each in failures if each.kind == "rank" and not each.is_consequence()],
         [each for each in failures if each.kind == "launcher" and not each.is_consequence()],
@@ -90,7 +111,7 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
     return next((found[0] for found in order if found), None)
 
 
-def _is_told(failure: Failure) -> bool:
+def _is_explained(failure: Failure) -> bool:
     """Return whether the rank reported an error, or was killed by a signal that no launcher sends."""
     return failure.message is not None or (
         failure.code is not None and failure.code > 128 and failure.code != 128 + signal.SIGTERM
@@ -108,11 +129,11 @@ def exit_code(failure: Failure | None) -> int:
     return failure.code or 1
 
 
-def may_pass(failure: Failure, code: int) -> bool:
+def may_succeed(failure: Failure, code: int) -> bool:
     """Return whether a restart may succeed: not if the spec, the data or the checkpoint is at fault."""
     if code == WORLD:
         return failure.kind == "host"
-    return code not in NOT_AGAIN
+    return code not in NO_RESTART
 
 
 def shell_code(code: int) -> int:
@@ -136,9 +157,9 @@ def is_consequence(text: str) -> bool:
 def error_in(lines: Sequence[str]) -> str | None:
     """Return the last error in the lines: the text after dsft's own `error: `, else the last line of a
     traceback."""
-    told = [line for line in lines if re.match(r"(?:dsft/train\.py: )?error: ", line)]
-    if told:
-        return re.sub(r"^(?:dsft/train\.py: )?error: ", "", told[-1])
+    errors = [line for line in lines if re.match(r"(?:dsft/train\.py: )?error: ", line)]
+    if errors:
+        return re.sub(r"^(?:dsft/train\.py: )?error: ", "", errors[-1])
     starts = [number for number, line in enumerate(lines) if "Traceback (most recent call last)" in line]
     if not starts:
         return None
@@ -157,14 +178,13 @@ class RankActivity:
 
     rank: int
     host: str
-    pid: int
     step: int | None
     phase: str
     silent: float
     idle: float
 
 
-def hung(ranks: Iterable[RankActivity], limit: float) -> list[RankActivity]:
+def hung_ranks(ranks: Iterable[RankActivity], limit: float) -> list[RankActivity]:
     """Return the ranks that hang.
 
     These are the ranks without a heartbeat for `limit` seconds. If some rank has made no progress for that
@@ -173,7 +193,7 @@ def hung(ranks: Iterable[RankActivity], limit: float) -> list[RankActivity]:
     the lowest step, since ranks at a later step wait for them.
     """
     ranks = list(ranks)
-    idle = [each for each in ranks if each.phase in AT_WORK and each.idle > limit]
+    idle = [each for each in ranks if each.phase in TRAINING_PHASES and each.idle > limit]
     silent = [each for each in ranks if each.silent > (_missing(limit) if idle else limit)]
     if silent:
         return sorted(silent, key=lambda each: -each.silent)
@@ -186,7 +206,7 @@ def _missing(limit: float) -> float:
     return min(10.0, limit / 2)
 
 
-def sentence(found: list[RankActivity], limit: float) -> str:
+def hang_message(found: list[RankActivity], limit: float) -> str:
     first = found[0]
     if first.silent > _missing(limit):
         what = f"has sent no heartbeat for {first.silent:.0f} seconds"

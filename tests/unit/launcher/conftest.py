@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dsft.launcher.attempt import Attempt, Outcome, Requests, Terms
+from dsft.launcher.attempt import Attempt, AttemptSettings, Requests
 from dsft.launcher.launch_plan import AGENT, LaunchPlan
 from dsft.launcher.processes import job_processes, kill_job
+from dsft.launcher.verdict import Outcome
 from dsft.remote import module_command
 from tests.launching import LATE
 
@@ -31,7 +32,7 @@ class Started:
         self.requests = Requests()
         words = (str(HERE / "fake_rank.py"), *program)
         self.plan = LaunchPlan(by, hosts, words, str(folder), str(folder / "logs"), self.job)
-        terms = Terms({"CANARY_TOKEN": "s3cr3t-s3cr3t"}, hang_timeout)
+        terms = AttemptSettings({"CANARY_TOKEN": "s3cr3t-s3cr3t"}, hang_timeout)
         agent = module_command("localhost", AGENT)
         self.attempt = Attempt(self.plan, terms, self.requests, self.lines.append, lambda host: agent)
         self._outcome: Outcome | None = None

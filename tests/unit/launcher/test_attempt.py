@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dsft.errors import WorldError
-from dsft.launcher.attempt import Attempt, Requests, Terms
+from dsft.launcher.attempt import Attempt, AttemptSettings, Requests
 from dsft.launcher.command import sweep
 from dsft.launcher.launch_plan import AGENT, LaunchPlan
 from dsft.launcher.processes import environment_of
@@ -117,7 +117,7 @@ def test_what_is_wrong_with_the_command_of_an_agent_is_raised_before_one_starts(
         return ["touch", str(tmp_path / "started")]
 
     plan = LaunchPlan("dsft", {"one": 1, "two": 1}, (), str(tmp_path), str(tmp_path), "none")
-    attempt = Attempt(plan, Terms({}), Requests(), lambda line: None, command)
+    attempt = Attempt(plan, AttemptSettings({}), Requests(), lambda line: None, command)
     with pytest.raises(WorldError, match="DSFT_SSH_ARGS"):
         asyncio.run(attempt.run())
     assert not (tmp_path / "started").exists()
@@ -226,7 +226,7 @@ def test_sigusr1_ahead_of_the_ranks_waits_for_their_first_step(
     if words:
         until(lambda: all(rank.pid for rank in job.attempt.ranks.values()))
     job.requests.take(signal.SIGUSR1)
-    until(lambda: job.attempt._asked)
+    until(lambda: job.attempt._last_signal)
     (tmp_path / "go").touch()
     outcome = job.outcome()
     assert (outcome.code, outcome.failure) == (75, None), job.lines

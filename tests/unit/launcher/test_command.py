@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from dsft.cli import app
 from dsft.errors import WorldError
 from dsft.launcher import command
-from dsft.launcher.attempt import Outcome, Requests
+from dsft.launcher.attempt import Requests
 from dsft.launcher.launch_plan import LaunchPlan
-from dsft.launcher.verdict import Failure
+from dsft.launcher.verdict import Failure, Outcome
 
 ONE, TWO = "specs/one_node.yaml", "specs/two_nodes.yaml"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dsft.launcher.launch_plan import LaunchPlan, address_of
-from dsft.launcher.output import Voice
+from dsft.launcher.output import LineWriter
 
 PLAN = LaunchPlan("dsft", {"a": 2, "b": 1}, ("train.py", "x.yaml", "k=$(id)"), "/w", "/w/runs/x/logs", "j")
 
@@ -60,7 +60,7 @@ def test_what_ranks_print_cannot_steer_the_terminal(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with (tmp_path / "launch.log").open("a") as log:
-        voice = Voice(log)
+        voice = LineWriter(log)
         voice("error: \x1b]0;x\x07 \x1b[2J \x1b[31mred\x1b[0m")
         voice("10%\r50%\r100%\r")
         voice.close()

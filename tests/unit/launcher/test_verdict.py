@@ -10,10 +10,10 @@ from dsft.launcher.verdict import (
     error_in,
     exit_code,
     first_cause,
-    hung,
+    hang_message,
+    hung_ranks,
     is_consequence,
-    may_pass,
-    sentence,
+    may_succeed,
     shell_code,
 )
 
@@ -53,9 +53,9 @@ def test_shell_code(code: int, shell: int) -> None:
 
 
 def test_what_may_pass() -> None:
-    assert all(may_pass(each, exit_code(each)) for each in (KILLED, LOST, HUNG, PEER))
-    assert not may_pass(RAISED, 65)
-    assert not may_pass(Failure("rank", "one", 69, "cluster.hosts promises 4 processes"), 69)
+    assert all(may_succeed(each, exit_code(each)) for each in (KILLED, LOST, HUNG, PEER))
+    assert not may_succeed(RAISED, 65)
+    assert not may_succeed(Failure("rank", "one", 69, "cluster.hosts promises 4 processes"), 69)
 
 
 @pytest.mark.parametrize(
@@ -94,32 +94,32 @@ def test_a_consequence(text: str) -> None:
 
 def test_who_hangs() -> None:
     def seen(rank: int, step: int, silent: float, idle: float, phase: str = "step") -> RankActivity:
-        return RankActivity(rank, "one", 1, step, phase, silent, idle)
+        return RankActivity(rank, "one", step, phase, silent, idle)
 
     waiting, stopped = seen(0, 9, 0.2, 70), seen(1, 8, 70, 70)
-    assert hung([waiting, stopped], 60) == [stopped]
+    assert hung_ranks([waiting, stopped], 60) == [stopped]
     behind = seen(1, 8, 0.1, 65)
-    assert hung([waiting, behind], 60) == [behind]  # the other one waits for it
-    assert hung([waiting, seen(1, 9, 0.1, 3)], 60) == [waiting]
-    assert hung([seen(0, 9, 0.2, 700, "export"), seen(1, 0, 0.2, 700, "load")], 60) == []
+    assert hung_ranks([waiting, behind], 60) == [behind]  # the other one waits for it
+    assert hung_ranks([waiting, seen(1, 9, 0.1, 3)], 60) == [waiting]
+    assert hung_ranks([seen(0, 9, 0.2, 700, "export"), seen(1, 0, 0.2, 700, "load")], 60) == []
 
 
 def test_a_rank_that_misses_heartbeats_is_named_before_one_that_waits_for_it() -> None:
     """Rank 0 stopped, rank 1 over the limit first, since the last word of rank 0 was a second old."""
     waiting, stopped = (
-        RankActivity(1, "two", 1, 24, "step", 0.3, 5.4),
-        RankActivity(0, "one", 1, 24, "step", 4.4, 4.9),
+        RankActivity(1, "two", 24, "step", 0.3, 5.4),
+        RankActivity(0, "one", 24, "step", 4.4, 4.9),
     )
-    assert hung([waiting, stopped], 5) == [stopped]
+    assert hung_ranks([waiting, stopped], 5) == [stopped]
     expected = "has sent no heartbeat for 4 seconds, and others have made no progress for longer"
-    assert sentence([stopped], 5) == f"{expected} (cluster.hang_timeout 5); its phase was step"
-    assert hung([stopped], 5) == []
+    assert hang_message([stopped], 5) == f"{expected} (cluster.hang_timeout 5); its phase was step"
+    assert hung_ranks([stopped], 5) == []
     assert (
-        hung(
-            [RankActivity(1, "two", 1, 24, "step", 0.3, 700), RankActivity(0, "one", 1, 24, "step", 12, 300)],
+        hung_ranks(
+            [RankActivity(1, "two", 24, "step", 0.3, 700), RankActivity(0, "one", 24, "step", 12, 300)],
             600,
         )[0].rank
         == 0
     )
-    late = RankActivity(0, "one", 1, 24, "step", 1.9, 6)
-    assert hung([waiting, late], 5) == [waiting, late]
+    late = RankActivity(0, "one", 24, "step", 1.9, 6)
+    assert hung_ranks([waiting, late], 5) == [waiting, late]
