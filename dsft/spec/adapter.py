@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dsft.spec.document import quote
-from dsft.spec.findings import Finding
+from dsft.spec.findings import Finding, finding
 from dsft.spec.schema import Lora, Spec
 
 FILE = "adapter_config.json"
-PATH = ("model", "lora", "path")
 
 PEFT_KEYS = {
     "rank": "r",
@@ -60,15 +59,20 @@ def with_saved_adapter(spec: Spec) -> tuple[Spec, list[Finding]]:
         return spec, []
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         message = f"{quote(str(file))} is not the config of a saved adapter ({quote(str(error))})"
-        return spec, [Finding(PATH, f"{message}; give another folder")]
-    findings = [Finding(PATH, message) for message in _foreign(config)]
-    findings += [
-        Finding(("model", "lora", key), _differs(key, getattr(lora, key), value), (f"model.lora.{key}",))
-        for key, value in saved.items()
-        if key in lora.model_fields_set and key != "dropout" and not _same(getattr(lora, key), value)
-    ]
-    taken = {key: value for key, value in saved.items() if key not in lora.model_fields_set}
-    model = spec.model.model_copy(update={"lora": lora.model_copy(update=taken)})
+        return spec, [finding("model.lora.path", f"{message}; give another folder")]
+    findings = []
+    for key, supported in SUPPORTED.items():
+        if key in config and config[key] not in supported:
+            message = f"{FILE} has {key} {quote(config[key])}, but dsft can only continue plain LoRA"
+            findings.append(finding("model.lora.path", f"{message}; give another adapter"))
+    for key, theirs in saved.items():
+        ours = getattr(lora, key)
+        if key in lora.model_fields_set and key != "dropout" and not _same(ours, theirs):
+            message = f"{_written(ours)} differs from the saved adapter's {_written(theirs)} "
+            message += f"({PEFT_KEYS[key]} in its {FILE}); leave the key out to use the adapter's value"
+            findings.append(finding(f"model.lora.{key}", message))
+    missing = {key: value for key, value in saved.items() if key not in lora.model_fields_set}
+    model = spec.model.model_copy(update={"lora": lora.model_copy(update=missing)})
     return spec.model_copy(update={"model": model}), findings
 
 
@@ -91,18 +95,5 @@ def _same(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs) or (ours == "all-linear" and isinstance(theirs, tuple))
 
 
-def _differs(key: str, ours: Any, theirs: Any) -> str:
-    what = f"{_written(ours)} differs from the saved adapter's {_written(theirs)}"
-    return f"{what} ({PEFT_KEYS[key]} in its {FILE}); leave the key out to use the adapter's value"
-
-
 def _written(value: Any) -> str:
     return f"[{', '.join(value)}]" if isinstance(value, tuple) else quote(value)
-
-
-def _foreign(config: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{FILE} has {key} {quote(config[key])}, but dsft can only continue plain LoRA; give another adapter"
-        for key, plain in SUPPORTED.items()
-        if key in config and config[key] not in plain
-    ]

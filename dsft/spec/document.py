@@ -57,7 +57,8 @@ class Document:
 def dotted(path: KeyPath) -> str:
     """Return a path in the syntax of overrides: `('cluster', 'hosts', '10.0.0.1')` gives
     `cluster.hosts."10.0.0.1"`."""
-    return ".".join(str(p) if isinstance(p, int) or _BARE_PART.fullmatch(p) else _quoted(p) for p in path)
+    parts = (str(part) for part in path)
+    return ".".join(part if _BARE_PART.fullmatch(part) else f'"{repr(part)[1:-1]}"' for part in parts)
 
 
 def quote(value: object, limit: int = 80) -> str:
@@ -69,10 +70,6 @@ def quote(value: object, limit: int = 80) -> str:
         return "true" if value else "false"
     text = repr(value)
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."
-
-
-def _quoted(part: str) -> str:
-    return f'"{repr(part)[1:-1]}"'
 
 
 class _SpecLoader(yaml.SafeLoader):

@@ -139,15 +139,9 @@ def _is_address(name: str) -> bool:
 
 
 _SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)$", re.IGNORECASE)
-
-
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
 # Variables that the launcher sets for each process.
 _LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-
-
 # Characters that a launcher would change: DeepSpeed and pdsh put a value in double quotes without escaping,
 # and pdsh expands %h.
 _CHANGED = '"$`\\%'
@@ -173,10 +167,8 @@ def environment_findings(spec: Spec) -> Iterator[Finding]:
             message = f"{quote(name)} is not a name of an environment variable; use letters, digits and '_'"
             yield Finding(path, message)
         elif _SECRET.search(name):
-            message = (
-                "is a secret, and every run's folder contains a copy of the spec; set it on the hosts instead"
-            )
-            yield Finding(path, f"{name} {message}")
+            rule = "is a secret, and every run's folder contains a copy of the spec"
+            yield Finding(path, f"{name} {rule}; set it on the hosts instead")
         elif name in _LAUNCHERS:
             yield Finding(path, f"{name} is set by the launcher for each process; leave it out")
         elif not value.isprintable():
