@@ -34,7 +34,7 @@ from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments
 from dsft.model.attention_varlen import KEY_INDEX
 from dsft.older import can_use_sdpa
 
-SEEN_BY_LAYERS = frozenset({"full_attention", "sliding_attention"})  # layer types that can be packed
+PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})  # layer types that can be packed
 CPU = torch.device("cpu")
 LONGEST = "longest_segment"
 """Attribute of a model: tokens of the longest segment that it may get, the same for every micro-batch."""
@@ -85,7 +85,7 @@ def check_can_pack(config: PreTrainedConfig, max_length: int) -> None:
     """Raise SpecError for an architecture whose tokens would see the segment before their own."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     text = config.get_text_config()
-    layers = set(getattr(text, "layer_types", None) or ()) - SEEN_BY_LAYERS
+    layers = set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYERS
     one_rope = _one_rope_up_to(text)
     if kind._is_stateful:
         reason = "has recurrent layers, whose state would pass from one packed row to the next"

@@ -36,7 +36,7 @@ from dsft.spec.schema import Model
 
 WHOLE = Sharding()
 
-MIXING = ("experts", "router", "router_gate")
+EXPERT_MODULES = ("experts", "router", "router_gate")
 """transformers' names of the parts of a mixture of experts."""
 
 BACKEND = "inductor"
@@ -128,7 +128,7 @@ def _is_mixture(causal_lm: PreTrainedModel) -> bool:
     """Whether the model is a mixture of experts, by its modules, since each architecture counts its experts
     under another key, and some can be dense."""
     last = {name.rpartition(".")[2] for name, _ in causal_lm.named_modules()}
-    return not last.isdisjoint(MIXING)
+    return not last.isdisjoint(EXPERT_MODULES)
 
 
 def _weights(
