@@ -24,10 +24,10 @@ _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 def take_device(
-    local_rank: int, promised: Accelerator | None, environ: MutableMapping[str, str]
+    local_rank: int, expected: Accelerator | None, environ: MutableMapping[str, str]
 ) -> torch.device:
     """Make the device of this rank torch's current one and return it: number `local_rank`, or the only one
-    that the process sees. `promised`: what cluster.accelerator names.
+    that the process sees. `expected`: what cluster.accelerator names.
 
     LOCAL_RANK is set to the device's number in `environ`, since DeepSpeed reads that from it
     (runtime/engine.py:1941 local_rank, runtime/zero/partition_parameters.py:1138 local_device).
@@ -37,7 +37,7 @@ def take_device(
     accelerator = get_accelerator()
     kind = accelerator.device_name()
     if kind == "cpu":
-        _check_cpu_is_meant(promised, environ)
+        _check_cpu_is_meant(expected, environ)
         return torch.device("cpu")
     count = accelerator.device_count()
     if count == 0:
@@ -58,12 +58,12 @@ def take_device(
     return torch.device(kind, number)
 
 
-def _check_cpu_is_meant(promised: Accelerator | None, environ: MutableMapping[str, str]) -> None:
-    if environ.get("DS_ACCELERATOR") == "cpu" or (promised is not None and promised.name.lower() == "cpu"):
+def _check_cpu_is_meant(expected: Accelerator | None, environ: MutableMapping[str, str]) -> None:
+    if environ.get("DS_ACCELERATOR") == "cpu" or (expected is not None and expected.name.lower() == "cpu"):
         return
     built_for = torch.version.cuda or torch.version.hip
-    if promised is not None:
-        why = f"cluster.accelerator names {promised.name}"
+    if expected is not None:
+        why = f"cluster.accelerator names {expected.name}"
     elif built_for:
         why = f"torch {torch.__version__} is built for GPUs"
     elif _NODE.exists():

@@ -139,14 +139,14 @@ def join(
     layout: Layout,
     log: Log = silent,
     identity: Mapping[str, Any] | None = None,
-    promised: Accelerator | None = None,
+    expected: Accelerator | None = None,
 ) -> World:
     """Join the process group: NCCL on GPUs, gloo on CPUs, where ranks of a host reduce in shared memory by an
     op that is compiled first (`log` gets the progress). A process started alone joins a group of one.
 
     `identity` has JSON values, by name, that must be the same on all ranks. They are compared, with the kind
     of device, before any collective: ranks with another backend or other code could not take part in one.
-    `promised` is what cluster.accelerator names. Between hosts gloo uses the interface that leads to them,
+    `expected` is what cluster.accelerator names. Between hosts gloo uses the interface that leads to them,
     unless GLOO_SOCKET_IFNAME names one.
 
     Raises WorldError where the ranks differ, where a rank has no device or another rank's, and where rank 0's
@@ -157,7 +157,7 @@ def join(
         "ignore", message=r"`torch\.distributed\..* is deprecated", category=FutureWarning
     )
     launched.export(os.environ)
-    device = take_device(launched.local_rank, promised, os.environ)
+    device = take_device(launched.local_rank, expected, os.environ)
     name = device.type
     own = here(launched.local_rank, describe_device(device), address_towards(launched.master_addr))
     if name == "cuda":
@@ -166,7 +166,7 @@ def join(
     # An agent of torchrun keeps its store when it starts the ranks again.
     attempt = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     same = {**(identity or {}), "device": name}
-    places = meet(attempt, launched.rank, launched.world_size, same, own)
+    places = compare_ranks(attempt, launched.rank, launched.world_size, same, own)
     world = World(launched.rank, launched.world_size, launched.local_rank, layout, device, tuple(places))
     interface = interface_towards(places, world.rank)
     if interface is not None and not os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -206,7 +206,7 @@ def _store(launched: Launched) -> Store:
     return store
 
 
-def meet(
+def compare_ranks(
     store: Store, rank: int, world_size: int, mine: Mapping[str, Any], place: RankPlace
 ) -> list[RankPlace]:
     """Compare `mine` of all ranks through their common store, and return the places of all, by rank: rank 0

@@ -43,27 +43,27 @@ class FreshWeights:
         """See `Weights.fill`. Values are drawn in float32, then rounded; tied tensors are drawn as the
         input embedding. Raises DsftError where transformers leaves a tensor of this architecture without a
         value."""
-        places = TensorSlots(root)
+        slots = TensorSlots(root)
         created: dict[int, Tensor] = {}  # by the id of the meta tensor
         tied: set[int] = set()
         with init_scope():
             for named, finished in zip(self._order, self._finished, strict=True):
-                if not places.has(named.module):
+                if not slots.has(named.module):
                     continue
                 for old in own_tensors(named.module):
                     if old.is_meta:
-                        created[id(old)] = places.blank(old)
+                        created[id(old)] = slots.blank(old)
                         if id(old) in self._tied:
                             tied.add(id(created[id(old)]))
                 torch.default_generator.manual_seed(module_seed(self._seed, named.name))
                 initialize_module(named, tied)
                 for key in finished:
                     if key in created:
-                        self._finish(named, created[key], dtype, places, sharding)
-        places.end(sharding, self._kind)
+                        self._finish(named, created[key], dtype, slots, sharding)
+        slots.end(sharding, self._kind)
 
     def _finish(
-        self, named: NamedModule, tensor: Tensor, dtype: torch.dtype, places: TensorSlots, sharding: Sharding
+        self, named: NamedModule, tensor: Tensor, dtype: torch.dtype, slots: TensorSlots, sharding: Sharding
     ) -> None:
         if not isinstance(tensor, nn.Parameter):
             return
@@ -71,7 +71,7 @@ class FreshWeights:
             local = next(name for name, p in named.module.named_parameters() if p is tensor)
             raise uninitialized_error(self._kind, f"{named.name}.{local}")
         tensor.data = tensor.data.to(dtype)
-        places.take(tensor, sharding)
+        slots.take(tensor, sharding)
 
 
 @contextmanager

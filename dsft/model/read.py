@@ -48,16 +48,16 @@ class ReadWeights:
 
     def fill(self, root: nn.Module, dtype: torch.dtype, sharding: Sharding) -> None:
         """See `Weights.fill`. Raises MissingInputError where the files have two values for a tied tensor."""
-        places = TensorSlots(root)
+        slots = TensorSlots(root)
         with init_scope():
             for named in self._order:
-                if not places.has(named.module):
+                if not slots.has(named.module):
                     continue
                 for old in own_tensors(named.module):
                     if isinstance(old, nn.Parameter) and old.is_meta:
-                        self._fill_parameter(old, dtype, places, sharding)
-                self._fill_buffers(named, places)
-        places.end(sharding, self._kind)
+                        self._fill_parameter(old, dtype, slots, sharding)
+                self._fill_buffers(named, slots)
+        slots.end(sharding, self._kind)
 
     def tensor(self, old: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the whole value of one of the model's tensors."""
@@ -66,16 +66,16 @@ class ReadWeights:
         return value.view(old.shape)
 
     def _fill_parameter(
-        self, old: Tensor, dtype: torch.dtype, places: TensorSlots, sharding: Sharding
+        self, old: Tensor, dtype: torch.dtype, slots: TensorSlots, sharding: Sharding
     ) -> None:
         start, stop = sharding.span(old.numel())
         part = torch.empty(stop - start, dtype=dtype)
         self._read(old, start, part)
         if len(part) == old.numel():
-            places.take(places.put(old, part.view(old.shape)), sharding)
+            slots.take(slots.put(old, part.view(old.shape)), sharding)
         else:
             without_memory = torch.empty(1, dtype=dtype).expand(old.shape)
-            places.take(places.put(old, without_memory), sharding, part)
+            slots.take(slots.put(old, without_memory), sharding, part)
 
     def _read(self, old: Tensor, start: int, out: Tensor) -> None:
         first, *others = (name for name in self._names[id(old)] if name in self._values.shapes)
@@ -91,14 +91,14 @@ class ReadWeights:
                     "tied; set tie_word_embeddings to false there, or give the folder as it was saved."
                 )
 
-    def _fill_buffers(self, named: NamedModule, places: TensorSlots) -> None:
+    def _fill_buffers(self, named: NamedModule, slots: TensorSlots) -> None:
         """Read buffers of the file whole; the others are computed by transformers' own initialization."""
         buffers = [old for old in named.module._buffers.values() if old is not None and old.is_meta]
         if not buffers:
             return
         for parameter in named.module.parameters(recurse=False):
             mark_initialized(parameter)
-        blanks = [places.blank(old) for old in buffers]
+        blanks = [slots.blank(old) for old in buffers]
         initialize_module(named, frozenset())
         for old, new in zip(buffers, blanks, strict=True):
             if any(name in self._values.shapes for name in self._names.get(id(old), ())):

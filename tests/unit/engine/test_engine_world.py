@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from dsft.engine.world import meet
+from dsft.engine.world import compare_ranks
 from dsft.errors import WorldError
 from dsft.rank.places import CPU, RankPlace
 
@@ -21,7 +21,7 @@ def met(*values: dict[str, Any]) -> list[str]:
 
     def one(rank: int) -> None:
         try:
-            places = meet(store, rank, len(values), values[rank], RankPlace("node1", "x", rank, CPU))
+            places = compare_ranks(store, rank, len(values), values[rank], RankPlace("node1", "x", rank, CPU))
             assert [place.local_rank for place in places] == list(range(len(values)))
             raised[rank] = ""
         except WorldError as error:
