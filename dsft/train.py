@@ -41,8 +41,8 @@ from dsft.plan.reference import check_precomputed
 from dsft.rank.cores import THREADS, Share, share_of
 from dsft.rank.environment import Launched, detect
 from dsft.rank.heartbeat import Heartbeat
+from dsft.rank.launched import check_port
 from dsft.rank.live import live
-from dsft.rank.port import check_port
 from dsft.rank.promise import check_promise
 from dsft.rank.software import RANGES, outside, version_of
 from dsft.rank.stopping import Stopping, release

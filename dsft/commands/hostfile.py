@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dsft.errors import Problem, SpecError, StorageError
 from dsft.generate.hostfile import of_words, render
-from dsft.rank.allocation import allocation
+from dsft.rank.slurm import allocation
 
 
 def hosts_of(

@@ -18,8 +18,8 @@ from dsft.doctor.results import CheckResult, ProbeResults, failures, listed
 from dsft.doctor.show import as_json, print_findings, progress
 from dsft.errors import Problem, SpecError, WorldError
 from dsft.plan.promised import load
-from dsft.rank.allocation import NODES, allocation
 from dsft.rank.launched import master_port
+from dsft.rank.slurm import NODES, allocation
 from dsft.remote import module_command
 from dsft.spec.schema import Spec
 

@@ -32,8 +32,8 @@ from dsft.engine.ops import Log, load_everywhere
 from dsft.errors import DsftError, WorldError
 from dsft.plan.layout import Layout
 from dsft.rank.environment import Launched
+from dsft.rank.launched import port_taken
 from dsft.rank.places import Device, RankPlace, here, shared_device
-from dsft.rank.port import port_taken
 from dsft.rank.route import address_towards, interface_towards
 from dsft.spec.differences import Difference, json_differences
 from dsft.spec.schema import Accelerator

@@ -24,9 +24,9 @@ from dsft.launcher.launch_plan import LAUNCHERS, TRAIN, LaunchPlan
 from dsft.launcher.output import LineWriter, StatusWriter, now
 from dsft.launcher.verdict import HEADING, STOPPED, Outcome, may_succeed
 from dsft.plan.promised import load
-from dsft.rank.allocation import allocation
 from dsft.rank.launched import master_port
 from dsft.rank.promise import check_hosts
+from dsft.rank.slurm import allocation
 from dsft.remote import Channel, NoAnswer, forwarded
 from dsft.report.redact import redact, redact_command
 from dsft.spec.schema import Spec

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dsft.errors import WorldError
 from dsft.rank import openmpi, slurm
 from dsft.rank.launched import (
+    AGENT,
     RENDEZVOUS,
     Launched,
     check_complete,
@@ -31,10 +32,6 @@ from dsft.rank.launched import (
 from dsft.system.host import free_port
 
 __all__ = ["RENDEZVOUS", "Launched", "detect"]
-
-AGENT = "DSFT_JOB"
-"""Set where `dsft launch` started this process: its five variables override those of a surrounding Slurm or
-MPI task."""
 
 
 def detect(environ: Mapping[str, str]) -> Launched:

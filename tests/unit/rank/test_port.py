@@ -13,7 +13,7 @@ import pytest
 
 from dsft.errors import WorldError
 from dsft.rank.environment import Launched
-from dsft.rank.port import check_port
+from dsft.rank.launched import check_port
 from dsft.system.host import free_port
 
 

@@ -12,7 +12,7 @@ from dsft.cli import app
 from dsft.commands.hostfile import hosts_of, write_hostfile
 from dsft.errors import DsftError, SpecError, StorageError, WorldError
 from dsft.generate.hostfile import of_words, parse
-from dsft.rank.allocation import allocation
+from dsft.rank.slurm import allocation
 
 NODES = {"SLURM_JOB_NODELIST": "n[1-3],m"}
 
