@@ -55,13 +55,10 @@ def batch_sizes(train: Train, data_parallel: int, data: Data | None = None, task
     if total != micro * steps * data_parallel:
         product = micro * steps * data_parallel
         raise _refuse(train, data_parallel, f"the product is {product}; leave one of the three sizes out")
-    return BatchSizes(total, micro, steps, data_parallel, _token_budget(data, micro, task) if data else None)
-
-
-def _token_budget(data: Data, micro_batch_size: int, task: str) -> int | None:
-    if not data.packing:
-        return None
-    return data.max_tokens_per_micro_batch or micro_batch_size * TASKS[task].rows * data.max_length
+    tokens = None
+    if data is not None and data.packing:
+        tokens = data.max_tokens_per_micro_batch or micro * TASKS[task].rows * data.max_length
+    return BatchSizes(total, micro, steps, data_parallel, tokens)
 
 
 def _whole_quotient(train: Train, total: int, given: int, data_parallel: int) -> int:

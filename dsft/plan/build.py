@@ -66,23 +66,19 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     places = layout(spec.parallel, sum(hosts.values()))
     batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
     counted = census(spec.model, cache)
-    _check_length(spec, counted)
     problems = group_problems(spec.optim, [p.name for p in counted.parameters if p.trained])
+    if counted.max_positions is not None and spec.data.max_length > counted.max_positions:
+        message = f"{spec.data.max_length} is over the model's {counted.max_positions} positions; lower it"
+        problems = [*problems, Problem("data.max_length", message)]
     if problems:
         raise SpecError("The run cannot be planned.", problems)
-    of_reference = _reference_census(spec, counted, cache)
+    is_other = has_engine(spec) and dpo_of(spec).reference_model is not None
+    of_reference = census(reference_model(spec), cache) if is_other else counted
     sizes, reference = with_reference(memory(counted, spec, places, hosts), of_reference, spec, places, hosts)
     assumed = spec.cluster is None and world_size is None
     found = (*warnings(spec), *other_version(), *_memory_warnings(spec, sizes, reference))
     flows = traffic(counted, spec, places, hosts)
     return Plan(spec, hosts, assumed, places, batch, counted, sizes, found, reference, of_reference, flows)
-
-
-def _reference_census(spec: Spec, counted: Census, cache: Path | None) -> Census:
-    """Return the census of the reference: the policy's own if the reference is the policy's initial model."""
-    if not has_engine(spec) or dpo_of(spec).reference_model is None:
-        return counted
-    return census(reference_model(spec), cache)
 
 
 def rank_ranges(places: Layout, hosts: Mapping[str, int]) -> list[RankRange]:
@@ -113,12 +109,6 @@ def _hosts(spec: Spec, world_size: int | None) -> Mapping[str, int]:
         )
         raise SpecError("The run cannot be planned.", [Problem("cluster.hosts", message)])
     return spec.cluster.hosts
-
-
-def _check_length(spec: Spec, counted: Census) -> None:
-    if counted.max_positions is not None and spec.data.max_length > counted.max_positions:
-        message = f"{spec.data.max_length} is over the model's {counted.max_positions} positions; lower it"
-        raise SpecError("The run cannot be planned.", [Problem("data.max_length", message)])
 
 
 @dataclass(frozen=True)

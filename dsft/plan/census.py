@@ -82,6 +82,10 @@ class Census:
         return sum(parameter.numel for parameter in self.parameters)
 
     @property
+    def elements(self) -> Elements:
+        return Elements(self.numel, self.trained)
+
+    @property
     def trained(self) -> int:
         """Number of trained elements, including adapters."""
         return sum(parameter.numel for parameter in self.parameters if parameter.trained)
@@ -134,8 +138,7 @@ def known_elements(model: Model) -> Elements | None:
     files another machine may not have, and for a folder that does not exist here."""
     if _is_hub_id(model):
         return None
-    counted = census(model)
-    return Elements(counted.numel, counted.trained)
+    return census(model).elements
 
 
 def _count(model: Model) -> dict[str, Any]:

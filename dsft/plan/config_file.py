@@ -89,7 +89,7 @@ def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, stric
     name = path.name
     if "bfloat16" in file:  # DeepSpeed's other name for it
         file["bf16"] = file.pop("bfloat16")
-    unknown = [Problem(*line.split(": ", 1)) for line in unknown_keys(file)]
+    unknown = [Problem(key, rest) for key, _, rest in (s.partition(": ") for s in unknown_keys(file))]
     _refuse(path, [*unknown, *_unusable(file, spec)])
     merged, changes = _with_file(spec, file)
     base = deepspeed_config(merged, batch)

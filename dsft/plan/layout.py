@@ -48,19 +48,14 @@ def layout(parallel: Parallel, world_size: int) -> Layout:
     """Return the layout of `world_size` ranks. Raise SpecError if the number of stages does not divide it."""
     stages = parallel.pipeline_stages
     if world_size % stages:
-        raise SpecError(
-            "The pipeline does not fit the processes.",
-            [Problem("parallel.pipeline_stages", _not_divided(stages, world_size))],
+        choices = " or ".join(str(n) for n in nearest_divisors(world_size, stages))
+        message = (
+            f"{stages} does not divide the {world_size} processes, and all stages need the same number; "
+            f"set {choices}, or start a multiple of {stages}"
         )
+        problem = Problem("parallel.pipeline_stages", message)
+        raise SpecError("The pipeline does not fit the processes.", [problem])
     return Layout(world_size, stages, world_size // stages)
-
-
-def _not_divided(stages: int, world_size: int) -> str:
-    choices = " or ".join(str(n) for n in nearest_divisors(world_size, stages))
-    return (
-        f"{stages} does not divide the {world_size} processes, and all stages need the same number; "
-        f"set {choices}, or start a multiple of {stages}"
-    )
 
 
 def worlds(hosts: Mapping[str, int], fewest: int) -> dict[int, frozenset[int]]:

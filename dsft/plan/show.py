@@ -13,11 +13,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dsft.plan.batch import BatchSizes
 from dsft.plan.build import Plan, build_plan, rank_ranges
-from dsft.plan.census import Elements
 from dsft.plan.cut import cut_of
-from dsft.plan.ds_config import ABSENT, ConfigEntry, deepspeed_config, entries, nested
+from dsft.plan.ds_config import ABSENT, ConfigEntry, entries, nested
 from dsft.plan.memory.offload import swap_keys, swapped
 from dsft.plan.memory.ranks import RankMemory, needed
 from dsft.plan.memory.reference import ReferenceMemory
@@ -80,8 +78,8 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
         "bubble": bubble(plan.layout.pipeline_stages, plan.batch.accumulation_steps),
         "traffic": [dataclasses.asdict(flow) | {"bytes": flow.bytes} for flow in plan.traffic],
         "reference": _reference_mapping(plan),
-        "deepspeed": deepspeed_config(spec, _known_batch(plan), _elements(plan)),
-        "reasons": {entry.key: entry.reason for entry in entries(spec, _known_batch(plan), _elements(plan))},
+        "deepspeed": nested(_keys(plan)),
+        "reasons": {entry.key: entry.reason for entry in _keys(plan)},
         "warnings": list(plan.warnings),
     }
 
@@ -109,8 +107,7 @@ def _reference_keys(plan: Plan) -> tuple[ConfigEntry, ...]:
     runs without DeepSpeed."""
     if not has_engine(plan.spec) or in_stages(plan.spec):
         return ()
-    counted = plan.reference_census
-    return reference_entries(plan.spec, Elements(counted.numel, counted.trained))
+    return reference_entries(plan.spec, plan.reference_census.elements)
 
 
 def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
@@ -143,8 +140,13 @@ def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
     yield from map(Text, _fits(plan))
     yield Text(NOT_COUNTED)
     yield heading("Step")
-    if plan.layout.pipeline_stages > 1:
-        yield Text(_bubble(plan))
+    stages, micro_batches = plan.layout.pipeline_stages, plan.batch.accumulation_steps
+    if stages > 1:
+        packed = "; more in a packed step, which has fewer micro-batches" if plan.spec.data.packing else ""
+        yield Text(
+            f"Bubble: (stages {stages} - 1) ÷ (micro-batches {micro_batches} + stages {stages} - 1) = "
+            f"{bubble(stages, micro_batches):.1%} of the step in which a stage waits{packed}"
+        )
     yield _traffic(plan)
     yield from map(Text, _less_traffic(plan))
     yield from map(Text, _attention(plan.spec))
@@ -153,10 +155,10 @@ def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
         yield from map(Text, _reference(plan, plan.reference))
     if explain:
         yield heading("DeepSpeed")
-        yield _keys(entries(plan.spec, _known_batch(plan), _elements(plan)))
+        yield _table_of(_keys(plan))
         if _reference_keys(plan):
             yield heading("DeepSpeed, of the reference")
-            yield _keys(_reference_keys(plan))
+            yield _table_of(_reference_keys(plan))
     if plan.warnings:
         yield heading("Warnings")
         for warning in plan.warnings:
@@ -192,14 +194,10 @@ def _groups(plan: Plan) -> Iterator[str]:
         )
 
 
-def _known_batch(plan: Plan) -> BatchSizes | None:
-    """Return the batch sizes; None if the world size is known only at the start, so that the JSON leaves out
-    what depends on it."""
-    return None if plan.assumed else plan.batch
-
-
-def _elements(plan: Plan) -> Elements:
-    return Elements(plan.census.numel, plan.census.trained)
+def _keys(plan: Plan) -> tuple[ConfigEntry, ...]:
+    """Return the DeepSpeed keys. If the world size is known only at the start, those that depend on it are
+    left out."""
+    return entries(plan.spec, None if plan.assumed else plan.batch, plan.census.elements)
 
 
 def _steps(plan: Plan) -> str:
@@ -281,15 +279,6 @@ def _fits(plan: Plan) -> Iterator[str]:
         yield f"It fits into the hosts' {given:g} GiB (cluster.host_memory_gib), with a tenth to spare."
 
 
-def _bubble(plan: Plan) -> str:
-    stages, micro_batches = plan.layout.pipeline_stages, plan.batch.accumulation_steps
-    return (
-        f"Bubble: (stages {stages} - 1) ÷ (micro-batches {micro_batches} + stages {stages} - 1) = "
-        f"{bubble(stages, micro_batches):.1%} of the step in which a stage waits"
-        f"{'; more in a packed step, which has fewer micro-batches' if plan.spec.data.packing else ''}"
-    )
-
-
 def _traffic(plan: Plan) -> RenderableType:
     """Return the table of what the busiest rank sends, reads and writes in a step."""
     if not plan.traffic:
@@ -352,7 +341,7 @@ def _host_rows(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
     return [(f"host {host}", size_text(size)) for host, size in sizes.items()]
 
 
-def _keys(found: Sequence[ConfigEntry]) -> Table:
+def _table_of(found: Sequence[ConfigEntry]) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     for column in ("key", "value", "reason"):
         table.add_column(column, overflow="fold")

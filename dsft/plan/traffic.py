@@ -229,7 +229,12 @@ def _to_host(step: _Step) -> Iterator[Flow]:
     width = weight_bytes(step.spec)
     if parallel.offload_optimizer.device != "none":
         yield Flow("gradients", "host memory", 1, step.share * FP32)
-        yield from _added_gradients(step)
+        zero, times = parallel.zero_stage, step.micro_batches
+        if zero == 3 or (zero == 2 and times > 1):
+            # The earlier gradients are copied back to the GPU and added there (stage_1_and_2.py:1809
+            # async_accumulate_grad_in_cpu_via_gpu, stage3.py:2023 grad_buffer).
+            added = step.share * (width if zero == 2 else FP32)
+            yield Flow("gradients that add up", "host memory", times, 2 * added)
         if parallel.offload_parameters.device == "none":
             yield Flow("updated parameters", "host memory", 1, step.share * width)
     if parallel.offload_parameters.device != "none":
@@ -254,13 +259,3 @@ def _to_disk(step: _Step) -> Iterator[Flow]:
 def _read(step: _Step) -> int:
     """Return the bytes of its own share that a rank reads for a micro-batch."""
     return -(-_gathered(step) // step.layout.data_parallel) * weight_bytes(step.spec)
-
-
-def _added_gradients(step: _Step) -> Iterator[Flow]:
-    """Yield the accumulation of offloaded gradients at ZeRO 2 and 3: for each micro-batch, the earlier
-    gradients are copied back to the GPU and added there (stage_1_and_2.py:1809
-    async_accumulate_grad_in_cpu_via_gpu, stage3.py:2023 grad_buffer)."""
-    zero, times = step.spec.parallel.zero_stage, step.micro_batches
-    if zero == 3 or (zero == 2 and times > 1):
-        width = weight_bytes(step.spec) if zero == 2 else FP32
-        yield Flow("gradients that add up", "host memory", times, 2 * step.share * width)

@@ -24,7 +24,7 @@ from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
 from dsft.model.weights import DTYPES
-from dsft.plan.census import Census, Elements, census_from
+from dsft.plan.census import Census, census_from
 from dsft.plan.cut import cut_of
 from dsft.plan.reference import dpo_of, reference_config, reference_model, reference_parallel
 from dsft.spec.schema import Spec
@@ -41,7 +41,7 @@ def config_of(spec: Spec, facts: TokenFacts) -> dict[str, Any]:
 def _census_and_config(spec: Spec, facts: TokenFacts) -> tuple[Census, dict[str, Any]]:
     cuts = reference_parallel(spec).pipeline_stages > 1
     census = census_from(take_census(reference_model(spec), facts, cuts=cuts))
-    return census, reference_config(spec, Elements(census.numel, census.trained))
+    return census, reference_config(spec, census.elements)
 
 
 @dataclass(frozen=True)

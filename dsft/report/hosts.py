@@ -214,7 +214,8 @@ class StragglerDetector:
         if self._unjudged < JUDGED_EVERY or not self._trimmed():
             return []
         self._unjudged = 0.0
-        total = [_summed(windows) for windows in zip(*(ranks for ranks, _ in recent), strict=True)]
+        of_ranks = zip(*(ranks for ranks, _ in recent), strict=True)
+        total = [RankWindow(*map(math.fsum, zip(*windows, strict=True))) for windows in of_ranks]
         if self._usual is None:
             self._usual = [max(spent.own, 1e-9) for spent in total]
             recent.clear()
@@ -309,7 +310,3 @@ def others_medians(values: Sequence[float]) -> list[float]:
         low, high = (k + (k >= position) for k in ((others - 1) // 2, others // 2))
         found[index] = (ranked[low] + ranked[high]) / 2
     return found
-
-
-def _summed(windows: Sequence[RankWindow]) -> RankWindow:
-    return RankWindow(*(math.fsum(values) for values in zip(*windows, strict=True)))

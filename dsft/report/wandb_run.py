@@ -89,7 +89,9 @@ def _start(
             return run
         except Exception as error:  # noqa: B902  no network, no right to the project, quota, …
             log(f"W&B: recording offline, {one_line(error)}.")
-            _forget_failed_start()
+            import wandb
+
+            wandb.teardown()  # its own process treats the id of a failed start as still in use
     run = _init(section, run_dir, config, run_id, "offline")
     log(f"W&B: recorded offline; to send it: wandb sync --id {run_id} {run_dir}/wandb/offline-run-*")
     return run
@@ -113,13 +115,6 @@ def _ask_server(environ: Mapping[str, str]) -> None:
         raise ConnectionError(f"{address} cannot be reached ({type(error).__name__})") from error
     if not answer.ok:
         raise ConnectionError(f"{address} answered {answer.status_code} {answer.reason}")
-
-
-def _forget_failed_start() -> None:
-    """Reset wandb's own process, which treats the id of a run that failed to start as still in use."""
-    import wandb
-
-    wandb.teardown()
 
 
 def _init(section: Wandb, run_dir: Path, config: dict[str, Any], run_id: str, mode: str) -> Any:

@@ -19,7 +19,7 @@ from dsft.engine.aio import MEASURED, SETTINGS, Rates, fastest, rates
 from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.model.census import take_census
-from dsft.plan.census import Census, Elements, census_from
+from dsft.plan.census import Census, census_from
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.ds_config import bucket_sizes, sized
 from dsft.plan.memory.offload import (
@@ -86,7 +86,7 @@ def untrained_rows(model: Model, inputs: Inputs, counted: Census) -> Iterator[st
 
 def _with_bucket_sizes(job: Job, config: Config, counted: Census, log: Log) -> Config:
     """Fill in the bucket sizes, and report each that the user's DeepSpeed JSON sets to another value."""
-    elements = Elements(counted.numel, counted.trained)
+    elements = counted.elements
     for key, size in bucket_sizes(elements):
         given = config["zero_optimization"].get(key)
         if key in job.decided and given != size:

@@ -169,13 +169,8 @@ def weights(rank: RankSetup) -> Tensors:
         flat = each(rank.trained, rank.weight) if rank.zero == 0 else one(rank.elements * rank.weight)
         return flat + each(rank.frozen, rank.weight)
     small = [numel for numel in rank.trained + rank.frozen if numel <= PERSIST_BELOW]
-    return _shares(rank) + each(small, rank.weight)
-
-
-def _shares(rank: RankSetup) -> Tensors:
-    """Return a rank's shards of the weights at ZeRO 3; trained ones are one tensor (stage3.py:972
-    defragment)."""
-    return one(rank.share * rank.weight) + each(rank.shares(rank.frozen), rank.weight)
+    shards = one(rank.share * rank.weight) + each(rank.shares(rank.frozen), rank.weight)
+    return shards + each(small, rank.weight)  # trained shards are one tensor (stage3.py:972 defragment)
 
 
 def _whole(rank: RankSetup) -> dict[str, Phase]:
