@@ -20,7 +20,7 @@ from dsft.errors import Problem, SpecError
 from dsft.model.policy import Policy
 from dsft.model.stage import SplitPoints, cut_to_stage
 from dsft.plan.cut import Cut
-from dsft.spec.architecture import uncuttable
+from dsft.spec.architecture import pipeline_obstacle
 
 VOCABULARY, WIDTH, WINDOW, MOST_LAYERS = 32, 32, 3, 6
 BOUND = 1e-4
@@ -58,7 +58,7 @@ def find_split_points(config: PreTrainedConfig) -> SplitPoints | str:
 
 
 def _find(config: PreTrainedConfig) -> SplitPoints | str:
-    reason = uncuttable(config.to_dict())
+    reason = pipeline_obstacle(config.to_dict())
     if reason is not None or config.num_hidden_layers == 1:
         return reason or "a model of one layer cannot be cut into stages"
     try:

@@ -13,7 +13,7 @@ from dsft.spec.schema import Parallel, Spec
 
 MODEL = ("model.name_or_path", "model.from_config")
 
-CUTTABLE = frozenset(
+PIPELINE_MODEL_TYPES = frozenset(
     """
     apertus arcee cohere cohere2 cohere_compass_text cwm doge ernie4_5 exaone4 falcon gemma gemma2 gemma3_text
     gemma4_unified_text glm glm4 gpt2 gpt_bigcode gpt_neox granite granite_swa helium hunyuan_v1_dense
@@ -28,13 +28,13 @@ stages of each with the whole model."""
 PER_LAYER_INPUTS = ("gemma3n_text", "gemma4_text")
 
 
-def uncuttable(config: Mapping[str, Any]) -> str | None:
+def pipeline_obstacle(config: Mapping[str, Any]) -> str | None:
     """Return why a model with this config cannot be cut into pipeline stages; None if nothing in the config
     prevents it."""
     kind = config.get("model_type")
     if kind in PER_LAYER_INPUTS:
         return f"a {kind} model cannot be cut into stages, since each of its layers looks up tokens again"
-    if isinstance(kind, str) and kind not in CUTTABLE:
+    if isinstance(kind, str) and kind not in PIPELINE_MODEL_TYPES:
         return f"cutting a {kind} model into stages has not been tested (docs/models.md lists tested models)"
     if config.get("num_kv_shared_layers"):
         return f"a {kind} model whose layers share keys and values cannot be cut into stages"
@@ -66,7 +66,7 @@ def _pipeline_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Findin
         spec.parallel.pipeline_stages,
         _layers_per_stage(spec.parallel),
     )
-    reason = uncuttable(config)
+    reason = pipeline_obstacle(config)
     if reason is not None:
         yield value_finding(spec, key, f"stages are not possible: {reason}; set it to 1", *MODEL)
     layers = config.get("num_hidden_layers", config.get("n_layer"))

@@ -27,7 +27,7 @@ def combinations(spec: Spec) -> Iterator[Finding]:
 
 def _model(spec: Spec) -> Iterator[Finding]:
     name, config = spec.model.name_or_path, spec.model.from_config
-    if spec.model.trust_remote_code:
+    if value_at(spec, "model.trust_remote_code"):
         message = (
             "is not offered, since code that comes with a model is never run; use a model whose class is "
         )

@@ -139,19 +139,20 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
 
 def feature_of_key(name: str) -> NotOffered | None:
     """Return the feature that an unknown key of a spec asks for, in any section; None if it is none."""
-    name = _plain(name).removeprefix("pipeline_model_")  # Megatron's pipeline_model_parallel_size is ours
+    # without the prefix, since Megatron's pipeline_model_parallel_size is offered
+    name = _normalized(name).removeprefix("pipeline_model_")
     return next((one for one in NOT_OFFERED if _fits(one.keys, name)), None)
 
 
 def feature_of_value(name: str, value: object) -> NotOffered | None:
     """Return the feature that a value asks for; None if it is none. name: the key as written, or the spec's
     dotted key."""
-    features = (one for one in NOT_OFFERED if _plain(name) in one.of)
+    features = (one for one in NOT_OFFERED if _normalized(name) in one.of)
     return next((one for one in features if _fits(one.values, str(value))), None)
 
 
 def _fits(names: str, text: str) -> bool:
-    text = _plain(text)
+    text = _normalized(text)
     return any(
         f"_{name}_" in f"_{text}_"
         if len(name) > SHORT
@@ -184,5 +185,5 @@ def is_off(value: object) -> bool:
     return value is not True and value in (None, False, 0, 1, "auto", "none", "")
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return name.strip().lower().replace("-", "_")

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dsft.spec.architecture import CUTTABLE
+from dsft.spec.architecture import PIPELINE_MODEL_TYPES
 from tests.architectures.cases import ARCHITECTURES, BOUND, PACKED, USUAL, small_model
 from tests.launching import ROOT, forked
 from tests.selected import selected, tiered
@@ -96,7 +96,7 @@ def table(results: dict[str, Any]) -> str:
     ]
     for kind in ARCHITECTURES:
         cells = [worst(results[kind][mode], step) for mode in MODES for step in STEPS]
-        pipeline = "yes" if kind in CUTTABLE else "refused"
+        pipeline = "yes" if kind in PIPELINE_MODEL_TYPES else "refused"
         lines.append(f"| {kind} | {' | '.join(cells)} | equal | {pipeline} |")
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ from dsft.model.split_points import find_split_points
 from dsft.model.stage import SplitPoints, cut_to_stage
 from dsft.older import checkpoint_activations
 from dsft.plan.cut import Cut
-from dsft.spec.architecture import CUTTABLE
+from dsft.spec.architecture import PIPELINE_MODEL_TYPES
 from tests.architectures.cases import ARCHITECTURES, PACKED, USUAL, deeper, small_config, small_model
 from tests.selected import tiered
 
@@ -106,7 +106,7 @@ def test_stages_are_the_whole(kind: str) -> None:
 
 
 def test_what_can_be_cut_is_listed() -> None:
-    assert CUTTABLE == ARCHITECTURES.keys() - REFUSED.keys()
+    assert PIPELINE_MODEL_TYPES == ARCHITECTURES.keys() - REFUSED.keys()
 
 
 @pytest.mark.parametrize("kind", REFUSED)
