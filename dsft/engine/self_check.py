@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dsft.data.sets.dataset import Dataset, Example
-from dsft.data.steps.batch import NO_TARGET
+from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.collate import collate_packed, collate_padded
 from dsft.engine.api import Scorer
 from dsft.engine.world import World
@@ -91,15 +91,13 @@ def check_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, p
         return "head: the model's output layer is not a plain linear one; its logits are computed whole"
     rows = [Example(e.input_ids[:WIDE], e.trained[:WIDE], e.source) for e in real_rows(dataset)[:2]]
     batch = collate_padded(rows, pad_id)
-    is_target = (batch.targets != NO_TARGET).to(world.device)
     with own_attention(policy.causal_lm):
         found = engine.score([batch])
         policy.full_logits = policy.is_last
         own = engine.score([batch])
         policy.full_logits = False
     dtype = next(policy.parameters()).dtype
-    compared = [_apart(a[is_target], b[is_target], HEAD[dtype]) for a, b in zip(found, own, strict=True)]
-    apart, allowed = max((pair for rank in world.gather(compared) for pair in rank), key=_excess)
+    apart, allowed = _largest_difference(found, own, [batch], HEAD[dtype], world)
     if apart <= allowed:
         softmax = sorted(set(world.gather(policy.softmax_description(world.device))) - {""})
         tried = f"head: tried on real rows, at most {apart:.1g} nats from the model's own logits"
@@ -116,18 +114,13 @@ def check_kernels(engine: Scorer, policy: Policy, dataset: Dataset, world: World
     collective. Returns a line for the log; raises SpecError on every rank where a token's loss differs by
     more than rounding."""
     batches = [collate_padded([row], pad_id) for row in real_rows(dataset)]
-    are_targets = [(batch.targets != NO_TARGET).to(world.device) for batch in batches]
     with own_attention(policy.causal_lm):
         found = engine.score(batches)
         with plain_kernels(policy.causal_lm):
             own = engine.score(batches)
     dtype = next(policy.parameters()).dtype
-    compared = [
-        _apart(one[is_target], other[is_target], KERNELS[dtype])
-        for one, other, is_target in zip(found, own, are_targets, strict=bool(found))
-    ]
-    apart, allowed = max((pair for rank in world.gather(compared) for pair in rank), key=_excess)
-    if _excess((apart, allowed)) > 0:
+    apart, allowed = _largest_difference(found, own, batches, KERNELS[dtype], world)
+    if not apart <= allowed:
         message = (
             f"a token's loss is {apart:.2g} nats from that of the model's own modules ({allowed:.2g} is "
             "rounding); set it to torch"
@@ -142,17 +135,25 @@ def check_kernels(engine: Scorer, policy: Policy, dataset: Dataset, world: World
     )
 
 
-def _apart(found: Tensor, own: Tensor, rounding: float) -> tuple[float, float]:
-    """Return the largest difference, and what rounding explains: that is relative to the spread of the
-    log-probabilities, so that a wrong scale or soft-cap shows however small the logits of a fresh model
-    are."""
-    spread = float(own.max() - own.min())
-    return float((found - own).abs().max()), ROUNDING + rounding * spread
-
-
-def _excess(pair: tuple[float, float]) -> float:
-    apart, allowed = pair
-    return apart - allowed if math.isfinite(apart) else math.inf
+def _largest_difference(
+    found: Sequence[Tensor],
+    own: Sequence[Tensor],
+    batches: Sequence[MicroBatch],
+    rounding: float,
+    world: World,
+) -> tuple[float, float]:
+    """Return the largest difference between two scorings of `batches` on any rank, and what rounding
+    explains of it: `rounding` times the spread of the log-probabilities, so that a wrong scale or soft-cap
+    shows however small the logits of a fresh model are. A collective."""
+    compared = []
+    for one, other, batch in zip(found, own, batches, strict=bool(found)):
+        is_target = (batch.targets != NO_TARGET).to(world.device)
+        spread = float(other[is_target].max() - other[is_target].min())
+        compared.append((float((one - other)[is_target].abs().max()), ROUNDING + rounding * spread))
+    return max(
+        (pair for rank in world.gather(compared) for pair in rank),
+        key=lambda pair: pair[0] - pair[1] if math.isfinite(pair[0]) else math.inf,
+    )
 
 
 def real_rows(dataset: Dataset) -> list[Example]:

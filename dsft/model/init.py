@@ -22,7 +22,7 @@ from dsft.model.weights import (
     Sharding,
     TensorSlots,
     has_nan,
-    in_order,
+    initialization_order,
     own_tensors,
     uninitialized_error,
 )
@@ -35,7 +35,7 @@ class FreshWeights:
         """`model` is on the meta device, as transformers builds it."""
         self._kind = type(model).__name__
         self._seed = seed
-        self._order = in_order(model)
+        self._order = tuple(initialization_order(model, model))
         self._tied = _tied(model)
         self._finished = _finished(self._order, self._tied)
 

@@ -26,7 +26,7 @@ from dsft.model.weights import (
     TensorReader,
     TensorSlots,
     check_finite,
-    in_order,
+    initialization_order,
     own_tensors,
 )
 
@@ -41,7 +41,7 @@ class ReadWeights:
         """Check the values. `model` is on the meta device, as transformers builds it. Raises
         MissingInputError where the values are not exactly this model's."""
         self._kind = type(model).__name__
-        self._order = in_order(model)
+        self._order = tuple(initialization_order(model, model))
         self._values = values
         self._names = _names(model)
         _check(model, values, self._names)

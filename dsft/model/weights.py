@@ -83,16 +83,12 @@ class NamedModule(NamedTuple):
     owner: PreTrainedModel
 
 
-def in_order(model: PreTrainedModel) -> tuple[NamedModule, ...]:
-    """Return the modules, children first, then the module itself: transformers' own order of
-    initialization."""
-    return tuple(_in_order(model, "", model))
-
-
-def _in_order(module: nn.Module, name: str, owner: PreTrainedModel) -> Iterator[NamedModule]:
+def initialization_order(module: nn.Module, owner: PreTrainedModel, name: str = "") -> Iterator[NamedModule]:
+    """Yield the modules, children first, then the module itself: transformers' own order of
+    initialization. owner: the nearest model above the module, or itself."""
     for child_name, child in module.named_children():
         child_owner = child if isinstance(child, PreTrainedModel) else owner
-        yield from _in_order(child, f"{name}.{child_name}" if name else child_name, child_owner)
+        yield from initialization_order(child, child_owner, f"{name}.{child_name}" if name else child_name)
     yield NamedModule(module, name, owner)
 
 
