@@ -10,7 +10,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -45,18 +45,17 @@ class Piece:
     key: str
 
 
+@dataclass(eq=False)
 class CheckpointReader:
     """An opened checkpoint. `files`: those that the manifest lists; `state`: state.json, see
-    `CheckpointState` in save.py."""
+    `CheckpointState` in save.py; `digest`: that of the manifest, which lists all other files, so that it
+    identifies the checkpoint."""
 
-    def __init__(
-        self, path: Path, files: Mapping[str, FileDigest], state: Mapping[str, Any], digest: str
-    ) -> None:
-        self.path = path
-        self.files = files
-        self.state = state
-        self.digest = digest  # of the manifest, which lists all other files: identifies the checkpoint
-        self._open: dict[str, Any] = {}
+    path: Path
+    files: Mapping[str, FileDigest]
+    state: Mapping[str, Any]
+    digest: str
+    _open: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def open(cls, path: Path) -> CheckpointReader:
@@ -97,9 +96,9 @@ class CheckpointReader:
             )
         if damaged := damage(path / STATE, files[STATE]):
             raise CheckpointError(f"{damaged}; the checkpoint is damaged.")
-        checkpoint = cls(path, files, _json(path / STATE), digest)
-        checkpoint._check_step()
-        return checkpoint
+        state = _json(path / STATE)
+        _check_step(path, state)
+        return cls(path, files, state, digest)
 
     @property
     def step(self) -> int:
@@ -149,19 +148,6 @@ class CheckpointReader:
             values = self._file(piece.file).get_slice(piece.key)
             result[low - start : high - start] = values[low - piece.start : high - piece.start]
         return result
-
-    def _check_step(self) -> None:
-        """Check that the folder's name has the step of state.json. The newest checkpoint is found by the
-        folder's name, so under a wrong name each start would resume from the wrong one."""
-        try:
-            step = self.step
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{self.path / STATE} has no valid step ({error!r}).") from None
-        if STEP.fullmatch(self.path.name) and self.path.name != f"step-{step}":
-            raise CheckpointError(
-                f"{self.path} is the checkpoint of step {step}; rename it to step-{step}, or move it out of "
-                "this folder."
-            )
 
     def _pieces_of(self, name: str, kind: str, start: int, stop: int) -> list[Piece]:
         """Return the pieces that cover [start, stop), in order and without a gap."""
@@ -272,6 +258,19 @@ def step_folders(run: Path) -> list[Path]:
 def step_of(path: Path) -> int:
     """Return N of a folder step-N."""
     return int(path.name.removeprefix("step-"))
+
+
+def _check_step(path: Path, state: Any) -> None:
+    """Check that the folder's name has the step of state.json. The newest checkpoint is found by the folder's
+    name, so under a wrong name each start would resume from the wrong one."""
+    try:
+        step = int(state["progress"]["step"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path / STATE} has no valid step ({error!r}).") from None
+    if STEP.fullmatch(path.name) and path.name != f"step-{step}":
+        raise CheckpointError(
+            f"{path} is the checkpoint of step {step}; rename it to step-{step}, or move it elsewhere."
+        )
 
 
 def _named_by(pointer: Path) -> Path:

@@ -4,7 +4,6 @@ files), `check` finds those that are missing or differ."""
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -77,12 +76,10 @@ def digest(file: Path, size: int) -> str:
 
 
 def hub_cache() -> Path:
-    """Return the cache folder that huggingface_hub uses (constants.py)."""
-    home = os.environ.get("HF_HOME") or Path(
-        os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface"
-    )
-    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    return Path(named or Path(home, "hub")).expanduser()
+    """Return huggingface_hub's cache folder."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
 
 
 def _hub(name: str, kind: str) -> dict[str, Any]:
@@ -92,8 +89,9 @@ def _hub(name: str, kind: str) -> dict[str, Any]:
     try:
         commit = (folder / "refs" / (revision or "main")).read_text(encoding="ascii").strip()
     except OSError:
-        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-        return {"missing": "is not in the cache", "folder": str(folder), "offline": offline}
+        from huggingface_hub.constants import HF_HUB_OFFLINE
+
+        return {"missing": "is not in the cache", "folder": str(folder), "offline": HF_HUB_OFFLINE}
     return {"commit": commit}
 
 

@@ -88,26 +88,22 @@ def needs_of(
     """Return the needs of a spec. hosts: in place of the spec's; environ: variables that each rank gets, by
     default those that `dsft.remote.forwarded` selects here."""
     own = hosts or (spec.cluster.hosts if spec.cluster else None)
-    found: Mapping[str, int | None] = dict(own) if own else {"localhost": None}
+    slots: Mapping[str, int | None] = dict(own) if own else {"localhost": None}
     census = known_census(spec.model)
-    swapped = _swapped(spec, census, found)
+    swap = _swapped(spec, census, slots)
     given = forwarded(os.environ, spec.cluster) if environ is None else environ
+    is_slurm = spec.cluster is not None and spec.cluster.launcher == "slurm"
     return Needs(
         spec,
-        found,
+        slots,
         port,
-        dict(_places(spec, census, swapped, found)),
-        swapped.locked if swapped else None,
+        dict(_places(spec, census, swap, slots)),
+        swap.locked if swap else None,
         tuple(_inputs(spec, spec_path)),
         tuple(needed_ops(spec)),
         {**given, **environment(spec.cluster)},
-        _through(spec),
+        "srun" if is_slurm and os.environ.get("SLURM_JOB_ID") else "ssh",
     )
-
-
-def _through(spec: Spec) -> Literal["ssh", "srun"]:
-    is_slurms = spec.cluster is not None and spec.cluster.launcher == "slurm"
-    return "srun" if is_slurms and os.environ.get("SLURM_JOB_ID") else "ssh"
 
 
 def _swapped(spec: Spec, census: Census | None, hosts: Mapping[str, int | None]) -> Swapped | None:
@@ -121,14 +117,12 @@ def _swapped(spec: Spec, census: Census | None, hosts: Mapping[str, int | None])
 
 
 def _places(
-    spec: Spec, census: Census | None, swapped: Swapped | None, hosts: Mapping[str, int | None]
+    spec: Spec, census: Census | None, swap: Swapped | None, hosts: Mapping[str, int | None]
 ) -> Iterator[tuple[str, FolderNeeds]]:
     yield "output_dir", _output(spec, census)
     if any(not source.path.startswith(BUILTIN_PREFIX) for source in (*spec.data.train, *spec.data.eval)):
-        yield (
-            "data.cache_dir",
-            FolderNeeds(spec.data.cache_dir or str(Path(spec.output_dir, ".cache", "data"))),
-        )
+        cache = spec.data.cache_dir or str(Path(spec.output_dir, ".cache", "data"))
+        yield "data.cache_dir", FolderNeeds(cache)
     yield EXTENSIONS, FolderNeeds(None)
     if any(each["kind"].startswith("hub-") for each in _inputs(spec, Path())):
         yield HUB, FolderNeeds(None)
@@ -137,8 +131,8 @@ def _places(
         folder = getattr(spec.parallel, key).nvme_path
         if folder is not None:
             size = None
-            if swapped is not None:
-                size = most * (swapped.states if key == "offload_optimizer" else swapped.parameters)
+            if swap is not None:
+                size = most * (swap.states if key == "offload_optimizer" else swap.parameters)
             yield f"parallel.{key}.nvme_path", FolderNeeds(folder, size, size)
 
 

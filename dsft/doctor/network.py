@@ -7,9 +7,9 @@ import errno
 import ipaddress
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -48,7 +48,7 @@ def look(names: Sequence[str]) -> dict[str, Any]:
 def addresses(name: str) -> list[str]:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):
         return []
     return sorted({str(place[4][0]) for place in found})
 
@@ -110,18 +110,11 @@ def _connect(address: str, port: int) -> str | float:
 def each(work: Callable[[str], T], names: Sequence[str], limit: float) -> dict[str, T | None]:
     """Call `work` for all names in parallel threads; None for calls that take longer than `limit` seconds (a
     call to the name service cannot be cancelled)."""
-    found: dict[str, T | None] = dict.fromkeys(names)
-
-    def one(name: str) -> None:
-        found[name] = work(name)
-
-    threads = [threading.Thread(target=one, args=(name,), daemon=True) for name in names]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + limit
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    return dict(found)
+    pool = ThreadPoolExecutor(max(1, len(names)))
+    calls = {name: pool.submit(work, name) for name in names}
+    wait(calls.values(), limit)
+    pool.shutdown(wait=False)
+    return {name: call.result() if call.done() else None for name, call in calls.items()}
 
 
 def port(probed: ProbeResults) -> Iterator[CheckResult]:

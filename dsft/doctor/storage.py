@@ -70,11 +70,8 @@ def folder(key: str, path: Path) -> dict[str, Any]:
 def nonce_file(shared: str, nonce: str) -> Iterator[str | None]:
     """Write a file with the nonce to the shared folder; yield its path, None if it cannot be written. At the
     end, remove the file and the folders created for it."""
-    folder, created = Path(shared).absolute(), []
-    for each in (folder, *folder.parents):
-        if each.exists():
-            break
-        created.append(each)
+    folder = Path(shared).absolute()
+    created = [each for each in (folder, *folder.parents) if not each.exists()]
     file = folder / f".dsft-doctor-{nonce}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

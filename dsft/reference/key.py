@@ -90,8 +90,13 @@ def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
 def weights_of(spec: Spec, model: Model) -> Components:
     """Return the components `weights` and `adapter`, from the current contents of the files. Raises as
     `key_of`."""
-    memory = cache_folder(spec) / DIGESTS
-    return {"weights": _weights(model, spec.train.seed, memory), "adapter": _adapter(model, memory)}
+    cache = cache_folder(spec) / DIGESTS
+    files, adapter = paths_of(model)
+    fresh = {"from_config": model.from_config, "seed": spec.train.seed}
+    return {
+        "weights": digests(files, cache) if model.name_or_path is not None else fresh,
+        "adapter": digests(adapter, cache) if adapter else None,
+    }
 
 
 def paths_of(model: Model) -> tuple[list[Path], list[Path]]:
@@ -103,22 +108,11 @@ def paths_of(model: Model) -> tuple[list[Path], list[Path]]:
     return weight_files(name) or pickled_files(name), adapter
 
 
-def _weights(model: Model, seed: int, memory: Path) -> Components:
-    if model.name_or_path is None:
-        return {"from_config": model.from_config, "seed": seed}
-    return digests(paths_of(model)[0], memory)
-
-
-def _adapter(model: Model, memory: Path) -> Components | None:
-    files = paths_of(model)[1]
-    return digests(files, memory) if files else None
-
-
-def digests(files: Sequence[Path], memory: Path) -> dict[str, str]:
+def digests(files: Sequence[Path], cache: Path) -> dict[str, str]:
     """Return the SHA-256 of each file by its name; several files are read at a time. Raises as `key_of`."""
     try:
         with ThreadPoolExecutor(_READERS) as pool:
-            found = list(pool.map(lambda file: content_digest(file, memory), files))
+            found = list(pool.map(lambda file: content_digest(file, cache), files))
     except OSError as error:
         raise MissingInputError(
             f"{error.filename}, which has weights of the reference, cannot be read ({error.strerror}); "

@@ -142,7 +142,7 @@ def test_digests(tmp_path: Path) -> None:
 
 
 def test_the_commit_that_a_cache_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     wanted = [{"key": "m", "path": "owner/name", "kind": "hub-model"}]
     assert inputs.look(wanted)["m"]["missing"] == "is not in the cache"
     refs = tmp_path / "models--owner--name" / "refs"
