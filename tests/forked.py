@@ -28,9 +28,8 @@ SHARED = (
     "dsft.run",
     "transformers.models.llama.modeling_llama",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # by DeepSpeed's start, and torch.compile with it
-    "matplotlib.figure",
 )
-"""What every rank imports, or rank 0."""
+"""What every rank imports."""
 
 PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
 
@@ -55,12 +54,16 @@ def serve(parent: int) -> None:
 
 def make_once() -> None:
     """What each rank would find out again: the machine's processor, for which DeepSpeed starts programs and
-    waits a second whenever it loads an operation or makes a CPU Adam; and transformers' table of names."""
+    waits a second whenever it loads an operation or makes a CPU Adam; its memory nodes, for which it starts
+    one thirty times per engine; and transformers' table of names."""
     import cpuinfo
+    from deepspeed.utils import numa
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     known = cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     known()
+    numa.get_numa_cores = functools.cache(numa.get_numa_cores)
+    numa.get_numa_cores()
     get_checkpoint_conversion_mapping("llama")
 
 
@@ -122,6 +125,8 @@ def run(asked: dict[str, Any], told: Mapping[str, str] = MappingProxyType({})) -
     os.environ |= told
     sys.argv = [asked["script"], *asked["args"]]
     sys.path[0] = str(Path(asked["script"]).resolve().parent)
+    hidden: Any = None  # as if not installed: to draw a run's curves takes longer than to train
+    sys.modules["matplotlib"] = hidden
     runpy.run_path(asked["script"], run_name="__main__")
     return 0
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,10 +39,19 @@ LLAMA = {
 }  # fmt: skip
 
 
+@functools.cache
+def tokens() -> str:
+    """Folder of the tokens of all specs of this process, which are made once."""
+    folder = tempfile.mkdtemp(prefix="dsft-tokens-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 def write_spec(folder: Path, tied: bool = False) -> Path:
     """`tied`: the model's embedding is its head too."""
     path = folder / "small.yaml"
     text = SPEC.replace("tie_word_embeddings: false", f"tie_word_embeddings: {str(tied).lower()}")
+    text = text.replace("max_length: 256\n", f"max_length: 256\n  cache_dir: {tokens()}\n")
     path.write_text(text + f"output_dir: {folder / 'runs'}\n")
     return path
 

@@ -87,13 +87,12 @@ def typed(launcher: str, folder: Path, *words: str) -> Iterator[Typed]:
         run.process.wait()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("stopped")
-    path = write_spec(made)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = write_spec(tmp_path)
     text = path.read_text().replace("max_steps: 10, eval_every: 5", f"max_steps: {STEPS}, eval_every: 5")
     path.write_text(text.replace("{every: 4}", "{every: 40}"))
-    return made
+    return tmp_path
 
 
 def latest(folder: Path) -> int:
@@ -106,36 +105,40 @@ def goes_on_from(run: Typed, step: int) -> bool:
     return f"going on from step {step}: " in run.said.read_text()
 
 
-def test_stops_and_kills_leave_a_run_that_goes_on_bit_for_bit(folder: Path) -> None:
-    with typed("deepspeed", folder) as run:  # one rank is asked: all save the same step
-        seconds, code = run.end_after(lambda: run.rank(1).terminate())
-        assert (code, seconds < allowed(SAVES)) == (75, True)
-        saved = latest(folder)
-        assert f"stopped at step {saved} of {STEPS} by SIGTERM, and saved" in run.said.read_text()
+FAULTS: dict[str, tuple[str, Callable[[Typed], object], int | None, float, bool]] = {
+    # one rank is asked: all save the same step
+    "a rank is asked": ("deepspeed", lambda run: run.rank(1).terminate(), 75, SAVES, True),
+    # launch.py alone: deepspeed itself says 0
+    "launch.py is killed": ("deepspeed", lambda run: run.launch().kill(), None, LIMIT, False),
+    # Ctrl-C: a terminal signals the whole group
+    "Ctrl-C": ("torchrun", lambda run: os.killpg(run.process.pid, signal.SIGINT), 1, SAVES, True),
+    # raw ranks train on, nobody's children, and save
+    "deepspeed is asked": ("deepspeed", lambda run: run.process.terminate(), -signal.SIGTERM, LIMIT, True),
+    "a rank is killed": ("torchrun", lambda run: run.rank(1).kill(), 1, LIMIT, False),
+}
+"""What happens to the command: its launcher, the fault, its exit code, seconds to the end of all processes,
+whether the run saves."""
+ALWAYS = ("a rank is asked", "launch.py is killed", "Ctrl-C")
+"""On two hosts tests/lab/test_typed_faults.py always asks deepspeed, and always kills a rank."""
 
-    with typed("deepspeed", folder) as run:  # M11: raw ranks train on, nobody's children
-        assert goes_on_from(run, saved)
-        seconds, code = run.end_after(run.process.terminate)
-        assert (code, seconds < allowed(LIMIT)) == (-signal.SIGTERM, True)
-        assert saved < latest(folder), "it was saved on the way"
-        saved = latest(folder)
 
-    with typed("deepspeed", folder) as run:  # M12: launch.py is killed; deepspeed itself says 0
-        assert goes_on_from(run, saved)
-        seconds, _ = run.end_after(lambda: run.launch().kill())
-        assert seconds < allowed(LIMIT) and latest(folder) == saved
-
-    with typed("torchrun", folder) as run:  # M9
-        assert goes_on_from(run, saved)
-        seconds, code = run.end_after(lambda: run.rank(1).kill())
-        assert (code, seconds < allowed(LIMIT)) == (1, True)
-
-    with typed("torchrun", folder) as run:  # Ctrl-C: a terminal signals the whole group
-        assert goes_on_from(run, saved)
-        seconds, code = run.end_after(lambda: os.killpg(run.process.pid, signal.SIGINT))
-        assert (code, seconds < allowed(SAVES)) == (1, True)
-        assert saved < latest(folder)
-        saved = latest(folder)
+@pytest.mark.parametrize(
+    "faults", [ALWAYS, pytest.param(tuple(FAULTS), marks=pytest.mark.long)], ids=["three", "all"]
+)
+def test_stops_and_kills_leave_a_run_that_goes_on_bit_for_bit(folder: Path, faults: tuple[str, ...]) -> None:
+    saved = None
+    for name in faults:
+        launcher, fault, expected, within, saves = FAULTS[name]
+        with typed(launcher, folder) as run:
+            assert saved is None or goes_on_from(run, saved), name
+            seconds, code = run.end_after(lambda: fault(run))  # noqa: B023  called at once
+            assert seconds < allowed(within) and expected in (None, code), (name, seconds, code)
+            assert saves or latest(folder) == saved, name
+            assert not saves or saved is None or saved < latest(folder), name
+            saved = latest(folder)
+            if name == "a rank is asked":
+                assert f"stopped at step {saved} of {STEPS} by SIGTERM, and saved" in run.said.read_text()
+    assert saved is not None
 
     # Its time is over before its first step, and it gets somewhere all the same.
     limited = forked(

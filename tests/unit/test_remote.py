@@ -99,6 +99,7 @@ def test_a_module_answers_has_the_environment_and_ends_with_its_input(
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("SLURM_PROCID", "3")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     given = {"WANDB_API_KEY": "a\nsecret $(id)", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
 
     async def talk() -> tuple[dict[str, Any], list[str]]:
@@ -106,6 +107,7 @@ def test_a_module_answers_has_the_environment_and_ends_with_its_input(
             found = await channel.ask({"do": "environ"}, 20)
             assert psutil.pid_exists(channel.pid)
             while not channel.errors:
+                assert channel.code is None
                 await asyncio.sleep(0.01)
         return found, [*channel.said, *channel.errors]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from dsft.errors import OutOfMemoryError
 from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import MemoryMeter, Phase, is_out_of_memory
 from dsft.run.memory_probe import PeakMemory, advice, explain_out_of_memory, first_part, tokens_that_fit
+from tests.launching import alone
 
 
 def micro_batch(rows: int, length: int, lengths: tuple[int, ...] | None = None) -> MicroBatch:
@@ -139,15 +138,20 @@ except OutOfMemoryError as error:
 """
 
 
-def run(*arguments: str) -> str:
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WORKER, *arguments]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., str]:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER)
+
+    def printed(*arguments: str) -> str:
+        done = alone(script, arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return printed
 
 
-def test_under_a_limit_the_size_that_fits_is_found_from_two_smaller_ones() -> None:
+def test_under_a_limit_the_size_that_fits_is_found_from_two_smaller_ones(run: Callable[..., str]) -> None:
     """500 MiB hold 2,000 tokens of 256 KiB: 4 rows of 600 are too many, 4 × 300 are not."""
     text = run("600")
     assert "4 × 600 tokens, does not fit" in text and "DefaultCPUAllocator" in text
@@ -157,6 +161,6 @@ def test_under_a_limit_the_size_that_fits_is_found_from_two_smaller_ones() -> No
     assert run("400") == ""
 
 
-def test_what_does_not_fit_in_evaluation_is_told_too() -> None:
+def test_what_does_not_fit_in_evaluation_is_told_too(run: Callable[..., str]) -> None:
     assert "does not fit" in run("100", "2400")
     assert run("100", "400") == ""
