@@ -206,7 +206,7 @@ def prepare(work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from dsft.data.sets.load import load_data
     from dsft.data.steps.pack import pack
     from dsft.data.steps.steps import TrainSteps
-    from dsft.data.tokenizer.load import pad_id, tokenizer_of
+    from dsft.data.tokenizer.load import open_tokenizer, pad_id
     from dsft.model.build import build_model
     from dsft.model.config import token_facts
     from dsft.plan.batch import batch_sizes
@@ -216,7 +216,7 @@ def prepare(work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     rows = json.loads(arguments.rows.read_text())[: arguments.count]
     (work / "rows.json").write_text(json.dumps(rows))
     spec = Spec.model_validate(settings(arguments, work))
-    tokenizer = tokenizer_of(spec.model)
+    tokenizer = open_tokenizer(spec.model)[0]
     (work / "spec.yaml").write_text(dump_spec(spec))
     dataset = load_data(spec, tokenizer).train
     batch = batch_sizes(spec.train, arguments.ranks, spec.data, spec.task)

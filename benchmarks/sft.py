@@ -139,7 +139,7 @@ def prepare(work: Path, arguments: argparse.Namespace) -> None:
     from dsft.data.sets.load import load_data
     from dsft.data.steps.pack import pack
     from dsft.data.steps.steps import TrainSteps
-    from dsft.data.tokenizer.load import pad_id, tokenizer_of
+    from dsft.data.tokenizer.load import open_tokenizer, pad_id
     from dsft.model.build import build_model
     from dsft.model.config import token_facts
     from dsft.plan.batch import batch_sizes
@@ -172,7 +172,7 @@ def prepare(work: Path, arguments: argparse.Namespace) -> None:
         }
     )
     (work / "spec.yaml").write_text(dump_spec(spec))
-    tokenizer = tokenizer_of(spec.model)
+    tokenizer = open_tokenizer(spec.model)[0]
     dataset = load_data(spec, tokenizer).train
     batch = batch_sizes(spec.train, arguments.ranks)
     steps = TrainSteps(dataset, batch, 0, spec.train.seed, pad_id(tokenizer))

@@ -29,7 +29,7 @@ from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.sets.load import load_data
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.collate import collate_packed, collate_padded
-from dsft.data.tokenizer.load import tokenizer_of
+from dsft.data.tokenizer.load import open_tokenizer
 from dsft.engine.self_check import whole_rows
 from dsft.model.attention import attend_per_segment, own_attention
 from dsft.model.build import build_model
@@ -172,7 +172,7 @@ def real(rows: Path, tokenizer: Path, max_length: int) -> Dataset:
             "output_dir": folder,
         }
         spec = Spec.model_validate(keys)
-        return load_data(spec, tokenizer_of(spec.model)).train
+        return load_data(spec, open_tokenizer(spec.model)[0]).train
 
 
 if __name__ == "__main__":

@@ -407,12 +407,11 @@ def train_tokenizer(  # noqa: PLR0913, PLR0917  an argument is an option
     seed: Annotated[int, typer.Option(min=0, help="Seed for choosing that text.")] = 0,
 ) -> None:
     """Train a tokenizer on text and write it for transformers. It is checked that it reproduces the text."""
-    from dsft.data.tokenizer.training import TokenizerOptions, kind_named
+    from dsft.data.tokenizer.training import TokenizerOptions
     from dsft.data.tokenizer.training import train_tokenizer as train
 
-    kind = kind_named(model)
     train(
-        TokenizerOptions(files, out, vocab_size, kind, character_coverage, special or (), sample_mb, seed),
+        TokenizerOptions(files, out, vocab_size, model, character_coverage, special or (), sample_mb, seed),
         print,
     )
 

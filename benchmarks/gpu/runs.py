@@ -168,12 +168,12 @@ def given_of(spec_path: Path, ranks: int = 1) -> dict[str, Any]:
     from dsft.data.sets.load import load_data
     from dsft.data.steps.pack import pack
     from dsft.data.steps.steps import TrainSteps
-    from dsft.data.tokenizer.load import pad_id, tokenizer_of
+    from dsft.data.tokenizer.load import open_tokenizer, pad_id
     from dsft.plan.batch import batch_sizes
     from dsft.spec.load import load_spec
 
     spec = load_spec(spec_path)
-    tokenizer = tokenizer_of(spec.model)
+    tokenizer = open_tokenizer(spec.model)[0]
     dataset = load_data(spec, tokenizer).train
     batch = batch_sizes(spec.train, ranks, spec.data, spec.task)
     steps = TrainSteps(dataset, batch, 0, spec.train.seed, pad_id(tokenizer))

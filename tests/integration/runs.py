@@ -61,13 +61,13 @@ def write_model(folder: Path, *, pickled: bool = False) -> Path:
     pytorch_model.bin."""
     import torch
 
-    from dsft.data.tokenizer.load import tokenizer_of
+    from dsft.data.tokenizer.load import open_tokenizer
     from dsft.model.build import build_model
     from dsft.model.config import token_facts
     from dsft.spec.schema import Model
 
     model = Model(from_config=LLAMA)
-    tokenizer = tokenizer_of(model)
+    tokenizer = open_tokenizer(model)[0]
     causal_lm = build_model(model, token_facts(tokenizer), 5, torch.float32).causal_lm
     causal_lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -32,26 +32,21 @@ class AddedTokens:
     """The outcome of model.add_tokens. first_id: the id of the first new token; the others follow it."""
 
     new: tuple[str, ...]
-    known: tuple[str, ...]
+    present: tuple[str, ...]
     first_id: int | None
 
     def __str__(self) -> str:
         """Return a message; "" if model.add_tokens is empty."""
         parts = [f"added {', '.join(self.new)}"] if self.new else []
-        if self.known:
-            verb = "is" if len(self.known) == 1 else "are"
-            parts.append(f"{', '.join(self.known)} {verb} in the tokenizer already")
+        if self.present:
+            verb = "is" if len(self.present) == 1 else "are"
+            parts.append(f"{', '.join(self.present)} {verb} already in the tokenizer")
         return "; ".join(parts)
 
 
-def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a spec's `model` section, with model.add_tokens added: model.tokenizer, else
-    the model's own, else the byte-level one."""
-    return open_tokenizer(model)[0]
-
-
 def open_tokenizer(model: Model) -> tuple[PreTrainedTokenizerBase, AddedTokens]:
-    """Return the tokenizer as `tokenizer_of` does, and what became of model.add_tokens."""
+    """Return the tokenizer of a spec's `model` section (model.tokenizer, else the model's own, else the
+    byte-level one) with model.add_tokens added, and what became of these."""
     name = model.tokenizer or model.name_or_path
     tokenizer = byte_level_tokenizer() if name is None else load_tokenizer(name)
     return tokenizer, add_tokens(tokenizer, model.add_tokens)
@@ -63,8 +58,8 @@ def notes(tokenizer: PreTrainedTokenizerBase, added: AddedTokens) -> Iterator[st
         yield f"model.add_tokens: {added}"
     if type(tokenizer).__name__ == "SentencePieceTokenizer":
         yield (
-            "tokenizer: sentencepiece itself cuts the text, since a tokenizer made of such a model cuts some "
-            "texts otherwise; exports hold one that is made of it"
+            "tokenizer: sentencepiece itself tokenizes, since a fast tokenizer converted from it would "
+            "tokenize some texts differently; exports have the converted one"
         )
 
 
@@ -80,8 +75,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> Add
             [AddedToken(t, special=True, normalized=False) for t in new], special_tokens=True
         )
     ids: Any = tokenizer.convert_tokens_to_ids(list(new))
-    known = tuple(token for token in tokens if token in vocabulary)
-    return AddedTokens(new, known, min(ids, default=None))
+    present = tuple(token for token in tokens if token in vocabulary)
+    return AddedTokens(new, present, min(ids, default=None))
 
 
 def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -132,53 +127,42 @@ def _without_torch(folder: Path) -> str | None:
     """Return the class that AutoTokenizer would choose for a folder, if that follows from the folder's files
     alone, else None. AutoTokenizer itself imports torch and every model's config."""
     try:
-        told = json.loads((folder / "tokenizer_config.json").read_bytes())
-        kind = _model_type(folder / "config.json")
-        name = told["tokenizer_class"]
-        if (
-            "auto_map" in told
-            or not (folder / "tokenizer.json").is_file()
-            or (folder / "tekken.json").exists()
-        ):
+        config = json.loads((folder / "tokenizer_config.json").read_bytes())
+        name = config["tokenizer_class"]
+        model: dict[str, Any] = {"model_type": ""}
+        if (folder / "config.json").exists():
+            model = json.loads((folder / "config.json").read_bytes())
+        kind = str(model["model_type"])
+        # AutoTokenizer chooses by model_name as well
+        if "auto_map" in config or "model_name" in model or not (folder / "tokenizer.json").is_file():
+            return None
+        if (folder / "tekken.json").exists():
             return None
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-    if not (folder / "tokenizer.json").is_file():
         return None
     if name in PLAIN:
         return None if kind in NOT_PLAIN else PLAIN[0]
     own = str(name).removesuffix("Fast")
-    return own if kind in ("", *OWN_CLASS.get(own, ())) and own in OWN_CLASS else None
-
-
-def _model_type(path: Path) -> str:
-    """Return the model type of a config.json; "" if the file does not exist. Raises KeyError if it names no
-    type, or has a `model_name`, by which AutoTokenizer chooses as well."""
-    if not path.exists():
-        return ""
-    config = json.loads(path.read_bytes())
-    if "model_name" in config:
-        raise KeyError("model_name")
-    return str(config["model_type"])
+    return own if own in OWN_CLASS and kind in ("", *OWN_CLASS[own]) else None
 
 
 def _no_tokenizer(name: str, error: Exception) -> str:
     folder = Path(name)
     if folder.is_file():
-        return f"tokenizer {name}: this is a file, and no sentencepiece .model; give the folder that holds it"
+        return f"tokenizer {name}: this is a file, but not a sentencepiece .model; give its folder"
     if folder.is_dir():
         reason = str(error).strip().split("\n")[0]
         file = folder / MODEL_FILE
-        bare = f", or {file}, which sentencepiece reads" if file.is_file() else ""
+        bare = f", or to {file}, which sentencepiece reads" if file.is_file() else ""
         return (
-            f"tokenizer {name}: the folder has no tokenizer that transformers can read ({reason}); "
-            f"name another with model.tokenizer{bare}"
+            f"tokenizer {name}: the folder has no tokenizer that transformers can read ({reason}); set "
+            f"model.tokenizer to another{bare}"
         )
     if folder.is_absolute() or name.startswith((".", "~")):
         return f"tokenizer {name}: there is no such folder; correct model.tokenizer or model.name_or_path"
     return (
-        f"tokenizer {name}: there is no such folder, and it is not to be had from the hub or its cache; "
-        "correct the name, download it first, or log in where it is gated"
+        f"tokenizer {name}: there is no such folder, and it cannot be loaded from the hub or its cache; "
+        "correct the name, download it first, or log in if it is gated"
     )
 
 
@@ -200,8 +184,8 @@ def byte_level_tokenizer() -> PreTrainedTokenizerBase:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer_class: Any = PreTrainedTokenizerFast
-    letters = _byte_letters()
-    model: Any = models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[])
+    characters = _byte_characters()
+    model: Any = models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[])
     backend: Any = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -216,7 +200,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerBase:
     )
 
 
-def _byte_letters() -> list[str]:
+def _byte_characters() -> list[str]:
     """Return the printable character that represents each byte in byte-level vocabularies, in byte order.
 
     Printable bytes represent themselves, the others are characters from U+0100 on, as in GPT-2's encoder.

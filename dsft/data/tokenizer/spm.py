@@ -54,18 +54,22 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
     """Load a sentencepiece model. Raises MissingInputError for a file that is not one, and for a kind of
     model that cannot be exported."""
     model = _read(path)
-    reason = _not_built(model)
+    reason = _unsupported(model)
     if reason is not None:
         raise MissingInputError(
-            f"tokenizer {path}: {reason}, which is not built; give a folder with the tokenizer.json that "
-            "transformers makes of it"
+            f"tokenizer {path}: {reason}, which is not supported; give a folder with the tokenizer.json into "
+            "which transformers converts it"
         )
     rules = model.normalizer_spec
     if _kind(model) == BPE and not rules.precompiled_charsmap and not rules.remove_extra_whitespaces:
         tokenizer = as_fast(path)
-        if _differing(path, tokenizer) is None:
+        if not _differs(path, tokenizer):
             return tokenizer
-    return _kept(path)
+    from dsft.data.tokenizer.spm_tokenizer import SentencePieceTokenizer
+
+    tokenizer_class: Any = SentencePieceTokenizer
+    special = {name: None for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    return tokenizer_class(vocab_file=str(path), **(special | _special_tokens(model)))  # type: ignore[no-any-return]
 
 
 def as_fast(path: Path) -> PreTrainedTokenizerBase:
@@ -102,7 +106,8 @@ def converted(model: Any) -> Tokenizer:
         )
     splits: list[Any] = []
     if symbols and _kind(model) == BPE:  # each is a separate segment that is not split (ignore_merges)
-        splits.append(pre_tokenizers.Split(Regex("|".join(map(_escaped, symbols))), "isolated"))
+        codes = ("".join(f"\\x{{{ord(character):x}}}" for character in symbol) for symbol in symbols)
+        splits.append(pre_tokenizers.Split(Regex("|".join(codes)), "isolated"))
     if model.trainer_spec.byte_fallback:
         # "<0x41>" spelled out is not a byte token: as a whole segment (BPE), or anywhere (unigram)
         spelled = Regex(r"<(?=0x[0-9A-F]{2}>)" if _kind(model) == UNIGRAM else r"\A<(?=0x[0-9A-F]{2}>\z)")
@@ -166,15 +171,6 @@ def _special_tokens(model: Any) -> dict[str, str]:
     return {f"{name}_token": model.pieces[i].piece for name, i in ids.items() if 0 <= i < len(model.pieces)}
 
 
-def _kept(path: Path) -> PreTrainedTokenizerBase:
-    """Return a tokenizer that calls sentencepiece."""
-    from dsft.data.tokenizer.spm_tokenizer import SentencePieceTokenizer
-
-    made: Any = SentencePieceTokenizer
-    special = {name: None for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    return made(vocab_file=str(path), **(special | _special_tokens(_read(path))))  # type: ignore[no-any-return]
-
-
 def save_converted(path: Path, tokenizer: Any, folder: Path) -> None:
     """Save `tokenizer`, which calls the sentencepiece model at `path`, as a converted one that transformers
     can load, with its added tokens and chat template."""
@@ -192,8 +188,8 @@ def save_converted(path: Path, tokenizer: Any, folder: Path) -> None:
     shutil.copyfile(path, folder / MODEL_FILE)
 
 
-def _differing(path: Path, tokenizer: Any) -> str | None:
-    """Return a text for which the converted tokenizer's ids differ from sentencepiece's, if one is found."""
+def _differs(path: Path, tokenizer: Any) -> bool:
+    """Return whether the ids of the converted tokenizer and of sentencepiece differ for one of many texts."""
     import sentencepiece
 
     own = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -203,24 +199,20 @@ def _differing(path: Path, tokenizer: Any) -> str | None:
     special = pieces_of(_read(path), CONTROL, UNKNOWN)
     plain = [text for text in texts if not any(token in text for token in special)]
     ids = tokenizer(plain, add_special_tokens=False)["input_ids"]
-    return next((text for text, found in zip(plain, ids, strict=True) if own.encode(text) != found), None)
+    return any(own.encode(text) != found for text, found in zip(plain, ids, strict=True))
 
 
-def _not_built(model: Any) -> str | None:
+def _unsupported(model: Any) -> str | None:
+    """Return why a model cannot be converted; None if it can."""
     if _kind(model) not in (UNIGRAM, BPE):
         return "it is a word or character model of sentencepiece"
     if model.trainer_spec.treat_whitespace_as_suffix:
-        return "its spaces stand behind words (treat_whitespace_as_suffix)"
+        return "it has spaces after words (treat_whitespace_as_suffix)"
     if _kind(model) == BPE and pieces_of(model, UNUSED):
-        return "it has pieces that are not used"
+        return "it has unused pieces"
     if len(pieces_of(model, UNKNOWN)) != 1:
-        return "it has not one piece for what is unknown"
+        return "it has more or less than one piece for unknown text"
     return None
-
-
-def _escaped(symbol: str) -> str:
-    """Return a symbol as an Oniguruma pattern, every character by its code point."""
-    return "".join(f"\\x{{{ord(letter):x}}}" for letter in symbol)
 
 
 def parse(data: bytes) -> Any:
@@ -253,5 +245,5 @@ def _read(path: Path) -> Any:
     except (ValueError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise MissingInputError(
-            f"tokenizer {path}: this is no sentencepiece model ({reason}); give the file whole"
+            f"tokenizer {path}: this is not a sentencepiece model ({reason}); give the complete file"
         ) from None

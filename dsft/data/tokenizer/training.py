@@ -18,10 +18,10 @@ from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dsft.data.formats import Format, choose, convert
-from dsft.data.read.files import DataFile, blocks, data_files, file_notes, read_block
+from dsft.data.read.files import DataFile, data_files, file_lines, file_notes
 from dsft.data.render.template import named_template
 from dsft.data.rows import BadRowError, Line, Text, data_error
 from dsft.data.tokenizer.load import PAD_TOKEN, TURN_END_TOKEN, TURN_START_TOKEN, num_ids
@@ -32,8 +32,7 @@ from dsft.spec.schema import Source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Kind = Literal["unigram", "bpe", "byte_bpe"]
-KINDS: tuple[Kind, ...] = ("unigram", "bpe", "byte_bpe")
+KINDS = ("unigram", "bpe", "byte_bpe")
 UNKNOWN_TOKEN = "<unk>"
 SPACE = "\u2581"
 HELD_OUT = 1000
@@ -46,7 +45,7 @@ THREADS = 8
 """Number of threads, the same on every machine because sentencepiece's sums depend on it."""
 FIRST = 100
 """Rows from which a file's format is detected."""
-SHOWN = 3
+_CANNOT = "The tokenizer cannot be trained."
 
 # cl100k's pattern (https://github.com/openai/tiktoken): words with the space before them, digits in groups of
 # three, the rest.
@@ -68,13 +67,13 @@ that looks like a token."""
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    """The tokenizer to train. special: special tokens besides those of the chat template; sample_mb: text to
-    train on, in 10^6 bytes."""
+    """The tokenizer to train. model: one of KINDS; special: special tokens besides those of the chat
+    template; sample_mb: text to train on, in 10^6 bytes."""
 
     files: Sequence[str]
     out: Path
     vocab_size: int
-    model: Kind
+    model: str
     character_coverage: float = 0.9995
     special: Sequence[str] = ()
     sample_mb: float = 200.0
@@ -95,114 +94,102 @@ class TextCounts:
     limit: int
 
 
-def train_tokenizer(wanted: TokenizerOptions, say: Callable[[str], None]) -> None:
+def train_tokenizer(options: TokenizerOptions, log: Callable[[str], None]) -> None:
     """Train a tokenizer, write its folder and report progress.
 
     Raises LockedError if the folder exists, MissingInputError for missing files, DataError for lines that are
     not text or do not come back from their ids, SpecError for a vocabulary size that this text does not
     allow.
     """
-    _check(wanted)
-    files = [file for name in wanted.files for file in data_files(name)]
-    counted = count(files, wanted, say)
-    share = min(1.0, wanted.sample_mb * 1e6 / max(counted.num_bytes, 1))
-    part = "" if share == 1 else f", {share:.1%} of them learned from"
+    _check(options)
+    files = [file for name in options.files for file in data_files(name)]
+    counts = count(files, options, log)
+    share = min(1.0, options.sample_mb * 1e6 / max(counts.num_bytes, 1))
+    part = "" if share == 1 else f", of which {share:.1%} are used"
     number = "1 file" if len(files) == 1 else f"{len(files):,} files"
-    say(f"{counted.lines:,} lines of {counted.num_bytes:,} bytes in {number}{part}")
-    say(f"learning {wanted.vocab_size:,} tokens ({wanted.model})")
+    log(f"{counts.lines:,} lines of {counts.num_bytes:,} bytes in {number}{part}")
+    log(f"training {options.vocab_size:,} tokens ({options.model})")
     began = time.monotonic()
-    texts = _learned(files, wanted, counted, share)
-    aside = _aside(wanted.out)
+    texts = _training_texts(files, options, counts, share)
     try:
-        tokenizer = (
-            _byte_bpe(texts, wanted) if wanted.model == "byte_bpe" else _sentencepiece(texts, wanted, aside)
-        )
-        say(f"learned in {time.monotonic() - began:.1f} s")
-        for line in check(tokenizer, counted.held_out, wanted):
-            say(line)
-        tokenizer.save_pretrained(aside)
-        aside.chmod(0o755)
-        aside.rename(wanted.out)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(mkdtemp(prefix=f"{options.out.name}.tmp-", dir=options.out.parent))
     except OSError as error:
-        raise StorageError(f"{wanted.out} cannot be written ({error.strerror or error}).") from None
+        raise StorageError(
+            f"--out {options.out} cannot be created ({error.strerror}); give another folder."
+        ) from None
+    try:
+        is_bytes = options.model == "byte_bpe"
+        tokenizer = _byte_bpe(texts, options) if is_bytes else _sentencepiece(texts, options, temporary)
+        log(f"trained in {time.monotonic() - began:.1f} s")
+        for line in check(tokenizer, counts.held_out, options):
+            log(line)
+        tokenizer.save_pretrained(temporary)
+        temporary.chmod(0o755)
+        temporary.rename(options.out)
+    except OSError as error:
+        raise StorageError(f"{options.out} cannot be written ({error.strerror or error}).") from None
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    say(f"{wanted.out}: {num_ids(tokenizer):,} tokens, for AutoTokenizer and dsft")
-    say(f"train a model with it: model: {{tokenizer: {wanted.out}, from_config: {{model_type: llama, …}}}}")
+        shutil.rmtree(temporary, ignore_errors=True)
+    log(f"{options.out}: {num_ids(tokenizer):,} tokens, for AutoTokenizer and dsft")
+    log(f"to train a model: model: {{tokenizer: {options.out}, from_config: {{model_type: llama, …}}}}")
 
 
-def kind_named(name: str) -> Kind:
-    """Return the kind of that name. Raises SpecError for an unknown name."""
-    for kind in KINDS:
-        if kind == name:
-            return kind
-    message = f"{name!r} is none; give {', '.join(KINDS)}"
-    raise SpecError("No tokenizer can be made.", [Problem("--model", message)])
+def _check(options: TokenizerOptions) -> None:
+    wrong: tuple[str, str] | None = None
+    if options.model not in KINDS:
+        wrong = "--model", f"{options.model!r} is not supported; choose {', '.join(KINDS)}"
+    elif not 0.9 <= options.character_coverage <= 1:
+        wrong = "--character_coverage", f"{options.character_coverage} is outside 0.9 to 1; give 0.98 to 1"
+    elif "" in options.special:
+        wrong = "--special", "the name is empty; give a name"
+    if wrong is not None:
+        raise SpecError(_CANNOT, [Problem(*wrong)])
+    least = 256 + len(options.special_tokens) + (options.model != "byte_bpe")
+    if options.vocab_size < least:
+        raise _wrong_size(options, f"less than the 256 bytes and the special tokens; give {least:,} or more")
+    if options.out.exists():
+        raise LockedError(f"--out {options.out} exists already; give another folder.")
 
 
-def _check(wanted: TokenizerOptions) -> None:
-    if wanted.out.exists():
-        raise LockedError(f"--out {wanted.out} is there already; give another folder.")
-    if not 0.9 <= wanted.character_coverage <= 1:
-        message = f"{wanted.character_coverage} is no share of characters; give 0.98 to 1"
-        raise SpecError("No tokenizer can be made.", [Problem("--character_coverage", message)])
-    if "" in wanted.special:
-        raise SpecError("No tokenizer can be made.", [Problem("--special", "the name is empty; give one")])
-    least = 256 + len(wanted.special_tokens) + (wanted.model != "byte_bpe")
-    if wanted.vocab_size < least:
-        raise _wrong_size(wanted, f"less than the 256 bytes and the special tokens; give {least:,} or more")
-
-
-def _wrong_size(wanted: TokenizerOptions, why: str) -> SpecError:
-    message = f"{wanted.vocab_size:,} is {why}"
-    return SpecError("No tokenizer of this size can be made.", [Problem("--vocab_size", message)])
-
-
-def _aside(out: Path) -> Path:
-    """Create a temporary folder beside `out`. Raises StorageError if that fails."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        return Path(mkdtemp(prefix=f"{out.name}.tmp-", dir=out.parent))
-    except OSError as error:
-        raise StorageError(f"--out {out} cannot be made ({error.strerror}); give another folder.") from None
+def _wrong_size(options: TokenizerOptions, why: str) -> SpecError:
+    return SpecError(_CANNOT, [Problem("--vocab_size", f"{options.vocab_size:,} is {why}")])
 
 
 # --- reading ------------------------------------------------------------------------------------------------
 
 
-def count(files: Sequence[DataFile], wanted: TokenizerOptions, say: Callable[[str], None]) -> TextCounts:
+def count(files: Sequence[DataFile], options: TokenizerOptions, log: Callable[[str], None]) -> TextCounts:
     """Count the text and choose the held-out lines, those with the smallest hashes. Raises DataError for
     lines that are not text, or if there is no text at all."""
     lines = num_bytes = mistakes = 0
     problems: list[Problem] = []
-    drawn: list[tuple[int, str]] = []  # a heap of the smallest hashes, negated
-    told = time.monotonic()
+    heap: list[tuple[int, str]] = []  # a heap of the smallest hashes, negated
+    reported = time.monotonic()
     for note in (note for file in files for note in file_notes(file)):
-        say(note)
+        log(note)
     for where, text, mistake in _lines(files):
-        if mistake is None and wanted.model != "byte_bpe" and SPACE in text:
-            mistake = (
-                "U+2581 is sentencepiece's sign for a space and would come back as one; use --model byte_bpe"
-            )
+        if mistake is None and options.model != "byte_bpe" and SPACE in text:
+            mistake = "U+2581 is sentencepiece's sign for a space and would become one; use --model byte_bpe"
         if mistake is not None:
             mistakes += 1
             problems += [Problem(where, mistake)] if len(problems) < 20 else []
             continue
         lines, num_bytes = lines + 1, num_bytes + len(text.encode())
         if len(text) <= LONGEST:
-            push = heapq.heappush if len(drawn) < HELD_OUT else heapq.heappushpop
-            push(drawn, (-_hash(text), text))
-        if time.monotonic() - told >= 10:
-            told = time.monotonic()
-            say(f"{lines:,} lines of {num_bytes:,} bytes are read")
+            push = heapq.heappush if len(heap) < HELD_OUT else heapq.heappushpop
+            push(heap, (-_hash(text), text))
+        if time.monotonic() - reported >= 10:
+            reported = time.monotonic()
+            log(f"read {lines:,} lines of {num_bytes:,} bytes")
     if problems:
         raise data_error(problems, "mistake in the data", "mistakes in the data", mistakes)
     if not lines:
         raise DataError(
-            "There is no text to learn from.",
-            [Problem(", ".join(wanted.files), "every line is blank; give files with text")],
+            "There is no text to train on.",
+            [Problem(", ".join(options.files), "every line is blank; give files with text")],
         )
-    smallest = sorted(drawn, reverse=True)[: lines // 20]
+    smallest = sorted(heap, reverse=True)[: lines // 20]
     return TextCounts(
         lines, num_bytes, tuple(text for _, text in smallest), -smallest[-1][0] if smallest else -1
     )
@@ -212,51 +199,41 @@ def _lines(files: Sequence[DataFile]) -> Iterator[tuple[str, str, str | None]]:
     """Yield ("file:line", text, mistake) for each line that is not blank. Rows are converted as
     in training."""
     for file in files:
-        before, found = 0, _format(file)
-        for block in blocks(file):
-            number = 0
-            for line in read_block(block):
-                number = line.number
-                if line.row is not None or line.mistake is not None:
-                    yield f"{file.name}:{before + number}", *_text(line, found)
-            before += number
+        first = list(islice((line for line in file_lines(file) if line.row is not None), FIRST))
+        try:
+            format = choose(Source(path=file.name), first, "sft") if first else "no row can be read"
+        except BadRowError as error:
+            format = str(error)
+        for line in file_lines(file):
+            if line.row is not None or line.mistake is not None:
+                yield f"{file.name}:{line.number}", *_text(line, format)
 
 
-def _format(file: DataFile) -> Format | str:
-    """Return the format of a file, detected from its first rows, or the reason why there is none."""
-    rows = (line for block in blocks(file) for line in read_block(block) if line.row is not None)
-    first = list(islice(rows, FIRST))
-    try:
-        return choose(Source(path=file.name), first, "sft") if first else "no row can be read"
-    except BadRowError as error:
-        return str(error)
-
-
-def _text(line: Line, found: Format | str) -> tuple[str, str | None]:
+def _text(line: Line, format: Format | str) -> tuple[str, str | None]:
     """Return the text of a row, (text, None), or the reason why it has none, ("", reason). A conversation's
     turns are joined by line breaks."""
     if line.mistake is not None or line.row is None:
         return "", line.mistake
-    if isinstance(found, str):
-        return "", found
+    if isinstance(format, str):
+        return "", format
     try:
-        (sample, *_) = convert(line.row, found).samples
+        (sample, *_) = convert(line.row, format).samples
     except BadRowError as error:
         return "", str(error)
     if isinstance(sample, Text):
         return "".join(text for text, _ in sample.parts), None
-    said = [message.get("content") for message in sample.messages]
-    return "\n".join(content for content in said if isinstance(content, str)), None
+    contents = [message.get("content") for message in sample.messages]
+    return "\n".join(content for content in contents if isinstance(content, str)), None
 
 
-def _learned(
-    files: Sequence[DataFile], wanted: TokenizerOptions, counted: TextCounts, share: float
+def _training_texts(
+    files: Sequence[DataFile], options: TokenizerOptions, counts: TextCounts, share: float
 ) -> Iterator[str]:
     """Yield all lines except the held-out ones, or a uniform sample of them, in pieces."""
     for _, text, _ in _lines(files):
         value = _hash(text)
-        is_drawn = share == 1 or _hash(f"{wanted.seed}/{value}") < share * 2**64
-        if value > counted.limit and is_drawn:
+        is_sampled = share == 1 or _hash(f"{options.seed}/{value}") < share * 2**64
+        if value > counts.limit and is_sampled:
             yield from _pieces(text)
 
 
@@ -275,46 +252,48 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-# --- learning -----------------------------------------------------------------------------------------------
+# --- training -----------------------------------------------------------------------------------------------
 
 
-def _sentencepiece(texts: Iterator[str], wanted: TokenizerOptions, folder: Path) -> PreTrainedTokenizerBase:
+def _sentencepiece(texts: Iterator[str], options: TokenizerOptions, folder: Path) -> PreTrainedTokenizerBase:
     """Train a sentencepiece model and convert it. The model file is also written to the folder."""
     import sentencepiece
 
     model = BytesIO()
-    sentencepiece.set_random_generator_seed(wanted.seed)
-    _, _, *control = wanted.special_tokens
+    sentencepiece.set_random_generator_seed(options.seed)
+    _, _, *control = options.special_tokens
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=texts, model_writer=model, model_type=wanted.model,
-            vocab_size=wanted.vocab_size, character_coverage=wanted.character_coverage, byte_fallback=True,
+            sentence_iterator=texts, model_writer=model, model_type=options.model,
+            vocab_size=options.vocab_size, character_coverage=options.character_coverage, byte_fallback=True,
             normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
             allow_whitespace_only_pieces=True, max_sentence_length=4 * PIECE + 8, num_threads=THREADS,
             unk_id=0, unk_piece=UNKNOWN_TOKEN, pad_id=1, pad_piece=PAD_TOKEN, eos_id=2,
             eos_piece=TURN_END_TOKEN, bos_id=-1, control_symbols=list(control), minloglevel=2,
         )  # fmt: skip
     except RuntimeError as error:
-        raise _refused(wanted, str(error)) from None
+        raise _refused(options, str(error)) from None
     (folder / MODEL_FILE).write_bytes(model.getvalue())
-    return _wrapped(converted(parse(model.getvalue())), wanted, unk_token=UNKNOWN_TOKEN)
+    return _wrapped(converted(parse(model.getvalue())), options, unk_token=UNKNOWN_TOKEN)
 
 
-def _refused(wanted: TokenizerOptions, message: str) -> SpecError:
+def _refused(options: TokenizerOptions, message: str) -> SpecError:
     """Return the error for sentencepiece's message, in one sentence."""
     if found := re.search(r"too high .*<= (\d+)", message):
-        return _wrong_size(wanted, f"more than this text gives; give {int(found[1]):,} or less, or more text")
+        return _wrong_size(
+            options, f"more than this text allows; give {int(found[1]):,} or less, or add text"
+        )
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return _wrong_size(
-            wanted,
+            options,
             f"less than the bytes and characters of this text need; give {int(found[1]):,} or more, or a "
             "smaller --character_coverage",
         )
     reason = " ".join(message.split())
-    return SpecError("No tokenizer can be made.", [Problem("sentencepiece", f"refuses the text: {reason}")])
+    return SpecError(_CANNOT, [Problem("sentencepiece", f"refuses the text: {reason}")])
 
 
-def _byte_bpe(texts: Iterator[str], wanted: TokenizerOptions) -> PreTrainedTokenizerBase:
+def _byte_bpe(texts: Iterator[str], options: TokenizerOptions) -> PreTrainedTokenizerBase:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend: Any = Tokenizer(models.BPE())
@@ -326,20 +305,20 @@ def _byte_bpe(texts: Iterator[str], wanted: TokenizerOptions) -> PreTrainedToken
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=wanted.vocab_size,
+        vocab_size=options.vocab_size,
         min_frequency=2,
         show_progress=False,
-        special_tokens=[AddedToken(t, special=True, normalized=False) for t in wanted.special_tokens],
+        special_tokens=[AddedToken(t, special=True, normalized=False) for t in options.special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     backend.train_from_iterator(texts, trainer)
     found = backend.get_vocab_size()
-    if found < wanted.vocab_size:
-        raise _wrong_size(wanted, f"more than this text gives; give {found:,} or less, or more text")
-    return _wrapped(backend, wanted)
+    if found < options.vocab_size:
+        raise _wrong_size(options, f"more than this text allows; give {found:,} or less, or add text")
+    return _wrapped(backend, options)
 
 
-def _wrapped(backend: Any, wanted: TokenizerOptions, **special: str) -> PreTrainedTokenizerBase:
+def _wrapped(backend: Any, options: TokenizerOptions, **special: str) -> PreTrainedTokenizerBase:
     """Return a transformers tokenizer with dsft's chat template."""
     from transformers import PreTrainedTokenizerFast
 
@@ -348,34 +327,34 @@ def _wrapped(backend: Any, wanted: TokenizerOptions, **special: str) -> PreTrain
         tokenizer_object=backend,
         pad_token=PAD_TOKEN,
         eos_token=TURN_END_TOKEN,
-        additional_special_tokens=[TURN_START_TOKEN, *wanted.special],
+        additional_special_tokens=[TURN_START_TOKEN, *options.special],
         chat_template=named_template("chatml"),
         clean_up_tokenization_spaces=False,
         **special,
     )
 
 
-# --- what came of it ----------------------------------------------------------------------------------------
+# --- the check ----------------------------------------------------------------------------------------
 
 
-def check(tokenizer: Any, held_out: Sequence[str], wanted: TokenizerOptions) -> Iterator[str]:
+def check(tokenizer: Any, held_out: Sequence[str], options: TokenizerOptions) -> Iterator[str]:
     """Yield a line on compression and one on the round trip. Raises DataError if a text does not come back
     from its ids unchanged."""
     texts = [*held_out, "\n".join(held_out), *HARD]
-    if wanted.model == "byte_bpe":
+    if options.model == "byte_bpe":
         texts.append(SPACE)
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     back = [tokenizer.decode(one) for one in ids]
-    lost = [(text, came) for text, came in zip(texts, back, strict=True) if text != came]
+    lost = [(text, new) for text, new in zip(texts, back, strict=True) if text != new]
     share = 1 - len(lost) / len(texts)
     if held_out:
         size, tokens = sum(len(text.encode()) for text in held_out), sum(map(len, ids[: len(held_out)]))
         yield f"{len(held_out):,} held-out lines: {size / max(tokens, 1):.2f} bytes per token"
     if lost:
-        shown = [Problem(repr(text[:60]), f"came back as {came[:60]!r}") for text, came in lost[:SHOWN]]
+        shown = [Problem(repr(text[:60]), f"becomes {new[:60]!r}") for text, new in lost[:3]]
         raise DataError(
-            f"{len(lost):,} of {len(texts):,} texts ({1 - share:.2%}) do not come back from their ids, so no "
-            "folder is written; use --model byte_bpe, which keeps every text:",
+            f"{len(lost):,} of {len(texts):,} texts ({1 - share:.2%}) change if converted to ids and back; "
+            "the tokenizer is not written; use --model byte_bpe, which preserves every text:",
             shown,
         )
-    yield f"text to ids and back: {share:.0%} of {len(texts):,} texts are as they were, hard ones among them"
+    yield f"text to ids and back: {share:.0%} of {len(texts):,} texts are unchanged, difficult ones included"

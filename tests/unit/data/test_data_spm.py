@@ -174,7 +174,7 @@ def test_what_a_tokenizer_is_does_not_depend_on_where_its_file_is(folder: Path, 
 )
 def test_what_is_no_model(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.model").write_bytes(data)
-    with pytest.raises(MissingInputError, match="this is no sentencepiece model"):
+    with pytest.raises(MissingInputError, match="this is not a sentencepiece model"):
         load_tokenizer(tmp_path / "a.model")
 
 
@@ -196,7 +196,7 @@ def test_where_a_conversion_differs_sentencepiece_itself_cuts(
     tokenizer = load_tokenizer(path)
     assert not tokenizer.is_fast
     (said,) = notes(tokenizer, AddedTokens((), (), None))
-    assert said.startswith("tokenizer: sentencepiece itself cuts the text")
+    assert said.startswith("tokenizer: sentencepiece itself tokenizes")
 
 
 def test_the_model_file_as_sentencepiece_reads_it(folder: Path) -> None:

@@ -77,12 +77,12 @@ def test_pad_id_without_special_tokens() -> None:
         ("./nowhere", "there is no such folder"),
         ("folder", "no tokenizer that"),
         ("a.json", "this is a file"),
-        ("torn", "no tokenizer that .*model.tokenizer$"),
+        ("torn", "no tokenizer that .*model.tokenizer to another$"),
         (
             "torn model",
-            "no tokenizer that .*model.tokenizer, or torn model/tokenizer.model, which sentencepiece",
+            "no tokenizer that .*model.tokenizer to another, or to torn model/tokenizer.model, which sentencepiece",
         ),
-        ("some/where", "not to be had from the hub"),
+        ("some/where", "cannot be loaded from the hub"),
     ],
 )
 def test_what_is_no_tokenizer(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from dsft.data.render.renderer import Renderer
 from dsft.data.rows import Conversation
 from dsft.data.tokenizer import training as tokenizer_training
 from dsft.data.tokenizer.load import load_tokenizer
-from dsft.data.tokenizer.training import KINDS, Kind, TokenizerOptions, kind_named, train_tokenizer
+from dsft.data.tokenizer.training import KINDS, TokenizerOptions, train_tokenizer
 from dsft.errors import DataError, LockedError, MissingInputError, SpecError, StorageError
 
 SIZE = 450
@@ -28,7 +28,7 @@ def lines() -> list[str]:
     return [f"  {text}\t{number}" if number % 7 == 0 else text for number, text in enumerate(rows[:2000])]
 
 
-def wanted(folder: Path, model: Kind, **keys: Any) -> TokenizerOptions:
+def wanted(folder: Path, model: str, **keys: Any) -> TokenizerOptions:
     text = folder / "a.txt"
     if not text.exists():
         text.write_text("\n".join(lines()) + "\n", encoding="utf-8")
@@ -36,9 +36,9 @@ def wanted(folder: Path, model: Kind, **keys: Any) -> TokenizerOptions:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, tuple[Path, list[str]]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[str]]]:
     folder = tmp_path_factory.mktemp("tokenizers")
-    made: dict[Kind, tuple[Path, list[str]]] = {}
+    made: dict[str, tuple[Path, list[str]]] = {}
     for kind in KINDS:
         said: list[str] = []
         train_tokenizer(wanted(folder, kind, special=("<think>",)), said.append)
@@ -47,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, tuple[Path, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_and_said(kind: Kind, trained: dict[Kind, tuple[Path, list[str]]]) -> None:
+def test_what_is_written_and_said(kind: str, trained: dict[str, tuple[Path, list[str]]]) -> None:
     folder, said = trained[kind]
     tokenizer: Any = load_tokenizer(folder)
     assert len(tokenizer) == SIZE == max(tokenizer.get_vocab().values()) + 1
@@ -73,7 +73,7 @@ TEXT = st.one_of(
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXT)
 @settings(max_examples=150, deadline=None)
-def test_every_text_comes_back(kind: Kind, trained: dict[Kind, tuple[Path, list[str]]], text: str) -> None:
+def test_every_text_comes_back(kind: str, trained: dict[str, tuple[Path, list[str]]], text: str) -> None:
     tokenizer: Any = load_once(trained[kind][0])
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
@@ -90,7 +90,7 @@ def load_once(folder: Path) -> Any:
 @given(text=TEXT.filter(lambda text: "<|im_end|>" not in text and "<unk>" not in text))
 @settings(max_examples=100, deadline=None)
 def test_the_folder_of_a_bpe_model_cuts_as_sentencepiece(
-    trained: dict[Kind, tuple[Path, list[str]]], text: str
+    trained: dict[str, tuple[Path, list[str]]], text: str
 ) -> None:
     folder = trained["bpe"][0]
     own = KNOWN.setdefault(
@@ -100,7 +100,7 @@ def test_the_folder_of_a_bpe_model_cuts_as_sentencepiece(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_conversations_are_rendered_at_once(kind: Kind, trained: dict[Kind, tuple[Path, list[str]]]) -> None:
+def test_conversations_are_rendered_at_once(kind: str, trained: dict[str, tuple[Path, list[str]]]) -> None:
     tokenizer: Any = load_once(trained[kind][0])
     talk = Conversation(({"role": "user", "content": "A cat?"}, {"role": "assistant", "content": " Yes.\n"}))
     (row,) = Renderer(tokenizer).render([talk])
@@ -111,7 +111,7 @@ def test_conversations_are_rendered_at_once(kind: Kind, trained: dict[Kind, tupl
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_text_gives_the_same_tokenizer(kind: Kind, tmp_path: Path) -> None:
+def test_the_same_text_gives_the_same_tokenizer(kind: str, tmp_path: Path) -> None:
     for name, seed in (("one", 0), ("two", 0), ("other", 1)):
         given = wanted(tmp_path, kind, vocab_size=310, out=tmp_path / name, sample_mb=0.02, seed=seed)
         train_tokenizer(given, lambda _: None)
@@ -123,7 +123,7 @@ def test_held_out_lines_are_not_learned_from(tmp_path: Path) -> None:
     given = wanted(tmp_path, "byte_bpe")
     files = tokenizer_training.data_files(given.files[0])
     counted = tokenizer_training.count(files, given, lambda _: None)
-    learned = list(tokenizer_training._learned(files, given, counted, 1.0))
+    learned = list(tokenizer_training._training_texts(files, given, counted, 1.0))
     assert len(counted.held_out) == 100 and counted.lines == 2000
     assert not set(learned) & set(counted.held_out)
     assert len(set(learned)) + len(set(counted.held_out)) == len(set(lines()))
@@ -152,12 +152,12 @@ def test_rows_of_any_format(tmp_path: Path) -> None:
         ("byte_bpe", 258, "give 259 or more"),
         ("unigram", 265, "characters of this text need"),
         ("bpe", 265, "characters of this text need"),
-        ("unigram", 10**6, "more than this text gives; give"),
-        ("bpe", 10**6, "more than this text gives; give"),
-        ("byte_bpe", 10**6, "more than this text gives; give"),
+        ("unigram", 10**6, "more than this text allows; give"),
+        ("bpe", 10**6, "more than this text allows; give"),
+        ("byte_bpe", 10**6, "more than this text allows; give"),
     ],
 )
-def test_sizes_that_the_text_does_not_give(model: Kind, size: int, said: str, tmp_path: Path) -> None:
+def test_sizes_that_the_text_does_not_give(model: str, size: int, said: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=said) as error:
         train_tokenizer(wanted(tmp_path, model, vocab_size=size), lambda _: None)
     assert "--vocab_size" in str(error.value)
@@ -169,7 +169,7 @@ def test_what_cannot_be_learned_from(tmp_path: Path) -> None:
     (tmp_path / "blank.txt").write_text("\n \n")
     (tmp_path / "sign.txt").write_text("a\u2581b\n")
 
-    def of(name: str, model: Kind = "byte_bpe") -> None:
+    def of(name: str, model: str = "byte_bpe") -> None:
         train_tokenizer(wanted(tmp_path, model, files=(str(tmp_path / name),)), lambda _: None)
 
     with pytest.raises(
@@ -182,23 +182,23 @@ def test_what_cannot_be_learned_from(tmp_path: Path) -> None:
         of("sign.txt", "unigram")
     with pytest.raises(MissingInputError, match="nothing.txt"):
         of("nothing.txt")
-    with pytest.raises(SpecError, match="'wordpiece' is none; give unigram, bpe, byte_bpe"):
-        kind_named("wordpiece")
+    with pytest.raises(SpecError, match="'wordpiece' is not supported; choose unigram, bpe, byte_bpe"):
+        of("blank.txt", "wordpiece")
     with pytest.raises(SpecError, match="--special: the name is empty"):
         train_tokenizer(wanted(tmp_path, "byte_bpe", special=("",)), lambda _: None)
     (tmp_path / "byte_bpe").mkdir()
-    with pytest.raises(LockedError, match="is there already"):
+    with pytest.raises(LockedError, match="exists already"):
         of("bad.txt")
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     for out in (tmp_path / "a.txt" / "tok", Path("/proc/tok")):
-        with pytest.raises(StorageError, match=r"^--out .*tok cannot be made \(.*\); give another folder"):
+        with pytest.raises(StorageError, match=r"^--out .*tok cannot be created \(.*\); give another folder"):
             train_tokenizer(wanted(tmp_path, "byte_bpe", out=out), lambda _: None)
 
 
 def test_text_that_does_not_come_back_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_training, "HARD", ("a\u2581b", "c"))
-    with pytest.raises(DataError, match=r"1 of .* do not come back(.|\n)*came back as 'a b'"):
+    with pytest.raises(DataError, match=r"1 of .* change if(.|\n)*becomes 'a b'"):
         train_tokenizer(wanted(tmp_path, "bpe"), lambda _: None)
     assert not (tmp_path / "bpe").exists()

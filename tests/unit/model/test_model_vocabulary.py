@@ -173,8 +173,8 @@ def test_as_transformers_reads_what_was_resized(tmp_path: Path) -> None:
 def test_tokens_are_added_once() -> None:
     tokenizer = byte_level_tokenizer()
     added = add_tokens(tokenizer, ("<a>", "<|im_end|>", "<b>", "<a>"))
-    assert (added.new, added.known, added.first_id) == (("<a>", "<b>"), ("<|im_end|>",), 259)
-    assert str(added) == "added <a>, <b>; <|im_end|> is in the tokenizer already"
+    assert (added.new, added.present, added.first_id) == (("<a>", "<b>"), ("<|im_end|>",), 259)
+    assert str(added) == "added <a>, <b>; <|im_end|> is already in the tokenizer"
     assert num_ids(tokenizer) == len(tokenizer) == 261
     assert tokenizer("x<a>y<b>")["input_ids"] == [120, 259, 121, 260]
     assert tokenizer.decode([120, 259], skip_special_tokens=True) == "x"
