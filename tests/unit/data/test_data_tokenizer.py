@@ -80,7 +80,7 @@ def test_pad_id_without_special_tokens() -> None:
         ("torn", "no tokenizer that .*model.tokenizer to another$"),
         (
             "torn model",
-            "no tokenizer that .*model.tokenizer to another, or to torn model/tokenizer.model, which sentencepiece",
+            "no tokenizer that .*model.tokenizer to another, or to torn model/tokenizer.model",
         ),
         ("some/where", "cannot be loaded from the hub"),
     ],
