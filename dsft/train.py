@@ -34,7 +34,7 @@ from dsft.generate.scripts import environment
 from dsft.plan.batch import batch_sizes
 from dsft.plan.config_file import merge_config_file
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import layout
+from dsft.plan.layout import layout_of
 from dsft.plan.memory.offload import allocator
 from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
@@ -172,7 +172,7 @@ def train(
     if options.reference_only:
         score_only(options, spec, launched, stopping, heartbeat)
         return
-    places = layout(spec.parallel, launched.world_size)
+    places = layout_of(spec.parallel, launched.world_size)
     batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
     notes: tuple[str, ...] = ()
     decided: frozenset[str] = frozenset()
@@ -211,7 +211,7 @@ def score_only(
     """Score the pairs of a preference run on any number of ranks. Where a DeepSpeed JSON is read, the world
     size must be that of the run."""
     if options.deepspeed_config is not None:
-        places = layout(spec.parallel, launched.world_size)
+        places = layout_of(spec.parallel, launched.world_size)
         batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
         spec = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict).spec
     set_environment(spec, launched)

@@ -15,7 +15,7 @@ from dsft.engine.toolchain import ON_CPU, needed_ops
 from dsft.errors import SpecError
 from dsft.generate.scripts import environment
 from dsft.plan.census import Census, known_census
-from dsft.plan.layout import layout
+from dsft.plan.layout import layout_of
 from dsft.plan.memory.offload import Swapped, swap_keys, swapped
 from dsft.plan.memory.sizes import moment_bytes, weight_bytes
 from dsft.remote import forwarded
@@ -111,7 +111,7 @@ def _swapped(spec: Spec, census: Census | None, hosts: Mapping[str, int | None])
     if census is None or not swap_keys(spec) or not slots:
         return None
     try:
-        return swapped(census, spec, layout(spec.parallel, sum(slots)).data_parallel)
+        return swapped(census, spec, layout_of(spec.parallel, sum(slots)).data_parallel)
     except SpecError:  # a hostfile of another size: the run's start reports it
         return None
 

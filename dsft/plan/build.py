@@ -9,7 +9,7 @@ from pathlib import Path
 from dsft.errors import Problem, SpecError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.census import Census, census
-from dsft.plan.layout import Layout, layout
+from dsft.plan.layout import Layout, layout_of
 from dsft.plan.memory import other_version
 from dsft.plan.memory.ranks import Memory, RankMemory, memory, needed
 from dsft.plan.memory.reference import ReferenceMemory, with_reference
@@ -63,8 +63,8 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     """Build the plan of a spec. Raise SpecError if the sizes do not fit together, or if `world_size` differs
     from the cluster's number of processes. cache: folder of cached censuses."""
     hosts = _hosts(spec, world_size)
-    places = layout(spec.parallel, sum(hosts.values()))
-    batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
+    layout = layout_of(spec.parallel, sum(hosts.values()))
+    batch = batch_sizes(spec.train, layout.data_parallel, spec.data, spec.task)
     counted = census(spec.model, cache)
     problems = group_problems(spec.optim, [p.name for p in counted.parameters if p.trained])
     if counted.max_positions is not None and spec.data.max_length > counted.max_positions:
@@ -74,25 +74,25 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
         raise SpecError("The run cannot be planned.", problems)
     is_other = has_engine(spec) and dpo_of(spec).reference_model is not None
     of_reference = census(reference_model(spec), cache) if is_other else counted
-    sizes, reference = with_reference(memory(counted, spec, places, hosts), of_reference, spec, places, hosts)
+    sizes, reference = with_reference(memory(counted, spec, layout, hosts), of_reference, spec, layout, hosts)
     assumed = spec.cluster is None and world_size is None
     found = (*warnings(spec), *other_version(), *_memory_warnings(spec, sizes, reference))
-    flows = traffic(counted, spec, places, hosts)
-    return Plan(spec, hosts, assumed, places, batch, counted, sizes, found, reference, of_reference, flows)
+    flows = traffic(counted, spec, layout, hosts)
+    return Plan(spec, hosts, assumed, layout, batch, counted, sizes, found, reference, of_reference, flows)
 
 
-def rank_ranges(places: Layout, hosts: Mapping[str, int]) -> list[RankRange]:
+def rank_ranges(layout: Layout, hosts: Mapping[str, int]) -> list[RankRange]:
     """Divide all ranks into ranges, one for each stage on each host."""
     found = []
     first = 0
     for host, slots in hosts.items():
         start = first
         while start < first + slots:
-            stage = places.stage(start)
-            end = min(first + slots, (stage + 1) * places.data_parallel) - 1
+            stage = layout.stage(start)
+            end = min(first + slots, (stage + 1) * layout.data_parallel) - 1
             local = (start - first, end - first)
             found.append(
-                RankRange(host, stage, (start, end), local, (places.data_rank(start), places.data_rank(end)))
+                RankRange(host, stage, (start, end), local, (layout.data_rank(start), layout.data_rank(end)))
             )
             start = end + 1
         first += slots

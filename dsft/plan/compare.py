@@ -18,7 +18,7 @@ from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.build import Need, Plan, memory_needs
 from dsft.plan.cost import Cost, cost
 from dsft.plan.cut import Cut, cut_of
-from dsft.plan.layout import Layout, layout
+from dsft.plan.layout import Layout, layout_of
 from dsft.plan.memory.ranks import Memory, memory
 from dsft.plan.memory.reference import with_reference
 from dsft.plan.promised import cluster_findings
@@ -187,19 +187,19 @@ def _candidate(plan: Plan, keys: LayoutKeys, cut: Callable[[int], Cut]) -> Candi
     if refused:
         return Candidate(keys, refused)
     try:
-        places = layout(spec.parallel, plan.layout.world_size)
+        layout = layout_of(spec.parallel, plan.layout.world_size)
         counts = cut(keys.pipeline_stages).counts
-        batch_sizes(_changed(spec, _batch(plan, 1)).train, places.data_parallel)
+        batch_sizes(_changed(spec, _batch(plan, 1)).train, layout.data_parallel)
     except SpecError as error:
         return Candidate(keys, tuple(Finding(tuple(p.where.split(".")), p.message) for p in error.problems))
     sizes: list[Size] = []
-    micros = _micro_batches(plan, plan.batch.global_batch_size // places.data_parallel)
+    micros = _micro_batches(plan, plan.batch.global_batch_size // layout.data_parallel)
     fixed = _changed(spec, {"parallel.pipeline_cut": counts}) if len(counts) > 1 else spec  # computed once
     for micro in micros:
-        sizes.append(_size(plan, _changed(fixed, _batch(plan, micro)), places))
+        sizes.append(_size(plan, _changed(fixed, _batch(plan, micro)), layout))
         if sizes[-1].over:
             if micro != micros[-1] and keys.zero_stage == 3:  # one micro-batch: gradients may stay bf16
-                sizes.append(_size(plan, _changed(fixed, _batch(plan, micros[-1])), places))
+                sizes.append(_size(plan, _changed(fixed, _batch(plan, micros[-1])), layout))
             break
     chosen = (fastest_fit(sizes) or sizes[0]).batch
     if not _has_batch(plan.spec, chosen):
@@ -245,12 +245,12 @@ def _micro_batches(plan: Plan, share: int) -> list[int]:
     return [n for n in range(1, share + 1) if share % n == 0]
 
 
-def _size(plan: Plan, spec: Spec, places: Layout) -> Size:
-    batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
-    alone = memory(plan.census, spec, places, plan.hosts)
-    sizes, reference = with_reference(alone, plan.reference_census, spec, places, plan.hosts)
-    flows = traffic(plan.census, spec, places, plan.hosts)
-    share = bubble(places.pipeline_stages, batch.accumulation_steps)
+def _size(plan: Plan, spec: Spec, layout: Layout) -> Size:
+    batch = batch_sizes(spec.train, layout.data_parallel, spec.data, spec.task)
+    alone = memory(plan.census, spec, layout, plan.hosts)
+    sizes, reference = with_reference(alone, plan.reference_census, spec, layout, plan.hosts)
+    flows = traffic(plan.census, spec, layout, plan.hosts)
+    share = bubble(layout.pipeline_stages, batch.accumulation_steps)
     needs = memory_needs(spec, sizes, reference)
     over = tuple(need for need in needs if need.needs > need.limit)
     full = needs[0].needs / needs[0].limit if needs else 0.0

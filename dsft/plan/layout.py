@@ -44,7 +44,7 @@ class Layout:
         return self.shard_rank(rank)
 
 
-def layout(parallel: Parallel, world_size: int) -> Layout:
+def layout_of(parallel: Parallel, world_size: int) -> Layout:
     """Return the layout of `world_size` ranks. Raise SpecError if the number of stages does not divide it."""
     stages = parallel.pipeline_stages
     if world_size % stages:

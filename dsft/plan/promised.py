@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dsft.errors import SpecError
 from dsft.plan.batch import BatchSizes, batch_sizes
-from dsft.plan.layout import Layout, layout, worlds
+from dsft.plan.layout import Layout, layout_of, worlds
 from dsft.spec.findings import Finding
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
@@ -29,8 +29,8 @@ def load(path: Path | str, overrides: Sequence[str] = (), *, check_files: bool =
 def promised_batch(spec: Spec) -> BatchSizes | None:
     """Return the batch sizes on the spec's cluster; None if it has no cluster, since the world size is then
     known only at the start."""
-    places = _promised_layout(spec)
-    return batch_sizes(spec.train, places.data_parallel, spec.data, spec.task) if places else None
+    layout = _promised_layout(spec)
+    return batch_sizes(spec.train, layout.data_parallel, spec.data, spec.task) if layout else None
 
 
 def cluster_findings(spec: Spec) -> Iterator[Finding]:
@@ -42,16 +42,16 @@ def cluster_findings(spec: Spec) -> Iterator[Finding]:
 
 def _whole_cluster(spec: Spec) -> Iterator[Finding]:
     try:
-        places = _promised_layout(spec)
+        layout = _promised_layout(spec)
     except SpecError as error:
         yield Finding(("parallel", "pipeline_stages"), error.problems[0].message, _PROCESSES)
         return
     sizes = ("global_batch_size", "micro_batch_size", "accumulation_steps")
     given = [size for size in sizes if getattr(spec.train, size) is not None]
-    if places is None or len(given) < 2:  # reported elsewhere, also without a cluster
+    if layout is None or len(given) < 2:  # reported elsewhere, also without a cluster
         return
     try:
-        batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
+        batch_sizes(spec.train, layout.data_parallel, spec.data, spec.task)
     except SpecError as error:
         reads = (f"train.{size}" for size in sizes)
         yield Finding(("train", given[0]), error.problems[0].message, (*_PROCESSES, *reads))
@@ -75,8 +75,8 @@ def _fewer_hosts(spec: Spec) -> Iterator[Finding]:
     for count, sizes in worlds(cluster.hosts, cluster.min_hosts).items():
         for processes in sorted(sizes) if count < hosts else ():
             try:
-                places = layout(spec.parallel, processes)
-                batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
+                layout = layout_of(spec.parallel, processes)
+                batch_sizes(spec.train, layout.data_parallel, spec.data, spec.task)
             except SpecError as error:
                 why = error.problems[0].message
                 yield Finding(path, f"with {count} of {hosts} hosts, {processes} processes: {why}", _HOSTS)
@@ -84,4 +84,4 @@ def _fewer_hosts(spec: Spec) -> Iterator[Finding]:
 
 
 def _promised_layout(spec: Spec) -> Layout | None:
-    return layout(spec.parallel, sum(spec.cluster.hosts.values())) if spec.cluster else None
+    return layout_of(spec.parallel, sum(spec.cluster.hosts.values())) if spec.cluster else None

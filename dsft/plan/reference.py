@@ -13,7 +13,7 @@ from typing import Any
 from dsft.errors import Problem, SpecError
 from dsft.plan.census import Elements
 from dsft.plan.ds_config import ConfigEntry, Row, gathering, nested, silence
-from dsft.plan.layout import Layout, layout
+from dsft.plan.layout import Layout, layout_of
 from dsft.spec.preferences import REFERENCE_FREE
 from dsft.spec.schema import Dpo, Lora, Model, Parallel, Spec
 
@@ -68,7 +68,7 @@ def reference_layout(spec: Spec, world_size: int) -> Layout:
     """Return the layout of the reference: by default in the policy's pipeline stages; if the spec sets
     dpo.reference_zero_stage, whole or sharded over all ranks. Raise SpecError if the number of stages does
     not divide the number of ranks."""
-    return layout(reference_parallel(spec), world_size)
+    return layout_of(reference_parallel(spec), world_size)
 
 
 def reference_parallel(spec: Spec) -> Parallel:

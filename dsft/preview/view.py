@@ -23,7 +23,7 @@ from dsft.data.steps.pack import assign
 from dsft.data.tokenizer.load import notes, open_tokenizer
 from dsft.errors import Problem, SpecError
 from dsft.plan.batch import BatchSizes, batch_sizes
-from dsft.plan.layout import layout
+from dsft.plan.layout import layout_of
 from dsft.preview.figures import LengthStats, StepStats, length_stats, step_stats
 from dsft.preview.problems import (
     RowProblem,
@@ -196,7 +196,7 @@ def collect(
     processes = (total // (micro * steps) if total and micro and steps else 1) * spec.parallel.pipeline_stages
     if spec.cluster:
         processes = sum(spec.cluster.hosts.values())
-    batch = batch_sizes(train, layout(spec.parallel, processes).data_parallel, spec.data, spec.task)
+    batch = batch_sizes(train, layout_of(spec.parallel, processes).data_parallel, spec.data, spec.task)
     tokenizer, added = open_tokenizer(spec.model)
     new_tokens = notes(tokenizer, added)
     choose_template(tokenizer, spec.data.chat_template)

@@ -23,7 +23,7 @@ from dsft.engine.world import join
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import Layout, layout
+from dsft.plan.layout import Layout, layout_of
 from dsft.plan.memory.ranks import memory
 from dsft.plan.traffic import traffic
 from dsft.rank.environment import detect
@@ -90,7 +90,7 @@ def count_collectives() -> list[int]:
 def measure(spec: Spec, sent: list[int]) -> dict[str, Any]:
     """Largest bytes seen between the backward and the update, and by the plan; whether forgetting the steps
     frees the moments; bytes sent in the last of two steps, and by the plan. sent: of `count_collectives`."""
-    ranks = layout(spec.parallel, torch.distributed.get_world_size())
+    ranks = layout_of(spec.parallel, torch.distributed.get_world_size())
     before = live_bytes()
     config = deepspeed_config(spec, batch_sizes(spec.train, ranks.data_parallel))
     for key in config["zero_optimization"]:

@@ -47,7 +47,7 @@ from dsft.objective.next_token import next_token
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Elements, census_from
 from dsft.plan.ds_config import deepspeed_config, sized
-from dsft.plan.layout import layout
+from dsft.plan.layout import layout_of
 from dsft.plan.memory.ranks import memory
 from dsft.plan.memory.sizes import GIB
 from dsft.rank.environment import detect
@@ -141,7 +141,7 @@ def measure(case: Case) -> dict[str, Any]:
     spec = case.spec()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(free_port())
-    ranks = layout(spec.parallel, 1)
+    ranks = layout_of(spec.parallel, 1)
     world = join(detect(os.environ), ranks)
     torch.backends.cuda.enable_cudnn_sdp(False)
     facts = TokenFacts(SHAPES[case.shape]["vocab_size"], 1, 2, None)

@@ -59,8 +59,8 @@ def with_reference(
     if has_engine(spec):
         found = _stages(census, spec, layout, tokens or most_tokens(spec, layout))
         if dpo_of(spec).reference == "precomputed":
-            places = reference_layout(spec, layout.world_size)
-            return sizes, ReferenceMemory(found, of_host(found, spec, places, hosts))
+            own_layout = reference_layout(spec, layout.world_size)
+            return sizes, ReferenceMemory(found, of_host(found, spec, own_layout, hosts))
         of_rank = [found[rank.stage % len(found)] for rank in sizes.stages]
         beside = [(one.parameters, one.offloaded) for one in of_rank]
     else:
@@ -75,14 +75,14 @@ def with_reference(
 def _stages(census: Census, spec: Spec, layout: Layout, tokens: int) -> tuple[RankMemory, ...]:
     """Return the memory of one rank of each stage, computed as for a policy without trained parameters. The
     policy's new adapter is no part of the reference."""
-    places = reference_layout(spec, layout.world_size)
+    own_layout = reference_layout(spec, layout.world_size)
     own = spec.model_copy(update={"model": reference_model(spec), "parallel": reference_parallel(spec)})
     has_adapter = own.model.lora is not None
     parameters = (p for p in census.parameters if has_adapter or not _is_adapters(p))
     frozen = replace(census, parameters=tuple(replace(p, trained=False) for p in parameters))
     found = []
-    for stage in range(places.pipeline_stages):
-        rank = stage_memory(stage, frozen, own, places, tokens)
+    for stage in range(own_layout.pipeline_stages):
+        rank = stage_memory(stage, frozen, own, own_layout, tokens)
         on_gpu = rank.parameters
         if dpo_of(spec).reference_offload == "cpu":
             on_gpu = sum(p.numel for p in frozen.parameters if p.numel <= PERSIST_BELOW) * weight_bytes(own)

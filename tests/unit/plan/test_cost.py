@@ -9,7 +9,7 @@ import pytest
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cost import Cost, cost
-from dsft.plan.layout import layout
+from dsft.plan.layout import layout_of
 from dsft.plan.traffic import bubble, traffic
 
 LAYER = 10_000_000
@@ -26,7 +26,7 @@ def costs(make_spec: Any) -> Any:
         hosts = {"a": ranks}
         sections.setdefault("cluster", {"hosts": hosts, "accelerator": GPU})
         spec = make_spec(data={"max_length": ROW}, **sections)
-        places = layout(spec.parallel, ranks)
+        places = layout_of(spec.parallel, ranks)
         batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
         return cost(CENSUS, spec, batch, traffic(CENSUS, spec, places, hosts), hosts)
 

@@ -7,7 +7,7 @@ import pytest
 
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import bucket_size
-from dsft.plan.layout import layout
+from dsft.plan.layout import layout_of
 from dsft.plan.memory import other_version
 from dsft.plan.memory.phases import MALLOC_KEEPS
 from dsft.plan.memory.ranks import BACKWARD, DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
@@ -35,7 +35,7 @@ def sizes(make_spec: Any) -> Any:
         world: int = 4, hosts: dict[str, int] | None = None, tokens: int | None = 1, **sections: Any
     ) -> Memory:
         spec = make_spec(**sections)
-        return memory(census(), spec, layout(spec.parallel, world), hosts or {"here": world}, tokens)
+        return memory(census(), spec, layout_of(spec.parallel, world), hosts or {"here": world}, tokens)
 
     return run
 
@@ -161,7 +161,7 @@ def test_what_malloc_keeps_of_other_moments_counts_on_a_cpu(make_spec: Any) -> N
     def rank(accelerator: str) -> Any:
         cluster = {"hosts": {"a": 2}, "accelerator": {"name": accelerator}}
         spec = make_spec(parallel={"zero_stage": 0}, train={"precision": "bf16"}, cluster=cluster)
-        return memory(census, spec, layout(spec.parallel, 2), {"a": 2}).stages[0]
+        return memory(census, spec, layout_of(spec.parallel, 2), {"a": 2}).stages[0]
 
     flat = (2 + 4) * count * size
     assert rank("cpu").buffers == rank("H100").buffers == flat
@@ -213,7 +213,7 @@ def test_adapters_add_their_rank_and_frozen_norms_keep_nothing(make_spec: Any) -
     def one_layer(*parameters: Parameter) -> int:
         spec = make_spec(train={"precision": "bf16"})
         counted = Census("X", 1, None, (Parameter("embed", (2000, 1000), None, True, ()), *parameters))
-        return memory(counted, spec, layout(spec.parallel, 1), {"here": 1}, 8).stages[0].one_layer
+        return memory(counted, spec, layout_of(spec.parallel, 1), {"here": 1}, 8).stages[0].one_layer
 
     matrix = Parameter("w", (3000, 1000), 0, False, ())
     norm = Parameter("n", (1000,), 0, False, ())
@@ -248,7 +248,7 @@ def test_the_heads_logits_are_those_of_a_chunk_at_most(
     def planned(tokens: int, accelerator: str) -> tuple[int, int]:
         spec = make_spec(train={"precision": precision}, cluster=cluster(accelerator))
         counted = Census("X", 1, None, parameters)
-        (rank,) = memory(counted, spec, layout(spec.parallel, 1), {"here": 1}, tokens).stages
+        (rank,) = memory(counted, spec, layout_of(spec.parallel, 1), {"here": 1}, tokens).stages
         logits = rank.head - gradient if tokens > 32 else rank.logits  # of few tokens the backward has more
         return logits, gradient if rank.head >= gradient else 0
 

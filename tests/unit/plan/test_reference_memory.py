@@ -8,7 +8,7 @@ import pytest
 
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import PERSIST_BELOW, bucket_size
-from dsft.plan.layout import layout
+from dsft.plan.layout import layout_of
 from dsft.plan.memory.ranks import PROCESS, WITH_ZERO, Memory, memory
 from dsft.plan.memory.reference import ReferenceMemory, with_reference
 
@@ -39,7 +39,7 @@ def planned(make_spec: Any) -> Any:
     def run(*, lora: bool = False, **sections: Any) -> tuple[Memory, ReferenceMemory | None]:
         sections = {"task": "dpo", "train": {"precision": "bf16"}, "data": {"max_length": 64}, **sections}
         spec, hosts = make_spec(**sections), {"a": 2, "b": 2}
-        counted, places = census(lora=lora), layout(spec.parallel, 4)
+        counted, places = census(lora=lora), layout_of(spec.parallel, 4)
         return with_reference(memory(counted, spec, places, hosts), counted, spec, places, hosts)
 
     return run

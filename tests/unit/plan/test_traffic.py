@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dsft.plan.census import Census, Parameter
-from dsft.plan.layout import layout
+from dsft.plan.layout import layout_of
 from dsft.plan.traffic import Flow, bubble, traffic
 
 LAYER, EMBEDDING = 1_000_000, 2_000_000
@@ -28,7 +28,7 @@ SHARDED = TRAINED - 4 * NORM
 def flows(make_spec: Any) -> Any:
     def run(hosts: dict[str, int], *, tied: bool = False, **sections: Any) -> dict[str, Flow]:
         spec = make_spec(**sections)
-        found = traffic(census(tied), spec, layout(spec.parallel, sum(hosts.values())), hosts, tokens=10)
+        found = traffic(census(tied), spec, layout_of(spec.parallel, sum(hosts.values())), hosts, tokens=10)
         return {f"{flow.what}, {flow.link}": flow for flow in found}
 
     return run

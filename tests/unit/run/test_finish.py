@@ -15,7 +15,7 @@ from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import CheckpointError
 from dsft.inputs import read_inputs
 from dsft.plan.batch import batch_sizes
-from dsft.plan.layout import layout
+from dsft.plan.layout import layout_of
 from dsft.rank.environment import Launched
 from dsft.run.artifacts import describe
 from dsft.run.finish import outcome, refuse_changed_reference, what_next
@@ -67,7 +67,7 @@ def described(base: Path, rows: dict[str, Any], out: Path) -> tuple[list[str], A
         batch=batch_sizes(made.train, 1, made.data, made.task),
         config={},
         launched=launched,
-        layout=layout(made.parallel, 1),
+        layout=layout_of(made.parallel, 1),
         command=["train.py"],
     )
     lines = describe(job, job.config, read_inputs(made, lambda text: None), None)
