@@ -17,9 +17,9 @@ if __name__ == "__main__":
     # on one host passes no PYTHONPATH.
     sys.path[0] = str(ROOT)
 
-    from dsft.rank.stopping import hold
+    from dsft.rank.stopping import block_signals
 
-    hold()  # signals, until `live`; the imports below take about a second
+    block_signals()  # signals, until `set_up_process`; the imports below take about a second
 
 import argparse
 import os
@@ -42,10 +42,10 @@ from dsft.rank.cores import THREADS, Share, share_of
 from dsft.rank.environment import Launched, detect
 from dsft.rank.heartbeat import Heartbeat
 from dsft.rank.launched import check_port
-from dsft.rank.live import live
+from dsft.rank.process_setup import set_up_process
 from dsft.rank.promise import check_promise
 from dsft.rank.software import RANGES, outside, version_of
-from dsft.rank.stopping import Stopping, release
+from dsft.rank.stopping import Stopping, unblock_signals
 from dsft.rank.torchrun import flags, torchrun_argv
 from dsft.report.redact import print_fault, redact, redact_command, redact_threads, redact_values
 from dsft.spec.schema import Spec
@@ -68,17 +68,17 @@ def main(arguments: Sequence[str]) -> int:
         become_torchrun(arguments, options)
         launched = detect(os.environ)
         rank = launched.rank
-        heartbeat, stopping = live(launched, os.environ)
+        heartbeat, stopping = set_up_process(launched, os.environ)
         train(options, launched, [sys.argv[0], *arguments], stopping, heartbeat)
     except DsftError as error:
         message = printable(redact_values(str(error), os.environ))
         heartbeat.end(error.exit_code, message)
-        asked = isinstance(error, StoppedError)
+        is_stop = isinstance(error, StoppedError)
         if rank == 0 or error.of_one_rank:
             who = f"rank {rank}: " if error.of_one_rank else ""
-            print(f"{'' if asked else 'error: '}{who}{message}", file=sys.stderr, flush=True)
+            print(f"{'' if is_stop else 'error: '}{who}{message}", file=sys.stderr, flush=True)
         else:
-            time.sleep(RANK_0_ENDS if asked else RANK_0_SPEAKS)
+            time.sleep(RANK_0_ENDS if is_stop else RANK_0_SPEAKS)
         return error.exit_code
     except Exception as error:  # a bug in dsft or a library: print the traceback
         heartbeat.end(1, printable(redact(f"{type(error).__name__}: {error}", os.environ)))
@@ -97,7 +97,7 @@ def become_torchrun(arguments: Sequence[str], options: argparse.Namespace) -> No
         load(options.spec, options.overrides)
         words = shlex.join(redact_command(argv[2:], os.environ))
         print(f"launcher: this process becomes torchrun: {words}", flush=True)
-        release()
+        unblock_signals()
         os.execv(argv[0], argv)
 
 

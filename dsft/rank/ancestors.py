@@ -75,11 +75,11 @@ def _watch(above: Sequence[Ancestor], stopping: Stopping) -> None:
     while (gone := next((each for each in above if not lives(each)), None)) is None:
         time.sleep(EVERY)
     was_asked = stopping.reason is not None
-    stopping.ask("the end of its launcher")
+    stopping.request("the end of its launcher")
     if stopping.stage != "load":
         time.sleep(PATIENCE if was_asked else SAVES)
     message = f"{gone.what} (process {gone.pid}), which started this run, is gone, and so the run ends"
-    stopping.now(WorldError.exit_code, message)
+    stopping.end_now(WorldError.exit_code, message)
 
 
 def lives(ancestor: Ancestor) -> bool:

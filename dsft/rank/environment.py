@@ -38,18 +38,18 @@ def detect(environ: Mapping[str, str]) -> Launched:
     """Return this process's place in the world. Raises WorldError where the variables are incomplete, not
     numbers, or contradict each other."""
     if any(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        launched = _by_five(environ)
+        launched = _from_rendezvous(environ)
     elif openmpi.is_process(environ):
         launched = openmpi.process_of(environ)
     elif slurm.is_task(environ):
         launched = slurm.task_of(environ)
     else:
         return _alone(environ)
-    _check_wished(environ, launched)
+    _check_requested(environ, launched)
     return launched
 
 
-def _by_five(environ: Mapping[str, str]) -> Launched:
+def _from_rendezvous(environ: Mapping[str, str]) -> Launched:
     check_complete(environ, RENDEZVOUS, "a launcher")
     check_ranks(environ, *RENDEZVOUS[:3])
     rank, world_size, local_rank = (whole_number(environ, name) for name in RENDEZVOUS[:3])
@@ -63,7 +63,7 @@ def _by_five(environ: Mapping[str, str]) -> Launched:
     names = ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE") if by_torchrun else ("CROSS_SIZE", "LOCAL_SIZE")
     if not by_torchrun and not by_deepspeed:
         names = ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")  # torchrun's names, where they are set by hand
-        _check_around(environ)
+        _check_outer_launcher(environ)
     hosts, local = (optional_number(environ, name) for name in names)
     if local is not None and not local_rank < local <= world_size:
         raise WorldError(
@@ -82,13 +82,22 @@ def _by_five(environ: Mapping[str, str]) -> Launched:
     marks = {"torchrun": ("TORCHELASTIC_RUN_ID",), "deepspeed": ("CROSS_RANK",), "dsft launch": (AGENT,)}
     mark = marks.get(launcher, ())
     slots = (world_size,) if hosts == 1 else None
-    told_by = (*mark, *RENDEZVOUS)
+    variables = (*mark, *RENDEZVOUS)
     return Launched(
-        launcher, rank, world_size, local_rank, address, port, local, hosts, slots, told_by=told_by
+        launcher,
+        rank,
+        world_size,
+        local_rank,
+        address,
+        port,
+        local,
+        hosts,
+        slots,
+        variables=variables,
     )
 
 
-def _check_around(environ: Mapping[str, str]) -> None:
+def _check_outer_launcher(environ: Mapping[str, str]) -> None:
     """Check that the five variables, set by hand in a process of srun or mpirun, agree with that
     launcher's."""
     if environ.get(AGENT):
@@ -113,19 +122,19 @@ def _agree(environ: Mapping[str, str], one: str, other: str, of_one: str, of_oth
         )
 
 
-def _check_wished(environ: Mapping[str, str], launched: Launched) -> None:
+def _check_requested(environ: Mapping[str, str], launched: Launched) -> None:
     """Check that NNODES and NPROC_PER_NODE, where they are numbers, match what the launcher started: a user
     who sets them and gives torchrun or deepspeed other numbers did not get the run they wanted. After an
     elastic restart the number of hosts may differ."""
-    came = {"NNODES": launched.hosts, "NPROC_PER_NODE": launched.local_world_size}
-    for name, number in came.items():
-        wished = environ.get(name, "")
-        fewest, _, most = wished.partition(":")
+    started = {"NNODES": launched.hosts, "NPROC_PER_NODE": launched.local_world_size}
+    for name, number in started.items():
+        requested = environ.get(name, "")
+        fewest, _, most = requested.partition(":")
         if number is None or not fewest.isdecimal() or (most and not most.isdecimal()):
             continue
         if not int(fewest) <= number <= int(most or fewest) and not _is_restarted(environ):
             raise WorldError(
-                f"{name}={wished} in the environment, but {launched.launcher} started {number}; give the "
+                f"{name}={requested} in the environment, but {launched.launcher} started {number}; give the "
                 "launcher the same number, or unset the variable."
             )
 

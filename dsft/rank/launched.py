@@ -25,7 +25,7 @@ class Launched:
     local_world_size  processes on this host; None where the launcher does not set it
     hosts             number of hosts; None where the launcher does not set it
     slots             processes of each host, in the order of the hosts; None where it does not set it
-    told_by           the variables that were used, for the run's first line
+    variables         the variables that were used, for the run's first line
     """
 
     launcher: str
@@ -37,7 +37,7 @@ class Launched:
     local_world_size: int | None = None
     hosts: int | None = None
     slots: tuple[int, ...] | None = None
-    told_by: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
 
     def export(self, environ: MutableMapping[str, str]) -> None:
         """Write the rendezvous variables, for a launcher that does not set them."""
@@ -51,7 +51,7 @@ class Launched:
         hosts = "" if self.hosts is None else f" on {counted(self.hosts, 'host')}"
         world = f"{counted(self.world_size, 'process')}{hosts}"
         return (
-            f"launcher: {self.launcher} ({', '.join(self.told_by)}): {world}, rank 0 listens at "
+            f"launcher: {self.launcher} ({', '.join(self.variables)}): {world}, rank 0 listens at "
             f"{self.master_addr} port {self.master_port}"
         )
 

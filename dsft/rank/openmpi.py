@@ -49,7 +49,7 @@ def process_of(environ: Mapping[str, str]) -> Launched:
     by_name = "MASTER_ADDR" if environ.get("MASTER_ADDR") else MPIRUN
     return Launched(
         "mpirun", rank, world_size, local_rank, _address(environ, rank, hosts), port, local, hosts,
-        told_by=PROCESS if hosts == 1 and by_name == MPIRUN else (*PROCESS, by_name),
+        variables=PROCESS if hosts == 1 and by_name == MPIRUN else (*PROCESS, by_name),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsft.rank.launched import Launched
-from dsft.rank.promise import Promise, broken
+from dsft.rank.promise import Promise, broken_promise
 
 RANKS = "ranks.json"
 """File name of the rank map in the run's folder."""
@@ -38,8 +38,8 @@ class Device:
     def text(self) -> str:
         memory = f"{self.memory / 2**30:.1f} GiB" if self.memory else None
         driver = f"driver {self.driver}" if self.driver else None
-        told = ", ".join(filter(None, (memory, self.capability, driver)))
-        return f"{self.name} ({told})" if told else self.name
+        listed = ", ".join(filter(None, (memory, self.capability, driver)))
+        return f"{self.name} ({listed})" if listed else self.name
 
 
 CPU = Device("cpu", "CPU")
@@ -101,10 +101,10 @@ def check_places(promise: Promise, places: Sequence[RankPlace], launched: Launch
     promise. places: of all ranks, by rank."""
     if promise.hosts is None:
         return
-    came = Counter(place.machine for place in places)
-    too_few = len(came) < promise.fewest
-    if too_few or Counter(came.values()) - Counter(promise.hosts.values()):
-        raise broken(promise, launched, tuple(came.values()))
+    started = Counter(place.machine for place in places)
+    too_few = len(started) < promise.fewest
+    if too_few or Counter(started.values()) - Counter(promise.hosts.values()):
+        raise broken_promise(promise, launched, tuple(started.values()))
 
 
 def rank_map(places: Sequence[RankPlace]) -> str:
@@ -118,12 +118,12 @@ def rank_map(places: Sequence[RankPlace]) -> str:
             runs[-1] = (runs[-1][0], rank)
         else:
             runs.append((rank, rank))
-    told = (
+    listed = (
         f"{_range(first, last)} = {places[first].host} "
         f"{_range(places[first].local_rank, places[last].local_rank)}"
         for first, last in runs
     )
-    return f"rank map: {', '.join(told)}"
+    return f"rank map: {', '.join(listed)}"
 
 
 def devices_lines(places: Sequence[RankPlace], versions: str) -> list[str]:
@@ -134,9 +134,9 @@ def devices_lines(places: Sequence[RankPlace], versions: str) -> list[str]:
         ranks.setdefault(place.device.text(), []).append(rank)
     if len(ranks) == 1:
         return [f"devices: {len(places)} × {next(iter(ranks))}; {versions}"]
-    told = "; ".join(f"{text} on rank(s) {_ranges(of)}" for text, of in ranks.items())
+    listed = "; ".join(f"{text} on rank(s) {_ranges(of)}" for text, of in ranks.items())
     return [
-        f"devices: {told}; {versions}",
+        f"devices: {listed}; {versions}",
         "warning: the ranks have different devices, and every step takes as long as the slowest of them",
     ]
 

@@ -100,22 +100,22 @@ def _check_numbers(promise: Promise, launched: Launched) -> None:
     elif fits and local is not None and len(promise.hosts) <= 2:  # on more hosts only some ranks would see it
         fits = local in promise.hosts.values()
     if not fits:
-        raise broken(promise, launched, slots)
+        raise broken_promise(promise, launched, slots)
 
 
-def broken(promise: Promise, launched: Launched, slots: Sequence[int] | None) -> WorldError:
+def broken_promise(promise: Promise, launched: Launched, slots: Sequence[int] | None) -> WorldError:
     """Return the error: what was promised, what was started, and the likely cause. slots: processes of each
     host that were started; None if unknown."""
     assert promise.hosts is not None
     fewer = f", or of at least {promise.fewest} of these hosts" if promise.fewest < len(promise.hosts) else ""
-    came = f"{launched.world_size}"
+    started = f"{launched.world_size}"
     if slots is not None and (len(slots) > 1 or len(promise.hosts) > 1):
-        came += f" on {counted(len(slots), 'host')} ({' + '.join(map(str, slots))})"
+        started += f" on {counted(len(slots), 'host')} ({' + '.join(map(str, slots))})"
     elif launched.hosts is not None and len(promise.hosts) > 1:
-        came += f" on {counted(launched.hosts, 'host')}"
+        started += f" on {counted(launched.hosts, 'host')}"
     return WorldError(
         f"{promise.by} promises {sum(promise.hosts.values())} processes ({_listed(promise.hosts)}){fewer} "
-        f"but {launched.launcher} started {came}: {_cause(promise, launched)}."
+        f"but {launched.launcher} started {started}: {_cause(promise, launched)}."
     )
 
 

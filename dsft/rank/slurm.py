@@ -64,14 +64,16 @@ def task_of(environ: Mapping[str, str]) -> Launched:
         hosts = len(slots)
         node = optional_number(environ, "SLURM_NODEID")
         local = slots[node] if node is not None and 0 <= node < len(slots) else None
-    told_by = [*TASK, "MASTER_ADDR" if environ.get("MASTER_ADDR") else _nodelist(environ)[0]]
+    variables = [*TASK, "MASTER_ADDR" if environ.get("MASTER_ADDR") else _nodelist(environ)[0]]
     address = environ.get("MASTER_ADDR") or first_host(environ)
     port = master_port(environ)
     if port is None:
         check_complete(environ, ("SLURM_JOB_ID",), "srun")
         job, step = whole_number(environ, "SLURM_JOB_ID"), optional_number(environ, "SLURM_STEP_ID") or 0
         port = port_of_job(31 * job + step)
-    return Launched("srun", rank, world_size, local_rank, address, port, local, hosts, slots, tuple(told_by))
+    return Launched(
+        "srun", rank, world_size, local_rank, address, port, local, hosts, slots, tuple(variables)
+    )
 
 
 def tasks_per_node(environ: Mapping[str, str]) -> tuple[int, ...] | None:

@@ -27,7 +27,7 @@ MARKER = "dsft-swap.json"
 
 
 @contextmanager
-def hold_swap_folder(nvme_path: Path, nonce: str, run: Path) -> Iterator[Path]:
+def shared_swap_folder(nvme_path: Path, nonce: str, run: Path) -> Iterator[Path]:
     """Create, lock and yield the run's swap folder, on every rank of a host with the same nonce. The last
     rank to leave removes it. run: the run's folder, written to the marker.
 
@@ -39,7 +39,7 @@ def hold_swap_folder(nvme_path: Path, nonce: str, run: Path) -> Iterator[Path]:
         folder.mkdir(exist_ok=True)
         marker = os.open(folder / MARKER, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise _not_made(folder, error) from None
+        raise _creation_error(folder, error) from None
     try:
         try:
             fcntl.flock(
@@ -47,7 +47,7 @@ def hold_swap_folder(nvme_path: Path, nonce: str, run: Path) -> Iterator[Path]:
             )  # before the marker is written: an empty marker protects the folder
             os.pwrite(marker, json.dumps(facts).encode() + b"\n", 0)  # every rank writes the same bytes
         except OSError as error:
-            raise _not_made(folder, error) from None
+            raise _creation_error(folder, error) from None
         yield folder
     finally:
         with suppress(OSError):
@@ -55,11 +55,11 @@ def hold_swap_folder(nvme_path: Path, nonce: str, run: Path) -> Iterator[Path]:
         os.close(marker)
 
 
-def _not_made(folder: Path, error: OSError) -> StorageError:
+def _creation_error(folder: Path, error: OSError) -> StorageError:
     return StorageError(f"{folder} cannot be created ({error.strerror}); name another nvme_path.")
 
 
-def clear_left_over(nvme_path: Path) -> Iterator[str]:
+def remove_stale_folders(nvme_path: Path) -> Iterator[str]:
     """Remove stale folders of ended runs; yield a line for each."""
     for folder in sorted(nvme_path.glob(f"{PREFIX}*")):
         facts = _facts(folder)
@@ -70,8 +70,8 @@ def clear_left_over(nvme_path: Path) -> Iterator[str]:
             try:
                 size = sum(path.stat().st_size for path in folder.rglob("*.swp"))
                 if _remove_alone(folder, marker):
-                    kept = "; other files in it are left alone" if folder.exists() else ""
-                    yield f"removed {folder}, {size:,} bytes that {facts['run']} had left{kept}"
+                    rest = "; other files in it are left alone" if folder.exists() else ""
+                    yield f"removed {folder}, {size:,} bytes that {facts['run']} had left{rest}"
             finally:
                 os.close(marker)
 

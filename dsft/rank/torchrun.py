@@ -22,7 +22,7 @@ from dsft.spec.hosts import is_host
 
 
 @dataclass(frozen=True)
-class _Wish:
+class _Settings:
     """The settings from one of the two styles; None: not set. names: the five settings' names in that
     style."""
 
@@ -61,7 +61,7 @@ def torchrun_argv(arguments: Sequence[str], environ: Mapping[str, str], script: 
     this process.
     """
     given, rest = flags().parse_known_args(list(arguments))
-    by_flags = _Wish(
+    by_flags = _Settings(
         given.num_gpus, given.num_nodes, given.node_rank, given.master_addr, given.master_port,
         ("--num_gpus", "--num_nodes", "--node_rank", "--master_addr", "--master_port"),
     )  # fmt: skip
@@ -76,23 +76,23 @@ def torchrun_argv(arguments: Sequence[str], environ: Mapping[str, str], script: 
         return None
     if not has_flags and not any(environ.get(name) for name in ("NPROC_PER_NODE", "NNODES", "NODE_RANK")):
         return None
-    wish = _by_variables(environ)
+    chosen = _by_variables(environ)
     if has_flags:
-        _check_same(by_flags, wish)
-        wish = _filled(by_flags, wish)
-    options = _options(wish)
-    _check_task(wish, environ)
+        _check_same(by_flags, chosen)
+        chosen = _filled(by_flags, chosen)
+    options = _options(chosen)
+    _check_task(chosen, environ)
     return [sys.executable, "-m", "torch.distributed.run", *options, script, *rest]
 
 
-def _by_variables(environ: Mapping[str, str]) -> _Wish:
+def _by_variables(environ: Mapping[str, str]) -> _Settings:
     """Read the variables: ADDR and PORT as users of XTuner set them, else MASTER_ADDR and MASTER_PORT."""
     for one, other in (("ADDR", "MASTER_ADDR"), ("PORT", "MASTER_PORT")):
         if environ.get(one) and environ.get(other) and environ[one] != environ[other]:
             raise WorldError(
                 f"{one}={environ[one]} and {other}={environ[other]} contradict each other; unset one of them."
             )
-    return _Wish(
+    return _Settings(
         optional_number(environ, "NPROC_PER_NODE"),
         optional_number(environ, "NNODES"),
         optional_number(environ, "NODE_RANK"),
@@ -102,7 +102,7 @@ def _by_variables(environ: Mapping[str, str]) -> _Wish:
     )
 
 
-def _check_same(one: _Wish, other: _Wish) -> None:
+def _check_same(one: _Settings, other: _Settings) -> None:
     """Check that settings given in both styles are equal; for address and port the flags take precedence."""
     numbers = zip(_values(one)[:3], _values(other)[:3], one.names[:3], other.names[:3], strict=True)
     for left, right, name, variable in numbers:
@@ -110,57 +110,59 @@ def _check_same(one: _Wish, other: _Wish) -> None:
             raise WorldError(f"{name} {left} and {variable}={right} contradict each other; leave one out.")
 
 
-def _filled(one: _Wish, other: _Wish) -> _Wish:
+def _filled(one: _Settings, other: _Settings) -> _Settings:
     """Return `one` with its unset fields taken from `other`."""
     names = ("processes", "hosts", "host_rank", "address", "port")
     return replace(one, **{name: getattr(other, name) for name in names if getattr(one, name) is None})
 
 
-def _values(wish: _Wish) -> tuple[Any, ...]:
-    return wish.processes, wish.hosts, wish.host_rank, wish.address, wish.port
+def _values(chosen: _Settings) -> tuple[Any, ...]:
+    return chosen.processes, chosen.hosts, chosen.host_rank, chosen.address, chosen.port
 
 
-def _options(wish: _Wish) -> list[str]:
+def _options(chosen: _Settings) -> list[str]:
     """Return torchrun's options for a static rendezvous."""
-    processes, hosts, rank, address, port = wish.names
-    if wish.processes is None or (wish.hosts is None and wish.host_rank is not None):
-        missing = processes if wish.processes is None else hosts
+    processes, hosts, rank, address, port = chosen.names
+    if chosen.processes is None or (chosen.hosts is None and chosen.host_rank is not None):
+        missing = processes if chosen.processes is None else hosts
         raise WorldError(
-            f"{_first(wish)} is given but not {missing}; each host needs {processes}, and several hosts "
+            f"{_first(chosen)} is given but not {missing}; each host needs {processes}, and several hosts "
             f"{hosts}, {rank} and {address} too."
         )
-    count = wish.hosts or 1
-    for name, value in ((processes, wish.processes), (hosts, wish.hosts)):
+    count = chosen.hosts or 1
+    for name, value in ((processes, chosen.processes), (hosts, chosen.hosts)):
         if value is not None and value < 1:
             raise WorldError(f"{name} is {value}, but it must be at least 1.")
-    if count > 1 and (wish.host_rank is None or wish.address is None):
-        absent = [name for name, value in ((rank, wish.host_rank), (address, wish.address)) if value is None]
+    if count > 1 and (chosen.host_rank is None or chosen.address is None):
+        absent = [
+            name for name, value in ((rank, chosen.host_rank), (address, chosen.address)) if value is None
+        ]
         raise WorldError(
             f"{hosts} is {count} but {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} missing; "
             "each host needs its own number and the name of host 0."
         )
-    if wish.host_rank is not None and not 0 <= wish.host_rank < count:
+    if chosen.host_rank is not None and not 0 <= chosen.host_rank < count:
         raise WorldError(
-            f"{rank} is {wish.host_rank}, but {counted(count, 'host')} are numbered from 0; correct it."
+            f"{rank} is {chosen.host_rank}, but {counted(count, 'host')} are numbered from 0; correct it."
         )
-    if wish.address is not None and not is_host(wish.address):
+    if chosen.address is not None and not is_host(chosen.address):
         raise WorldError(
-            f"{address} is {wish.address!r}, which is neither a host name nor an IP address; correct it."
+            f"{address} is {chosen.address!r}, which is neither a host name nor an IP address; correct it."
         )
-    if wish.port is not None and not 0 < wish.port < 2**16:
-        raise WorldError(f"{port} is {wish.port}, which is not a port; give one from 1 to 65535.")
+    if chosen.port is not None and not 0 < chosen.port < 2**16:
+        raise WorldError(f"{port} is {chosen.port}, which is not a port; give one from 1 to 65535.")
     alone = count == 1
     return [
-        SIGNALS, "--nnodes", str(count), "--nproc_per_node", str(wish.processes),
-        *(("--standalone", "--local_addr", "127.0.0.1") if alone and not wish.port else (
-            "--node_rank", str(wish.host_rank or 0),
-            "--master_addr", "127.0.0.1" if alone else str(wish.address),
-            "--master_port", str(wish.port or PORT),
+        SIGNALS, "--nnodes", str(count), "--nproc_per_node", str(chosen.processes),
+        *(("--standalone", "--local_addr", "127.0.0.1") if alone and not chosen.port else (
+            "--node_rank", str(chosen.host_rank or 0),
+            "--master_addr", "127.0.0.1" if alone else str(chosen.address),
+            "--master_port", str(chosen.port or PORT),
         )),
     ]  # fmt: skip
 
 
-def _check_task(wish: _Wish, environ: Mapping[str, str]) -> None:
+def _check_task(chosen: _Settings, environ: Mapping[str, str]) -> None:
     """Check that a process of srun or mpirun that becomes torchrun is the only one on its host."""
     around: tuple[str, str] | None = None
     if openmpi.is_process(environ):
@@ -170,16 +172,16 @@ def _check_task(wish: _Wish, environ: Mapping[str, str]) -> None:
     if around is None:
         return
     for name, ours, value in zip(
-        around, wish.names[1:3], (wish.hosts or 1, wish.host_rank or 0), strict=True
+        around, chosen.names[1:3], (chosen.hosts or 1, chosen.host_rank or 0), strict=True
     ):
         theirs = optional_number(environ, name)
         if theirs is not None and theirs != value:
             raise WorldError(
                 f"{ours} says {value} and {name}={theirs}, which contradict each other: each process becomes "
                 "torchrun for a whole host; start one process on each host, or leave "
-                f"{', '.join(wish.names)} out."
+                f"{', '.join(chosen.names)} out."
             )
 
 
-def _first(wish: _Wish) -> str:
-    return next(name for name, value in zip(wish.names, _values(wish), strict=True) if value is not None)
+def _first(chosen: _Settings) -> str:
+    return next(name for name, value in zip(chosen.names, _values(chosen), strict=True) if value is not None)

@@ -174,7 +174,7 @@ def watch_ranks(stopping: Stopping, world: World) -> Iterator[Ring]:
 
     def end(rank: int, noticed: bool) -> NoReturn:
         message = f"rank {world.rank}: rank {rank} has ended too early, so this one ends too"
-        stopping.now(WorldError.exit_code, message, speaks=noticed)
+        stopping.end_now(WorldError.exit_code, message, prints=noticed)
 
     def on_end(rank: int, noticed: bool) -> None:
         nonlocal lost

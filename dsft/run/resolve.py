@@ -34,7 +34,7 @@ from dsft.plan.memory.offload import (
     swapped,
     with_pinning,
 )
-from dsft.rank.swap import clear_left_over, hold_swap_folder
+from dsft.rank.swap import remove_stale_folders, shared_swap_folder
 from dsft.run.job import Config, Job, Log
 from dsft.spec.schema import Model
 from dsft.system.disk import check_disk, check_locked, check_space
@@ -142,7 +142,7 @@ def swap_folders(job: Job, world: World, log: Log) -> Iterator[Config]:
     def check() -> list[str]:
         for key, path in paths.items():
             check_disk(path, f"parallel.{key}.nvme_path")
-        return [line for path in sorted(set(paths.values())) for line in clear_left_over(path)]
+        return [line for path in sorted(set(paths.values())) for line in remove_stale_folders(path)]
 
     for lines in world.gather(world.each(lambda: check() if leads else [])):
         for line in lines:
@@ -151,7 +151,7 @@ def swap_folders(job: Job, world: World, log: Log) -> Iterator[Config]:
 
         def hold() -> dict[Path, Path]:
             return {
-                path: held.enter_context(hold_swap_folder(path, nonce, job.folder.absolute()))
+                path: held.enter_context(shared_swap_folder(path, nonce, job.folder.absolute()))
                 for path in sorted(set(paths.values()))
             }
 

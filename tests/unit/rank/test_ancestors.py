@@ -29,7 +29,7 @@ from dsft.rank.ancestors import watch
 from dsft.rank.stopping import Stopping
 
 out, stage, saves = sys.argv[1:]
-stopping = Stopping(speaks=True)
+stopping = Stopping(prints=True)
 stopping.stage = stage
 watched = watch(stopping)
 Path(out + ".new").write_text(f"{os.getpid()} " + " ".join(each.what.split()[-1] for each in watched))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dsft.errors import StorageError
-from dsft.rank.swap import MARKER, clear_left_over, hold_swap_folder
+from dsft.rank.swap import MARKER, remove_stale_folders, shared_swap_folder
 
 RUN = Path("/runs/mine")
 SWAPPED = Path("zero_stage_3") / "optimizer" / "rank0" / "0_1.tensor.swp"
@@ -28,7 +28,7 @@ def swap(folder: Path, name: Path = SWAPPED) -> Path:
 
 
 def rank(disk: Path, nonce: str, pipe: Connection) -> None:
-    with hold_swap_folder(disk, nonce, RUN) as folder:
+    with shared_swap_folder(disk, nonce, RUN) as folder:
         swap(folder)
         pipe.send(True)
         pipe.recv()
@@ -45,7 +45,7 @@ def started(disk: Path, nonce: str) -> tuple[multiprocessing.Process, Connection
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_the_last_rank_removes_the_folder(tmp_path: Path) -> None:
     process, pipe = started(tmp_path, "a")
-    with hold_swap_folder(tmp_path, "a", RUN) as folder:
+    with shared_swap_folder(tmp_path, "a", RUN) as folder:
         swap(folder, Path("zero_stage_3") / "fp32params" / "rank1" / "7_param.tensor.swp")
     assert (folder / SWAPPED).exists(), "another rank still lives"
     pipe.send(True)
@@ -59,7 +59,7 @@ def test_after_a_kill_the_next_start_removes_it_and_no_living_one(tmp_path: Path
     living, pipe = started(tmp_path, "living")
     os.kill(killed.pid or 0, signal.SIGKILL)
     killed.join()
-    (line,) = clear_left_over(tmp_path)
+    (line,) = remove_stale_folders(tmp_path)
     assert line == f"removed {tmp_path / 'dsft-swap-killed'}, 4 bytes that {RUN} had left"
     assert [path.name for path in tmp_path.iterdir()] == ["dsft-swap-living"]
     pipe.send(True)
@@ -73,7 +73,7 @@ def test_folders_that_no_marker_says_are_ours_stay(tmp_path: Path, marker: str |
     path = swap(folder)
     if marker is not None:
         (folder / MARKER).write_text(marker)
-    assert list(clear_left_over(tmp_path)) == []
+    assert list(remove_stale_folders(tmp_path)) == []
     assert path.exists()
 
 
@@ -84,7 +84,7 @@ def test_files_of_the_users_own_in_it_stay(tmp_path: Path) -> None:
     (folder / "zero_stage_3" / "notes.txt").write_text("mine")
     (folder / "linked").symlink_to(elsewhere.parent)
     (folder / MARKER).write_text(json.dumps({"folder": folder.name, "run": str(RUN)}))
-    (line,) = clear_left_over(tmp_path)
+    (line,) = remove_stale_folders(tmp_path)
     assert line.endswith("; other files in it are left alone")
     assert (folder / "zero_stage_3" / "notes.txt").exists() and elsewhere.exists()
     assert not (folder / SWAPPED).exists()
@@ -97,7 +97,7 @@ def test_a_link_to_a_folder_is_not_followed(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     (disk / "dsft-swap-x").symlink_to(real)
-    assert list(clear_left_over(disk)) == []
+    assert list(remove_stale_folders(disk)) == []
     assert path.exists()
 
 
@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_marked_is_not_left_behind(tmp_path: Path) -> No
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # as a full disk: nothing can be written
     try:
-        with pytest.raises(StorageError, match="cannot be created"), hold_swap_folder(tmp_path, "a", RUN):
+        with pytest.raises(StorageError, match="cannot be created"), shared_swap_folder(tmp_path, "a", RUN):
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -49,7 +49,7 @@ def test_the_promised_world_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("came", "said"),
+    ("started", "said"),
     [
         (launched(6, "torchrun", 6, 1), "but torchrun started 6 on 1 host: torchrun's --nnodes and"),
         (launched(6, "torchrun", 3, 2), "but torchrun started 6 on 2 hosts: .*give --nnodes=2"),
@@ -59,9 +59,9 @@ def test_the_promised_world_passes() -> None:
         (launched(2, "environment"), "but environment started 2: WORLD_SIZE says so"),
     ],
 )
-def test_other_hosts_or_slots_stop_though_the_processes_are_as_many(came: Launched, said: str) -> None:
+def test_other_hosts_or_slots_stop_though_the_processes_are_as_many(started: Launched, said: str) -> None:
     with pytest.raises(WorldError, match=rf"promises 6 processes \(node1 4 \+ node2 2\) {said}"):
-        check_promise(cluster(HOSTS), came)
+        check_promise(cluster(HOSTS), started)
 
 
 def test_fewer_hosts_pass_where_min_hosts_allows_them() -> None:
@@ -202,9 +202,9 @@ def test_the_part_of_deepspeed_on_each_host_tells_all_hosts(
         (folder / "__init__.py").touch()
     (module / "launch.py").write_text(HOST_PART)
     child = CHILD.replace("None,", "Cluster(hosts={'a': 1, 'b': 2}),").replace("sys.argv[1]", "3")
-    told = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+    listed = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
     outcome = subprocess.run(
-        [sys.executable, "-m", "deepspeed.launcher.launch", child, f"--world_info={told}"],
+        [sys.executable, "-m", "deepspeed.launcher.launch", child, f"--world_info={listed}"],
         cwd=tmp_path, env={"PYTHONPATH": str(Path(__file__).parents[3])},
         capture_output=True, text=True,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dsft.rank.environment import RENDEZVOUS
-from dsft.rank.stopping import REASONS, SAME, Stopping
+from dsft.rank.stopping import REASONS, SAME_REQUEST, Stopping
 from tests.launching import allowed
 
 RANK = """
@@ -21,7 +21,7 @@ import os, signal, sys, time
 from dsft.rank.stopping import Stopping
 
 stage, blocks = sys.argv[1:]
-stopping = Stopping(lambda code, message: print("told", code, flush=True), speaks=True)
+stopping = Stopping(lambda code, message: print("told", code, flush=True), prints=True)
 stopping.listen()
 stopping.stage = stage
 if blocks == "forks":
@@ -81,7 +81,7 @@ def test_what_a_terminal_and_a_launcher_both_send_is_one_request_and_a_later_one
     assert rank.stdout.readline() == "asked by SIGUSR1\n"
     rank.send_signal(signal.SIGINT)
     rank.send_signal(signal.SIGTERM)
-    time.sleep(SAME + 1)
+    time.sleep(SAME_REQUEST + 1)
     assert rank.poll() is None
     rank.send_signal(signal.SIGUSR1)
     rank.send_signal(signal.SIGINT)
@@ -93,7 +93,7 @@ def test_what_a_terminal_and_a_launcher_both_send_is_one_request_and_a_later_one
 def test_a_second_one_ends_a_process_that_never_comes_back_to_python(start: Callable) -> None:
     rank, _ = start("train", "in C")
     rank.send_signal(signal.SIGTERM)
-    time.sleep(SAME + 1)
+    time.sleep(SAME_REQUEST + 1)
     assert rank.poll() is None
     sent = time.monotonic()
     rank.send_signal(signal.SIGTERM)
@@ -152,8 +152,8 @@ def test_a_time_limit_is_a_reason_once_it_is_over() -> None:
     stopping = Stopping()
     assert stopping.reason is None
     stopping.limit(None)
-    assert stopping.reason is None and stopping.asked_at is None
+    assert stopping.reason is None
     stopping.limit(0)
-    assert stopping.reason == "cluster.time_limit" and stopping.asked_at is not None
-    stopping.ask("SIGTERM")
+    assert stopping.reason == "cluster.time_limit"
+    stopping.request("SIGTERM")
     assert stopping.reason == "cluster.time_limit", "the first one stays"

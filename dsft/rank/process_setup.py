@@ -16,7 +16,7 @@ from dsft.rank.ninja import end_ninja
 from dsft.rank.stopping import Stopping
 
 
-def live(launched: Launched, environ: Mapping[str, str]) -> tuple[Heartbeat, Stopping]:
+def set_up_process(launched: Launched, environ: Mapping[str, str]) -> tuple[Heartbeat, Stopping]:
     """Set up this process. Call once, in the main thread. Signals are handled before the first heartbeat is
     sent, so that whoever has received a heartbeat may send a signal."""
     sys.stdout, sys.stderr = unbroken(1, sys.stdout), unbroken(2, sys.stderr)
@@ -27,7 +27,7 @@ def live(launched: Launched, environ: Mapping[str, str]) -> tuple[Heartbeat, Sto
         heartbeat.end(code, message)
         end_ninja()
 
-    stopping = Stopping(ends, speaks=launched.rank == 0)
+    stopping = Stopping(ends, prints=launched.rank == 0)
     stopping.listen()
     heartbeat.start()
     watch(stopping)

@@ -16,7 +16,7 @@ from dsft.rank.ninja import has_ninja
 
 PROGRAM = """
 import sys
-from dsft.rank.live import unbroken
+from dsft.rank.process_setup import unbroken
 sys.stdout, sys.stderr = unbroken(1, sys.stdout), unbroken(2, sys.stderr)
 print("heard", flush=True)
 sys.stdin.readline()
@@ -45,8 +45,8 @@ def test_a_run_goes_on_when_its_reader_is_gone(tmp_path: Path) -> None:
 COMPILES = """
 import subprocess
 from dsft.rank.environment import Launched
-from dsft.rank.live import live
-live(Launched("python", 0, 1, 0, "127.0.0.1", 1), {})
+from dsft.rank.process_setup import set_up_process
+set_up_process(Launched("python", 0, 1, 0, "127.0.0.1", 1), {})
 subprocess.run(["ninja"])
 """
 RULES = """
