@@ -105,7 +105,10 @@ _TEXTS = (
 def schema_text() -> str:
     """Return the JSON Schema (draft 2020-12) of a spec, for editors."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Spec.model_json_schema()}
-    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
+    text = json.dumps(schema, indent=1, ensure_ascii=False)
+    return (
+        text.replace("\\n", " ") + "\n"
+    )  # an editor would show the line breaks of a description as paragraphs
 
 
 def write_template(name: str, task: str, path: Path) -> tuple[Path, ...]:

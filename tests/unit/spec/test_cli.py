@@ -155,6 +155,7 @@ def test_the_schema_of_editors_agrees_with_the_models(dsft) -> None:  # noqa: AN
     assert code == 0 and schema["additionalProperties"] is False
     train = schema["$defs"]["Train"]["properties"]
     assert train["micro_batch_size"]["description"] == "Examples per forward pass of one data-parallel rank."
+    assert "\\n" not in out and len(train["max_consecutive_nonfinite"]["description"]) > 100  # in one line
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["validate", "specs/quickstart.yaml"]])
