@@ -119,7 +119,7 @@ def make_rows(work: Path) -> None:
 def sample(name: str, work: Path) -> dict[str, Any]:
     """Bytes of the host: measured and planned, and both by rank and phase."""
     from dsft.plan.build import build_plan
-    from dsft.plan.promised import load
+    from dsft.plan.load import load
 
     make_rows(work)
     path = work / f"{name}.yaml"

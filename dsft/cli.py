@@ -145,12 +145,12 @@ def validate(
     ] = False,
 ) -> None:
     """Check a spec and list all of its mistakes. This needs no GPU and no network."""
-    from dsft.plan.promised import load, promised_batch
+    from dsft.plan.load import cluster_batch, load
     from dsft.spec.rules import warnings
     from dsft.spec.summary import summary
 
     checked = load(spec, overrides or (), check_files=not no_files)
-    batch = promised_batch(checked)
+    batch = cluster_batch(checked)
     for warning in warnings(checked):
         _print(f"warning: {warning}", error=True)
     _print(f"valid: {spec}")

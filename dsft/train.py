@@ -35,8 +35,8 @@ from dsft.plan.batch import batch_sizes
 from dsft.plan.config_file import merge_config_file
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import layout_of
+from dsft.plan.load import load
 from dsft.plan.memory.offload import allocator
-from dsft.plan.promised import load
 from dsft.plan.reference import check_precomputed
 from dsft.rank.cores import THREADS, Share, share_of
 from dsft.rank.environment import Launched, detect

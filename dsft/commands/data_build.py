@@ -15,7 +15,7 @@ from dsft.data.cache.store import Cache, CacheSummary, cache_folder
 from dsft.data.render.template import choose_template
 from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import open_tokenizer
-from dsft.plan.promised import load
+from dsft.plan.load import load
 from dsft.report.console import task_progress
 
 log = partial(print, flush=True)

@@ -23,7 +23,7 @@ from dsft.launcher.attempt import Attempt, AttemptSettings, Log, Requests
 from dsft.launcher.launch_plan import LAUNCHERS, TRAIN, LaunchPlan
 from dsft.launcher.output import LineWriter, StatusWriter, now
 from dsft.launcher.verdict import HEADING, STOPPED, Outcome, may_succeed
-from dsft.plan.promised import load
+from dsft.plan.load import load
 from dsft.rank.launched import master_port
 from dsft.rank.promise import check_hosts
 from dsft.rank.slurm import allocation

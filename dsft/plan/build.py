@@ -102,10 +102,10 @@ def rank_ranges(layout: Layout, hosts: Mapping[str, int]) -> list[RankRange]:
 def _hosts(spec: Spec, world_size: int | None) -> Mapping[str, int]:
     if spec.cluster is None:
         return {THIS_HOST: world_size or spec.parallel.pipeline_stages}
-    promised = sum(spec.cluster.hosts.values())
-    if world_size not in (None, promised):
+    slots = sum(spec.cluster.hosts.values())
+    if world_size not in (None, slots):
         message = (
-            f"the hosts have {promised} slots, not {world_size}; leave --world-size out or change the hosts"
+            f"the hosts have {slots} slots, not {world_size}; leave --world-size out or change the hosts"
         )
         raise SpecError("The run cannot be planned.", [Problem("cluster.hosts", message)])
     return spec.cluster.hosts

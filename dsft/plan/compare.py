@@ -19,9 +19,9 @@ from dsft.plan.build import Need, Plan, memory_needs
 from dsft.plan.cost import Cost, cost
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.layout import Layout, layout_of
+from dsft.plan.load import cluster_findings
 from dsft.plan.memory.ranks import Memory, memory
 from dsft.plan.memory.reference import with_reference
-from dsft.plan.promised import cluster_findings
 from dsft.plan.reference import dpo_of, needs_reference
 from dsft.plan.traffic import Flow, bubble, traffic
 from dsft.spec.findings import Finding

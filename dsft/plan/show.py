@@ -16,11 +16,11 @@ from rich.text import Text
 from dsft.plan.build import Plan, build_plan, rank_ranges
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import ABSENT, ConfigEntry, entries, nested
+from dsft.plan.load import load
 from dsft.plan.memory.offload import swap_keys, swapped
 from dsft.plan.memory.ranks import RankMemory, needed
 from dsft.plan.memory.reference import ReferenceMemory
 from dsft.plan.memory.sizes import GIB
-from dsft.plan.promised import load
 from dsft.plan.reference import has_engine, in_stages, reference_entries, reference_line
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.plan.tables import figures, heading, printed, size_text

@@ -18,8 +18,8 @@ from rich.text import Text
 from dsft.plan.build import GPU_MEMORY, HOST_MEMORY, Plan, build_plan, memory_limits
 from dsft.plan.compare import ROOMY, Candidate, Comparison, LayoutKeys, Size, compare
 from dsft.plan.cost import assumed
+from dsft.plan.load import load
 from dsft.plan.memory.sizes import runs_on_cpu
-from dsft.plan.promised import load
 from dsft.plan.tables import figures, heading, printed, size_text
 from dsft.spec.document import dotted
 from dsft.spec.findings import Finding

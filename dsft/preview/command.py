@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dsft.plan.promised import load
+from dsft.plan.load import load
 from dsft.preview.page import check_writable, write_page
 from dsft.preview.terminal import Style, as_text
 from dsft.preview.view import as_mapping, collect, view

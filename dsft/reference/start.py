@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dsft.errors import WorldError
-from dsft.plan.promised import load
+from dsft.plan.load import load
 from dsft.plan.reference import check_precomputed
 from dsft.rank.environment import Launched
 from dsft.remote import without_rank_variables

@@ -19,7 +19,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from dsft.inputs import read_inputs
-from dsft.plan.promised import load
+from dsft.plan.load import load
 from dsft.plan.reference import reference_model
 from dsft.reference import store
 from dsft.reference.key import key_of

@@ -18,7 +18,7 @@ from dsft.doctor.results import CheckResult, ProbeResults
 from dsft.doctor.show import print_findings
 from dsft.errors import SpecError
 from dsft.plan.census import Census, Parameter
-from dsft.plan.promised import load
+from dsft.plan.load import load
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 2**30

@@ -16,8 +16,8 @@ from dsft.errors import SpecError
 from dsft.plan.build import Plan, build_plan
 from dsft.plan.census import Census, Parameter
 from dsft.plan.compare import Candidate, Comparison, compare
+from dsft.plan.load import load
 from dsft.plan.memory.sizes import GIB
-from dsft.plan.promised import load
 from dsft.plan.show_compare import as_mapping, parts
 from dsft.plan.tables import rendered
 from dsft.spec.schema import Spec

@@ -26,10 +26,10 @@ def load(path: Path | str, overrides: Sequence[str] = (), *, check_files: bool =
     return load_spec(path, overrides, check_files=check_files, more=cluster_findings)
 
 
-def promised_batch(spec: Spec) -> BatchSizes | None:
+def cluster_batch(spec: Spec) -> BatchSizes | None:
     """Return the batch sizes on the spec's cluster; None if it has no cluster, since the world size is then
     known only at the start."""
-    layout = _promised_layout(spec)
+    layout = _cluster_layout(spec)
     return batch_sizes(spec.train, layout.data_parallel, spec.data, spec.task) if layout else None
 
 
@@ -42,7 +42,7 @@ def cluster_findings(spec: Spec) -> Iterator[Finding]:
 
 def _whole_cluster(spec: Spec) -> Iterator[Finding]:
     try:
-        layout = _promised_layout(spec)
+        layout = _cluster_layout(spec)
     except SpecError as error:
         yield Finding(("parallel", "pipeline_stages"), error.problems[0].message, _PROCESSES)
         return
@@ -83,5 +83,5 @@ def _fewer_hosts(spec: Spec) -> Iterator[Finding]:
                 return
 
 
-def _promised_layout(spec: Spec) -> Layout | None:
+def _cluster_layout(spec: Spec) -> Layout | None:
     return layout_of(spec.parallel, sum(spec.cluster.hosts.values())) if spec.cluster else None

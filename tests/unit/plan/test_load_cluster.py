@@ -6,7 +6,7 @@ import pytest
 
 from dsft.errors import SpecError
 from dsft.plan.layout import worlds
-from dsft.plan.promised import load, promised_batch
+from dsft.plan.load import cluster_batch, load
 
 SPECS = Path(__file__).resolve().parents[3] / "specs"
 TWO_NODES = SPECS / "two_nodes.yaml"
@@ -19,9 +19,9 @@ def problems(*overrides: str) -> list[str]:
 
 
 def test_the_batch_on_the_clusters_processes() -> None:
-    batch = promised_batch(load(TWO_NODES, ["parallel.pipeline_stages=2", "parallel.zero_stage=1"]))
+    batch = cluster_batch(load(TWO_NODES, ["parallel.pipeline_stages=2", "parallel.zero_stage=1"]))
     assert batch is not None and (batch.data_parallel, batch.accumulation_steps) == (8, 2)
-    assert promised_batch(load(SPECS / "quickstart.yaml")) is None
+    assert cluster_batch(load(SPECS / "quickstart.yaml")) is None
 
 
 def test_sizes_that_do_not_fit_the_cluster_are_told_with_all_other_mistakes_and_their_line() -> None:
