@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dsft.plan.load import load
 from dsft.preview.page import check_writable, write_page
-from dsft.preview.terminal import Style, as_text
+from dsft.preview.terminal import PLAIN_WIDTH, Colors, as_text
 from dsft.preview.view import as_mapping, collect, view
 from dsft.report.console import task_progress
 
@@ -61,14 +61,15 @@ def preview(  # noqa: PLR0913  an argument is an option
     elif is_page:
         print(f"wrote {html}")
     else:
-        print(as_text(found, _style(), whole=row is not None, figures=not (worst or problems)), end="")
+        text = as_text(found, *_terminal(), whole=row is not None, figures=not (worst or problems))
+        print(text, end="")
     if data.loaded.refusal is not None:
         raise data.loaded.refusal
 
 
-def _style() -> Style:
-    """Return the style: colors if the terminal has them, unless NO_COLOR is set (no-color.org)."""
+def _terminal() -> tuple[Colors | None, int]:
+    """Return the terminal's colors and width; no colors in a pipe or with NO_COLOR (no-color.org)."""
     terminal = Console()
     if not sys.stdout.isatty() or terminal.no_color or terminal.color_system is None:
-        return Style()
-    return Style(terminal.width, "standard" if terminal.color_system == "standard" else "256")
+        return None, PLAIN_WIDTH
+    return "standard" if terminal.color_system == "standard" else "256", terminal.width

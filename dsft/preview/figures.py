@@ -84,8 +84,8 @@ def step_stats(data: Dataset, spec: Spec, batch: BatchSizes) -> StepStats:
         total=total_steps(spec.train, len(data), batch.global_batch_size),
         mean_tokens=sum(sums) / len(sums),
         most_tokens=max(sums),
-        padding={way: 1 - sum(sums) / places for way, (places, _) in positions.items()},
-        idle={way: 1 - sum(sums) / places for way, (_, places) in positions.items()},
+        padding={way: 1 - sum(sums) / filled for way, (filled, _) in positions.items()},
+        idle={way: 1 - sum(sums) / waited for way, (_, waited) in positions.items()},
         of_steps=len(steps),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
@@ -24,66 +23,68 @@ _GIVEN = ("color(16) on color(254)", "color(16) on color(250)")
 _SPECIAL = " bold underline"
 
 
-@dataclass(frozen=True)
-class Style:
-    """width: of the terminal; None: no colors, and lines are not wrapped."""
-
-    width: int | None = None
-    color_system: Literal["standard", "256"] = "256"
-
-    @property
-    def colors(self) -> bool:
-        return self.width is not None
+Colors = Literal["standard", "256"]  # rich's names of color systems
 
 
-def as_text(view: View, style: Style, *, whole: bool = False, figures: bool = True) -> str:
-    """Return the view as text. whole: only rows, each with all of its tokens and their ids; figures: include
-    lengths and steps."""
+def as_text(
+    view: View,
+    colors: Colors | None = None,
+    width: int = PLAIN_WIDTH,
+    *,
+    whole: bool = False,
+    figures: bool = True,
+) -> str:
+    """Return the view as text.
+
+    colors   those that the terminal has; None: marks instead, and lines are not wrapped
+    whole    only rows, each with all of its tokens and their ids
+    figures  include lengths and steps
+    """
     out = io.StringIO()
     console = Console(
         file=out,
-        force_terminal=style.colors,
-        no_color=not style.colors,
-        color_system=style.color_system if style.colors else None,
-        width=style.width or PLAIN_WIDTH,
+        force_terminal=colors is not None,
+        no_color=colors is None,
+        color_system=colors,
+        width=width,
         legacy_windows=False,
     )
-    for line in _lines(view, style, whole, figures):
-        console.print(line, highlight=False, markup=False, soft_wrap=not style.colors)
+    for line in _lines(view, whole, figures, in_color=colors is not None):
+        console.print(line, highlight=False, markup=False, soft_wrap=colors is None)
     return out.getvalue()
 
 
-def _lines(view: View, style: Style, whole: bool, figures: bool) -> Iterator[Text]:
+def _lines(view: View, whole: bool, figures: bool, *, in_color: bool) -> Iterator[Text]:
     found = sections(view)
     if not whole:
         yield Text(view.title, style="bold")
-        yield from _drawn(found["Data"], style)
+        yield from _formatted(found["Data"], in_color)
     if view.rows or view.micro_batch or view.worst:
-        yield _legend(style)
+        yield _legend(in_color)
     if whole:
         for row in view.rows:
-            yield from _drawn(row_blocks(row), style, whole=True)
+            yield from _formatted(row_blocks(row), in_color, whole=True)
             yield from _table(row.tokens)
         return
     for name in ("Rows", "Micro-batch", "Worst rows", *(("Lengths", "Steps") if figures else ()), "Problems"):
         blocks = found[name]
         if blocks and blocks[0].kind != "title":
             yield _heading("lengths, in tokens" if name == "Lengths" else name.lower())
-        yield from _drawn(blocks, style)
+        yield from _formatted(blocks, in_color)
 
 
-def _drawn(blocks: Iterable[Block], style: Style, *, whole: bool = False) -> Iterator[Text]:
+def _formatted(blocks: Iterable[Block], in_color: bool, *, whole: bool = False) -> Iterator[Text]:
     for block in blocks:
         if block.kind == "tokens":
             limit = len(block.tokens) if whole else SHOWN_IN_BATCH if block.brief else SHOWN_TOKENS
             first, last = first_and_last(block.tokens, limit)
-            yield _token_text(first, style)
+            yield _token_text(first, in_color)
             if last:
                 yield Text(f"… {len(block.tokens) - limit:,} tokens …", style="italic")
-                yield _token_text(last, style)
+                yield _token_text(last, in_color)
         elif block.kind in {"title", "folded"}:
             yield _heading(block.text)
-            yield from _drawn(block.blocks, style)
+            yield from _formatted(block.blocks, in_color)
         elif block.kind == "bar" and block.span:
             bar = "█" * round(block.span[1] * BAR) or ("▏" if block.span[1] else "")
             yield Text(f"{block.text}  {bar:{BAR}} {block.note}")
@@ -96,8 +97,8 @@ def _heading(text: str) -> Text:
     return Text(f"\n{neutral(text)}", style="bold")
 
 
-def _legend(style: Style) -> Text:
-    if not style.colors:
+def _legend(in_color: bool) -> Text:
+    if not in_color:
         return Text(f"\n{TRAINED}trained on{END_TRAINED}, {BORDER} between tokens, {SIGNS}")
     words = (("trained on", _TRAINED[0]), " ", ("given", _GIVEN[0]), " ", ("special", _GIVEN[0] + _SPECIAL))
     return Text.assemble("\n", *words, f"; neighboring tokens in two shades, {SIGNS}")
@@ -110,12 +111,12 @@ def _table(tokens: Sequence[Token]) -> Iterator[Text]:
         yield Text(f"{position:8} {token.id:8}  {'yes' if token.trained else 'no':7}  {text}")
 
 
-def _token_text(tokens: Sequence[Token], style: Style) -> Text:
+def _token_text(tokens: Sequence[Token], in_color: bool) -> Text:
     """Return tokens as one text; a line break is shown as a sign and as a new line."""
     text, trained = Text(), False
     for position, token in enumerate(tokens):
         shown = visible(token.text).replace(LINE_BREAK, f"{LINE_BREAK}\n")
-        if style.colors:
+        if in_color:
             shades = _TRAINED if token.trained else _GIVEN
             text.append(shown, shades[position % 2] + (_SPECIAL if token.special else ""))
             continue

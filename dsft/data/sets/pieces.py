@@ -93,29 +93,20 @@ class RowExamples:
     def example(self, index: int) -> Example:
         """Return an example, reading its tokens. If it spans rows, each row's part is a segment. The first
         token of each part is no target."""
-        row, begin, length = self._row(index), int(self.begin[index]), int(self.lengths[index])
-        segments = None
-        if self.at is not None:
-            ids, trained, segments = self._over_ends(int(self.at[index]), begin, length)
-        elif self.headed is not None and self.headed[index]:
-            read, body = self.rows.read(row), slice(begin, begin + length - 1)
+        row, begin, left = self._row(index), int(self.begin[index]), int(self.lengths[index])
+        if self.headed is not None and self.headed[index]:
+            read, body = self.rows.read(row), slice(begin, begin + left - 1)
             ids = np.concatenate([read.input_ids[:1], read.input_ids[body]])
             trained = np.concatenate([[False], read.trained[body]])  # a best window begins untrained
-        else:
-            found = _read(self.rows, row, begin, length)
-            ids, trained = found.input_ids, found.trained
-        return Example(ids, trained, self.rows.source(row), segments)
-
-    def _over_ends(
-        self, at: int, begin: int, length: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_], tuple[int, ...]]:
-        parts, left = [], length
+            return Example(ids, trained, self.rows.source(row))
+        parts, at = list[Rendered](), index if self.at is None else int(self.at[index])
         while left:
-            row = _read(self.rows, int(self.ids[at]), begin, left)
-            parts.append((row.input_ids, row.trained))
-            at, begin, left = at + 1, 0, left - len(row.input_ids)
-        ids, trained = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return ids, trained, tuple(len(part) for part, _ in parts)
+            parts.append(_read(self.rows, int(self.ids[at]), begin, left))
+            at, begin, left = at + 1, 0, left - len(parts[-1].input_ids)
+        ids = np.concatenate([part.input_ids for part in parts])
+        trained = np.concatenate([part.trained for part in parts])
+        segments = None if self.at is None else tuple(len(part.input_ids) for part in parts)
+        return Example(ids, trained, self.rows.source(row), segments)
 
 
 def _read(source: TokenRows, row: int, begin: int, length: int) -> Rendered:

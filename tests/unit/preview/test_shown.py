@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.preview.page import page
-from dsft.preview.terminal import Style, as_text
+from dsft.preview.terminal import as_text
 from dsft.preview.tokens import BORDER, END_TRAINED, LINE_BREAK, TRAINED, neutral, texts_of, visible
 from dsft.preview.view import PreviewData, View, as_mapping, collect, view
 from dsft.spec.schema import Spec
@@ -126,7 +126,7 @@ def test_any_rows_are_shown_as_they_are_trained_on(
         assert "".join(row["tokens"]) == TOKENIZER.decode(example.input_ids.tolist())
     assert len(given) == len(data)
 
-    text = as_text(seen, Style(), whole=True)
+    text = as_text(seen, whole=True)
     for mark in (TRAINED, END_TRAINED, BORDER, "\n"):
         text = text.replace(mark, "")
     html = [shown.replace("\n", "") for shown in read(page(seen)).texts]
@@ -207,7 +207,7 @@ def test_nothing_of_a_row_is_an_element_or_an_attribute(tmp_path: Path, plain: R
 def test_a_terminal_is_sent_nothing_but_colours(tmp_path: Path, text: str) -> None:
     rows = [talk(text, text), {"messages": text}]
     seen = view(collected(tmp_path, rows, max_length=512), **SEEN)  # whole
-    sent = as_text(seen, Style(width=80)) + as_text(seen, Style(width=80), whole=True)
+    sent = as_text(seen, "256", 80) + as_text(seen, "256", 80, whole=True)
     assert "\x1b[" in sent
     rest = re.sub(r"\x1b\[[0-9;]*m", "", sent)
     assert rest.replace("\n", "").isprintable()
@@ -218,7 +218,7 @@ def test_a_terminal_is_sent_nothing_but_colours(tmp_path: Path, text: str) -> No
 @pytest.mark.parametrize("system", ["standard", "256"])
 def test_shades_differ_by_training_and_between_neighbours(tmp_path: Path, system: Any) -> None:
     seen = view(collected(tmp_path, [talk("q", "abc")]), rows=1)
-    sent = as_text(seen, Style(80, system))
+    sent = as_text(seen, system, 80)
     codes = {text: code for code, text in re.findall(r"\x1b\[([0-9;]*)m([abcq])\x1b", sent)}
     assert codes["a"] == codes["c"] and len({codes["a"], codes["b"], codes["q"]}) == 3
 
