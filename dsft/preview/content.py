@@ -1,4 +1,4 @@
-"""What a preview shows, as sections of blocks that the terminal and the page draw, each in its own way."""
+"""What a preview shows, as sections of elements that the terminal and the page draw, each in its own way."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ SIGNS = f"{LINE_BREAK} line break, {TAB} tab, {SPACE} a space alone in a token o
 
 
 @dataclass(frozen=True)
-class Block:
+class Element:
     """A piece of a preview.
 
-    kind    title: a heading; folded: the heading of blocks that a page shows on a click; part: a smaller
+    kind    title: a heading; folded: the heading of elements that a page shows on a click; part: a smaller
             heading; line: a sentence; item: an entry of a list; bar: a bar of a histogram; tokens: tokens
     text    what it says; for a bar, its label
     tokens  the tokens; brief: few of them are enough
     start   position of the first token in its row
     span    where a part begins and ends in its micro-batch, or the length of a bar, 0 to 1
     note    what is written after a bar
-    blocks  of a folded title
+    elements  of a folded title
     """
 
     kind: Literal["title", "folded", "part", "line", "item", "bar", "tokens"]
@@ -35,30 +35,30 @@ class Block:
     brief: bool = False
     span: tuple[float, float] | None = None
     note: str = ""
-    blocks: tuple[Block, ...] = ()
+    elements: tuple[Element, ...] = ()
 
 
-def sections(view: View) -> dict[str, list[Block]]:
-    """Return the sections of a preview by name; a section without blocks is not shown."""
+def sections(view: View) -> dict[str, list[Element]]:
+    """Return the sections of a preview by name; a section without elements is not shown."""
     return {
-        "Data": [Block("line", line) for line in view.data.messages],
+        "Data": [Element("line", line) for line in view.data.messages],
         "Lengths": list(_lengths(view.lengths, view.trained_share)) if view.lengths else [],
-        "Steps": [Block("line", line) for line in _steps(view)],
+        "Steps": [Element("line", line) for line in _steps(view)],
         "Micro-batch": list(_micro_batch(view.micro_batch)) if view.micro_batch else [],
-        "Rows": [block for row in view.rows for block in row_blocks(row)],
+        "Rows": [element for row in view.rows for element in row_elements(row)],
         "Worst rows": list(_worst(view)),
         "Problems": list(_problems(view)),
     }
 
 
-def _worst(view: View) -> Iterator[Block]:
+def _worst(view: View) -> Iterator[Element]:
     for title, rows in view.worst.items():
-        yield Block("title", f"{title}:")
-        yield from (Block("folded", title_of(row), blocks=tuple(_pieces(row))) for row in rows)
+        yield Element("title", f"{title}:")
+        yield from (Element("folded", title_of(row), elements=tuple(_pieces(row))) for row in rows)
 
 
-def row_blocks(row: RowView) -> Iterator[Block]:
-    yield Block("title", title_of(row))
+def row_elements(row: RowView) -> Iterator[Element]:
+    yield Element("title", title_of(row))
     yield from _pieces(row)
 
 
@@ -74,19 +74,19 @@ def title_of(row: RowView) -> str:
     return ", ".join([*facts, *filter(None, (row.extent, row.why))])
 
 
-def _pieces(row: RowView) -> Iterator[Block]:
+def _pieces(row: RowView) -> Iterator[Element]:
     start = 0
     after = "after the prompt's last token" if row.shared else "after the prompt"
     answers = ("the prompt and the chosen answer", f"the rejected answer {after}")
     for number, length in enumerate(row.segments):
         name = f"piece {number + 1}" if row.prompt is None else answers[number]
         if len(row.segments) > 1:
-            yield Block("part", f"{name}, tokens {start:,} to {start + length - 1:,}")
-        yield Block("tokens", tokens=row.tokens[start : start + length], start=start)
+            yield Element("part", f"{name}, tokens {start:,} to {start + length - 1:,}")
+        yield Element("tokens", tokens=row.tokens[start : start + length], start=start)
         start += length
 
 
-def _micro_batch(batch: BatchView) -> Iterator[Block]:
+def _micro_batch(batch: BatchView) -> Iterator[Element]:
     """Yield the title of a micro-batch, then each of its segments or rows with its place."""
     is_pairs = any(row.prompt is not None for row in batch.rows)
     if batch.packed:
@@ -94,7 +94,7 @@ def _micro_batch(batch: BatchView) -> Iterator[Block]:
         layout = f"packed: {what} in one row of {batch.width:,} tokens"
     else:
         layout = f"padded: {len(batch.rows) * (1 + is_pairs)} rows of {batch.width:,} positions"
-    yield Block("title", f"first micro-batch of step 1, {layout}")
+    yield Element("title", f"first micro-batch of step 1, {layout}")
     start = 0
     for row in batch.rows:
         begin = 0
@@ -111,24 +111,26 @@ def _micro_batch(batch: BatchView) -> Iterator[Block]:
                 facts.append(f"{length:,} tokens, {batch.width - length:,} positions of padding")
             facts.append(f"{sum(token.trained for token in tokens):,} trained on")
             first = start if batch.packed else 0
-            yield Block("part", ", ".join(facts), span=(first / batch.width, (first + length) / batch.width))
-            yield Block("tokens", tokens=tokens, brief=True)
+            yield Element(
+                "part", ", ".join(facts), span=(first / batch.width, (first + length) / batch.width)
+            )
+            yield Element("tokens", tokens=tokens, brief=True)
             begin, start = begin + length, start + length
 
 
-def _lengths(lengths: LengthStats, share: float) -> Iterator[Block]:
+def _lengths(lengths: LengthStats, share: float) -> Iterator[Element]:
     most = max(count for *_, count in lengths.bins)
     percentiles = {"p50": lengths.p50, "p95": lengths.p95, "p99": lengths.p99}
     for start, stop, count in lengths.bins:
         here = [name for name, length in percentiles.items() if start <= length <= stop]
         note = ", ".join([f"{count:,}", *here])
-        yield Block("bar", f"{start:7,} to {stop:7,}", span=(0, count / most), note=note)
-    yield Block(
+        yield Element("bar", f"{start:7,} to {stop:7,}", span=(0, count / most), note=note)
+    yield Element(
         "line",
         f"p50 {lengths.p50:,}, p95 {lengths.p95:,}, p99 {lengths.p99:,}, longest {lengths.longest:,}, "
         f"mean {lengths.mean:,.1f}; data.max_length {lengths.max_length:,}",
     )
-    yield Block("line", f"{share:.1%} of the tokens are trained on")
+    yield Element("line", f"{share:.1%} of the tokens are trained on")
 
 
 def _steps(view: View) -> Iterator[str]:
@@ -149,16 +151,16 @@ def _steps(view: View) -> Iterator[str]:
         yield f"tokens and padding are computed from the first {steps.of_steps:,} steps"
 
 
-def _problems(view: View) -> Iterator[Block]:
+def _problems(view: View) -> Iterator[Element]:
     if not view.problems and view.data.loaded.refusal is None:
-        yield Block("title", "no problems")
+        yield Element("title", "no problems")
     for kind, (count, rows) in view.problems.items():
-        yield Block("line", f"{counted(count, view.unit)} {KINDS[kind]}")
-        yield from (Block("item", f"{row.source}: {row.reason}") for row in rows)
+        yield Element("line", f"{counted(count, view.unit)} {KINDS[kind]}")
+        yield from (Element("item", f"{row.source}: {row.reason}") for row in rows)
         if 0 < len(rows) < count:
-            yield Block("item", f"… and {count - len(rows):,} more")
+            yield Element("item", f"… and {count - len(rows):,} more")
     if view.problems and not any(rows for _, rows in view.problems.values()):
-        yield Block("line", "list them with: dsft preview SPEC --problems")
+        yield Element("line", "list them with: dsft preview SPEC --problems")
 
 
 def counted(count: int, what: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsft.errors import StorageError
-from dsft.preview.content import SIGNS, Block, first_and_last, sections
+from dsft.preview.content import SIGNS, Element, first_and_last, sections
 from dsft.preview.tokens import LINE_BREAK, Token, neutral, visible
 from dsft.preview.view import View
 
@@ -86,11 +86,9 @@ def write_page(view: View, path: Path) -> None:
 
 def page(view: View) -> str:
     """Return the HTML of the whole page."""
-    found = sections(view)
-    parts = {name: [_html(block) for block in found[name]] for name in ("Data", "Lengths", "Steps")}
+    parts = {name: [_html(element) for element in elements] for name, elements in sections(view).items()}
     parts["Data"].append(_ledgers(view))
-    parts["Marks"] = [_LEGEND]
-    parts |= {name: [_html(block) for block in blocks] for name, blocks in found.items() if name not in parts}
+    parts["Micro-batch"][:0] = [_LEGEND] if parts["Micro-batch"] else []
     parts = {name: lines for name, lines in parts.items() if lines}
     anchors = {name: name.lower().replace(" ", "-") for name in parts}
     body = [f"<h1>{_escaped(view.title)}</h1>"]
@@ -127,25 +125,25 @@ def _escaped(text: str) -> str:
     return html.escape(neutral(text), quote=True)
 
 
-def _html(block: Block) -> str:
-    """Return a block as HTML. A part has a bar where it is in its micro-batch."""
-    text = _escaped(block.text)
-    if block.kind == "folded":
-        return f"<details><summary>{text}</summary>{''.join(map(_html, block.blocks))}</details>"
-    if block.kind == "tokens":
-        first, last = first_and_last(block.tokens, SHOWN_TOKENS)
-        shown = _tokens(first, block.start)
+def _html(element: Element) -> str:
+    """Return a element as HTML. A part has a bar where it is in its micro-batch."""
+    text = _escaped(element.text)
+    if element.kind == "folded":
+        return f"<details><summary>{text}</summary>{''.join(map(_html, element.elements))}</details>"
+    if element.kind == "tokens":
+        first, last = first_and_last(element.tokens, SHOWN_TOKENS)
+        shown = _tokens(first, element.start)
         if last:
-            skipped = len(block.tokens) - SHOWN_TOKENS
+            skipped = len(element.tokens) - SHOWN_TOKENS
             shown += f"<p>… {skipped:,} tokens …</p>"
-            shown += _tokens(last, block.start + len(block.tokens) - len(last))
+            shown += _tokens(last, element.start + len(element.tokens) - len(last))
         return shown
-    begin, end = block.span or (0, 0)
-    bar = f'<hr style="margin-left: {begin:.2%}; width: {end - begin:.2%}">' if block.span else ""
-    if block.kind == "bar":
-        return f'<div class="bar"><span>{text}</span>{bar}<small>{_escaped(block.note)}</small></div>'
+    begin, end = element.span or (0, 0)
+    bar = f'<hr style="margin-left: {begin:.2%}; width: {end - begin:.2%}">' if element.span else ""
+    if element.kind == "bar":
+        return f'<div class="bar"><span>{text}</span>{bar}<small>{_escaped(element.note)}</small></div>'
     tags = {"title": ("<h3>", "</h3>"), "part": ("<h4>", "</h4>"), "item": ('<p class="item">', "</p>")}
-    opening, closing = tags.get(block.kind, ("<p>", "</p>"))
+    opening, closing = tags.get(element.kind, ("<p>", "</p>"))
     return f"{opening}{text}{closing}{bar}"
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from rich.console import Console
 from rich.text import Text
 
-from dsft.preview.content import SIGNS, Block, first_and_last, row_blocks, sections
+from dsft.preview.content import SIGNS, Element, first_and_last, row_elements, sections
 from dsft.preview.tokens import BORDER, END_TRAINED, LINE_BREAK, TRAINED, Token, neutral, visible
 from dsft.preview.view import View
 
@@ -63,34 +63,34 @@ def _lines(view: View, whole: bool, figures: bool, *, in_color: bool) -> Iterato
         yield _legend(in_color)
     if whole:
         for row in view.rows:
-            yield from _formatted(row_blocks(row), in_color, whole=True)
+            yield from _formatted(row_elements(row), in_color, whole=True)
             yield from _table(row.tokens)
         return
     for name in ("Rows", "Micro-batch", "Worst rows", *(("Lengths", "Steps") if figures else ()), "Problems"):
-        blocks = found[name]
-        if blocks and blocks[0].kind != "title":
+        elements = found[name]
+        if elements and elements[0].kind != "title":
             yield _heading("lengths, in tokens" if name == "Lengths" else name.lower())
-        yield from _formatted(blocks, in_color)
+        yield from _formatted(elements, in_color)
 
 
-def _formatted(blocks: Iterable[Block], in_color: bool, *, whole: bool = False) -> Iterator[Text]:
-    for block in blocks:
-        if block.kind == "tokens":
-            limit = len(block.tokens) if whole else SHOWN_IN_BATCH if block.brief else SHOWN_TOKENS
-            first, last = first_and_last(block.tokens, limit)
+def _formatted(elements: Iterable[Element], in_color: bool, *, whole: bool = False) -> Iterator[Text]:
+    for element in elements:
+        if element.kind == "tokens":
+            limit = len(element.tokens) if whole else SHOWN_IN_BATCH if element.brief else SHOWN_TOKENS
+            first, last = first_and_last(element.tokens, limit)
             yield _token_text(first, in_color)
             if last:
-                yield Text(f"… {len(block.tokens) - limit:,} tokens …", style="italic")
+                yield Text(f"… {len(element.tokens) - limit:,} tokens …", style="italic")
                 yield _token_text(last, in_color)
-        elif block.kind in {"title", "folded"}:
-            yield _heading(block.text)
-            yield from _formatted(block.blocks, in_color)
-        elif block.kind == "bar" and block.span:
-            bar = "█" * round(block.span[1] * BAR) or ("▏" if block.span[1] else "")
-            yield Text(f"{block.text}  {bar:{BAR}} {block.note}")
+        elif element.kind in {"title", "folded"}:
+            yield _heading(element.text)
+            yield from _formatted(element.elements, in_color)
+        elif element.kind == "bar" and element.span:
+            bar = "█" * round(element.span[1] * BAR) or ("▏" if element.span[1] else "")
+            yield Text(f"{element.text}  {bar:{BAR}} {element.note}")
         else:
-            mark = {"part": "── ", "item": "  "}.get(block.kind, "")
-            yield Text(mark + neutral(block.text))
+            mark = {"part": "── ", "item": "  "}.get(element.kind, "")
+            yield Text(mark + neutral(element.text))
 
 
 def _heading(text: str) -> Text:

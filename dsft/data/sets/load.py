@@ -83,22 +83,9 @@ def load_data(
     DataError or, without `refuse`, are returned as `refusal`. Raises MissingInputError for a missing file,
     and DataError if no row can be tokenized, such as without a chat template.
     """
-    share_prompts = shares_prompts(spec)
-    data = spec.data
-    renderer = Renderer(tokenizer, train_on=data.train_on, name=data.chat_template)
+    data, share_prompts = spec.data, shares_prompts(spec)
     options = CutOptions(data.max_length, on_too_long(spec), tokenizer.bos_token_id, share_prompts)
-
-    def rows_of(source: Source) -> TokenRows | PairRows:
-        is_pairs = TASKS[spec.task].unit == "pair"
-        most = 2 * source.max_rows if is_pairs and source.max_rows is not None else source.max_rows
-        rows = tokenized_rows(source, renderer, task=spec.task, cache=cache, max_rows=most)
-        return PairRows(rows) if is_pairs else rows
-
-    divided = divide(data, [rows_of(one) for one in data.train], [rows_of(one) for one in data.eval])
-    sets = [
-        [(cut_pairs if isinstance(one.rows, PairRows) else cut_rows)(one, options) for one in selections]
-        for selections in divided
-    ]
+    sets = _sets(spec, tokenizer, cache, options)
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
     train, *held_out = (Dataset(tuple(one.examples for one in selections)) for selections in sets)
     train = Dataset(train.parts, weights)
@@ -135,6 +122,23 @@ def load_data(
     if refuse and run_data.refusal is not None:
         raise run_data.refusal
     return run_data
+
+
+def _sets(
+    spec: Spec, tokenizer: PreTrainedTokenizerBase, cache: Cache, options: CutOptions
+) -> list[list[Selection]]:
+    """Return the sets, the training set first, with their rows cut to examples."""
+    data, is_pairs = spec.data, TASKS[spec.task].unit == "pair"
+    renderer = Renderer(tokenizer, train_on=data.train_on, name=data.chat_template)
+
+    def rows_of(source: Source) -> TokenRows | PairRows:
+        most = 2 * source.max_rows if is_pairs and source.max_rows is not None else source.max_rows
+        rows = tokenized_rows(source, renderer, task=spec.task, cache=cache, max_rows=most)
+        return PairRows(rows) if is_pairs else rows
+
+    divided = divide(data, [rows_of(one) for one in data.train], [rows_of(one) for one in data.eval])
+    cut = cut_pairs if is_pairs else cut_rows
+    return [[cut(one, options) for one in selections] for selections in divided]
 
 
 _SETTINGS = {
