@@ -28,20 +28,16 @@ def combinations(spec: Spec) -> Iterator[Finding]:
 def _model(spec: Spec) -> Iterator[Finding]:
     name, config = spec.model.name_or_path, spec.model.from_config
     if value_at(spec, "model.trust_remote_code"):
-        message = (
-            "is not offered, since code that comes with a model is never run; use a model whose class is "
-        )
-        yield value_finding(spec, "model.trust_remote_code", f"{message}in transformers")
+        message = "is not offered, since code that comes with a model is never run; use a model whose class "
+        yield value_finding(spec, "model.trust_remote_code", f"{message}is in transformers")
     if name is None and config is None:
         message = "no model is given; give name_or_path, or from_config for a newly initialized model"
         yield Finding(("model",), message, MODEL)
     if name is not None and config is not None:
         yield Finding(("model",), "both name_or_path and from_config are given; keep one of them", MODEL)
     if config is not None and not isinstance(config.get("model_type"), str):
-        message = (
-            "model_type is missing, and every transformers config needs it; add it, such as model_type: "
-        )
-        yield finding("model.from_config", f"{message}llama")
+        message = "model_type is missing, and every transformers config needs it; add it, such as "
+        yield finding("model.from_config", f"{message}model_type: llama")
     if not _is_finite(config):
         message = "it contains a number that is too large for a float; write a finite number"
         yield finding("model.from_config", message)
@@ -69,21 +65,15 @@ def _compiled(spec: Spec) -> Iterator[Finding]:
         message += "set parallel.zero_stage: 2 or model.compile: false"
         yield value_finding(spec, "model.compile", message, "parallel.zero_stage")
     if spec.parallel.pipeline_stages > 1:
-        message = (
-            "is not supported yet in a pipeline; set parallel.pipeline_stages: 1 or model.compile: false"
-        )
+        message = "is not supported yet in a pipeline; set pipeline_stages: 1 or model.compile: false"
         yield value_finding(spec, "model.compile", message, "parallel.pipeline_stages")
     if spec.data.packing and _is_per_segment(spec):
-        message = (
-            "does not work with attention per segment, which would be compiled again for each packed row; "
-        )
+        message = "does not work with attention per segment, which would be recompiled for each packed row; "
         message += "use model.attention: auto in bf16 on GPUs, or set data.packing or model.compile to false"
         yield value_finding(spec, "model.compile", message, "model.attention", "data.packing")
     if spec.model.lora is not None and spec.model.lora.use_dora:
-        message = (
-            "does not work with DoRA, which breaks the graph, so that torch.compile recompiles until it "
-        )
-        message += "gives up; set model.lora.use_dora or model.compile to false"
+        message = "does not work with DoRA, which breaks the graph, so that torch.compile recompiles until "
+        message += "it gives up; set model.lora.use_dora or model.compile to false"
         yield value_finding(spec, "model.compile", message, "model.lora.use_dora")
 
 
@@ -105,29 +95,24 @@ def _kernels(spec: Spec) -> Iterator[Finding]:
 
 def _activations(spec: Spec) -> Iterator[Finding]:
     if spec.model.activation_offload and not spec.model.gradient_checkpointing:
-        message = (
-            "has no effect without gradient checkpointing, since it moves what checkpointed layers save; "
-        )
-        message += "set model.gradient_checkpointing: true"
+        message = "has no effect without gradient checkpointing, since it moves what checkpointed layers "
+        message += "save; set model.gradient_checkpointing: true"
         yield value_finding(spec, "model.activation_offload", message, "model.gradient_checkpointing")
 
 
 def _trained(spec: Spec) -> Iterator[Finding]:
     lora, trainable = spec.model.lora, spec.model.trainable
     if lora is not None and trainable is not None:
-        message = (
-            "it cannot be combined with model.lora, which freezes all parameters but its adapters; keep one "
-        )
-        message += "of them (model.lora.modules_to_save trains whole modules beside the adapters)"
+        message = "it cannot be combined with model.lora, which freezes all parameters but its adapters; "
+        message += "keep one of them (model.lora.modules_to_save trains whole modules beside the adapters)"
         yield finding("model.trainable", message, "model.lora")
     if trainable == ():
         message = "the list is empty, so nothing would be trained; add a pattern, such as 'model.layers.3.*'"
         yield finding("model.trainable", message)
     key = "model.lora.target_modules"
     if lora is not None and isinstance(lora.target_modules, str) and lora.target_modules != "all-linear":
-        message = (
-            f"is not a list; write a list of names, such as [{quote(lora.target_modules)}], or all-linear"
-        )
+        names = f"[{quote(lora.target_modules)}]"
+        message = f"is not a list; write a list of names, such as {names}, or all-linear"
         yield value_finding(spec, key, message)
     if lora is not None and not lora.target_modules:
         yield finding(
@@ -138,10 +123,8 @@ def _trained(spec: Spec) -> Iterator[Finding]:
 def _groups(spec: Spec) -> Iterator[Finding]:
     for index, group in enumerate(spec.optim.groups):
         if group.learning_rate is None and group.weight_decay is None:
-            message = (
-                f"the group {quote(group.parameters)} sets neither learning_rate nor weight_decay; set one, "
-            )
-            yield finding(f"optim.groups.{index}", f"{message}or remove the group")
+            message = f"the group {quote(group.parameters)} sets neither learning_rate nor weight_decay; set "
+            yield finding(f"optim.groups.{index}", f"{message}one, or remove the group")
 
 
 _BATCH = ("global_batch_size", "micro_batch_size", "accumulation_steps")
@@ -263,15 +246,13 @@ def _optimizer(spec: Spec) -> Iterator[Finding]:
 def _data(spec: Spec) -> Iterator[Finding]:
     data = spec.data
     if data.on_too_long == "split" and spec.task_kind.answers:
-        message = (
-            f"is for pretraining, since a row of task {spec.task} cannot be divided; use error, drop or "
-        )
-        yield value_finding(spec, "data.on_too_long", f"{message}truncate", "task")
+        message = f"is for pretraining, since a row of task {spec.task} cannot be divided; use error, drop "
+        yield value_finding(spec, "data.on_too_long", f"{message}or truncate", "task")
     if data.eval_fraction is not None and data.eval_count is not None:
-        message = (
-            f"is given together with eval_fraction {data.eval_fraction}, and both set how many rows are held "
+        message = f"is given together with eval_fraction {data.eval_fraction}, and both set how many rows "
+        yield value_finding(
+            spec, "data.eval_count", f"{message}are held out; keep one of them", "data.eval_fraction"
         )
-        yield value_finding(spec, "data.eval_count", f"{message}out; keep one of them", "data.eval_fraction")
     for key in ("train.eval_every", "train.eval_on_start", "checkpoint.keep_best"):
         if value_at(spec, key) and not evaluates(data):
             message = "needs rows to evaluate; give data.eval or data.eval_fraction, or leave it out"
@@ -287,10 +268,8 @@ def _weights(spec: Spec) -> Iterator[Finding]:
     has_weight = [source.weight is not None for source in spec.data.train]
     if any(has_weight) and not all(has_weight):
         with_one, without = has_weight.index(True), has_weight.index(False)
-        message = (
-            f"this source has no weight, but data.train.{with_one} has one; give a weight to all sources, "
-        )
-        yield finding(f"data.train.{without}", f"{message}or to none", "data.train.weight")
+        message = f"this source has no weight, but data.train.{with_one} has one; give a weight to all "
+        yield finding(f"data.train.{without}", f"{message}sources, or to none", "data.train.weight")
     for index, source in enumerate(spec.data.eval):
         if source.weight is not None:
             message = "has no effect, since every held-out row is evaluated; leave it out"
@@ -305,14 +284,11 @@ def _packing(spec: Spec) -> Iterator[Finding]:
         yield value_finding(spec, key, message, "data.packing")
     elif budget is not None and budget < longest:
         limit = f"{'twice ' if spec.task_kind.rows == 2 else ''}data.max_length {data.max_length}"
-        message = (
-            f"is less than {limit}, so the longest {spec.task_kind.unit} would not fit; set it to {longest}"
-        )
-        yield value_finding(spec, key, f"{message} or more", "data.packing", "data.max_length")
+        message = f"is less than {limit}, so the longest {spec.task_kind.unit} would not fit; "
+        message += f"set it to {longest} or more"
+        yield value_finding(spec, key, message, "data.packing", "data.max_length")
     if data.packing and not spec.task_kind.answers and data.on_too_long in ("drop", "truncate"):
-        message = (
-            "has no effect on packed pretraining, where a document continues in the next row; leave it out"
-        )
+        message = "has no effect on packed pretraining: documents continue in the next row; leave it out"
         yield value_finding(spec, "data.on_too_long", message, "data.packing", "task")
 
 
@@ -330,10 +306,8 @@ def _offload(spec: Spec) -> Iterator[Finding]:
             yield value_finding(spec, device, message, path)
         keeps_start = spec.dpo is not None and spec.dpo.reference == "adapter" and spec.task_kind.preference
         if section == "parallel.offload_parameters" and offload.device == "nvme" and keeps_start:
-            message = (
-                "does not work with dpo.reference adapter, which swaps the adapter's first values in memory; "
-            )
-            message += "set dpo.reference to live or precomputed, or the device to cpu"
+            message = "does not work with dpo.reference adapter, which swaps the adapter's first values in "
+            message += "memory; set dpo.reference to live or precomputed, or the device to cpu"
             yield value_finding(spec, device, message, "dpo.reference")
         if offload.device != "nvme" and offload.nvme_path is not None:
             message = f"has no effect with device {offload.device}; leave it out"

@@ -199,9 +199,8 @@ class _Builder:
 
     def _refuse_duplicate(self, path: KeyPath, node: yaml.Node) -> None:
         line = node.start_mark.line + 1
-        message = (
-            f"this key is given twice, first on line {self.document.locations[path].line}; keep one of them"
-        )
+        first = self.document.locations[path].line
+        message = f"this key is given twice, first on line {first}; keep one of them"
         self.document.problems.append(Problem(dotted(path), message, line))
 
 

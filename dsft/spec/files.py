@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.spec.document import KeyPath, quote
-from dsft.spec.findings import Finding, value_finding
+from dsft.spec.findings import Finding, finding, value_finding
 from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.schema import Source, Spec
 from dsft.spec.sources import BUILTIN, BUILTIN_PAIRS, BUILTIN_PREFIX, hub_data
@@ -76,13 +76,11 @@ def model_config(spec: Spec, *, check_files: bool) -> tuple[dict[str, Any] | Non
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        message = (
-            f"{quote(str(file))} cannot be read as JSON ({quote(str(error))}); repair the model's folder"
-        )
-        return None, [Finding(("model", "name_or_path"), message)]
+        message = f"{quote(str(file))} cannot be read as JSON ({quote(str(error))})"
+        return None, [finding("model.name_or_path", f"{message}; repair the model's folder")]
     if not isinstance(config, dict):
         message = f"{quote(str(file))} is not a JSON object; repair the model's folder"
-        return None, [Finding(("model", "name_or_path"), message)]
+        return None, [finding("model.name_or_path", message)]
     return config, []
 
 
