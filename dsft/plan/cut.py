@@ -103,8 +103,8 @@ def _problem(parallel: Parallel, census: Census) -> Problem | None:
         return Problem("parallel.pipeline_stages", message)
     if not isinstance(counts, str) and (len(counts) != stages or sum(counts) != layers):
         message = (
-            f"{list(counts)} are {sum(counts)} layers in {len(counts)} stages, the model has {layers} in "
-            f"{stages}; write {stages} numbers that add up to {layers}, or parameters"
+            f"{list(counts)} has {sum(counts)} layers in {len(counts)} stages, but the model has {layers}, "
+            f"and pipeline_stages is {stages}; write {stages} numbers that add up to {layers}, or parameters"
         )
         return Problem("parallel.pipeline_cut", message)
     return None

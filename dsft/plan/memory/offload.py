@@ -30,23 +30,15 @@ of the supported architectures have at most three large parameters."""
 PARAMETER_BUFFER = 100_000_000
 """Elements of such a buffer if the model is not known."""
 
-AIO: Mapping[str, Any] = {
-    "block_size": 1_048_576,
-    "queue_depth": 8,
-    "intra_op_parallelism": 1,
-    "single_submit": False,
-    "overlap_events": True,
-    "use_gds": False,
+AIO_ROWS: Mapping[str, tuple[Any, str]] = {
+    "block_size": (1_048_576, "bytes of a request; also the least that is swapped"),
+    "queue_depth": (8, "requests at a time"),
+    "intra_op_parallelism": (1, "threads per read or write"),
+    "single_submit": (False, "requests are submitted together"),
+    "overlap_events": (True, "waits for requests while others are submitted"),
+    "use_gds": (False, "through the host's memory: dsft does not use GPUDirect Storage"),
 }
-
-AIO_REASONS = {
-    "block_size": "bytes of a request; also the least that is swapped",
-    "queue_depth": "requests at a time",
-    "intra_op_parallelism": "threads per read or write",
-    "single_submit": "requests are submitted together",
-    "overlap_events": "waits for requests while others are submitted",
-    "use_gds": "through the host's memory: dsft does not use GPUDirect Storage",
-}
+AIO: Mapping[str, Any] = {key: value for key, (value, _) in AIO_ROWS.items()}
 
 
 def swap_keys(spec: Spec) -> list[str]:
@@ -62,12 +54,8 @@ def aio_rows(spec: Spec) -> Iterator[tuple[str, Any, str]]:
     """Yield the keys of section aio: fixed values for generated files. A run measures its disks and writes
     the best values into its own deepspeed.json."""
     if swap_keys(spec):
-        for key, value in AIO.items():
-            yield (
-                f"aio.{key}",
-                value,
-                f"{AIO_REASONS[key]}; a run measures its disks and uses the fastest value",
-            )
+        for key, (value, reason) in AIO_ROWS.items():
+            yield f"aio.{key}", value, f"{reason}; a run measures its disks and uses the fastest value"
 
 
 def optimizer_rows() -> Iterator[tuple[str, Any, str]]:

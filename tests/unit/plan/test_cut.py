@@ -72,12 +72,12 @@ def test_a_list_is_taken_as_it_stands() -> None:
         (
             Parallel(pipeline_stages=2, pipeline_cut=(4, 3)),
             census(tied=False),
-            r"pipeline_cut: \[4, 3\] are 7 layers in 2 stages, the model has 6 in 2",
+            r"pipeline_cut: \[4, 3\] has 7 layers in 2 stages, but the model has 6, and pipeline_stages is 2",
         ),
         (
             Parallel(pipeline_stages=3, pipeline_cut=(3, 3)),
             census(tied=False),
-            r"\[3, 3\] are 6 layers in 2 stages, the model has 6 in 3",
+            r"\[3, 3\] has 6 layers in 2 stages, but the model has 6, and pipeline_stages is 3",
         ),
         (Parallel(pipeline_stages=2), census(tied=False, uncuttable="it is odd"), "it is odd; set it to 1"),
     ],
