@@ -23,7 +23,7 @@ _HOSTS = ("cluster.min_hosts", "cluster.hosts")
 def load(path: Path | str, overrides: Sequence[str] = (), *, check_files: bool = True) -> Spec:
     """Load and check a spec. Raise SpecError with all problems, MissingInputError if the file cannot be
     read."""
-    return load_spec(path, overrides, check_files=check_files, more=cluster_findings)
+    return load_spec(path, overrides, check_files=check_files, extra_check=cluster_findings)
 
 
 def cluster_batch(spec: Spec) -> BatchSizes | None:

@@ -38,26 +38,26 @@ def load_spec(
     overrides: Sequence[str] = (),
     *,
     check_files: bool = True,
-    more: Check = lambda spec: (),
+    extra_check: Check = lambda spec: (),
 ) -> Spec:
     """Load and check a spec. Raise SpecError with all problems, MissingInputError if the file cannot be read.
 
-    more: an additional check by the caller, whose findings are reported with the others.
+    extra_check: a check by the caller, whose findings are reported with the others.
     """
     document = read_document(_read(Path(path)))
     readable = not document.problems or document.data is not None
     apply_overrides(document, overrides)
     expand_hosts(document)
-    spec = _validate(document, check_files, more) if readable else None
+    spec = _validate(document, check_files, extra_check) if readable else None
     if document.problems or spec is None:
         raise _all_problems(path, document.problems)
     return spec
 
 
-def refusals(spec: Spec, more: Check = lambda spec: ()) -> list[Finding]:
+def refusals(spec: Spec, extra_check: Check = lambda spec: ()) -> list[Finding]:
     """Return why a valid instance of the schema would be refused, without checking the files that it
     names."""
-    return _findings(spec, False, more)
+    return _findings(spec, False, extra_check)
 
 
 def dump_spec(spec: Spec) -> str:
@@ -89,7 +89,7 @@ def _read(path: Path) -> str:
         raise _all_problems(path, [problem]) from error
 
 
-def _validate(document: Document, check_files: bool, more: Check) -> Spec | None:
+def _validate(document: Document, check_files: bool, extra_check: Check) -> Spec | None:
     """Return the spec, or None if it is invalid; problems are added to the document's."""
     data = document.data
     if not isinstance(data, dict):
@@ -110,18 +110,24 @@ def _validate(document: Document, check_files: bool, more: Check) -> Spec | None
         spec = _repaired(data)
     if spec is not None:
         spec, adapter_findings = with_saved_adapter(spec)
-        for found in (*adapter_findings, *_findings(spec, check_files, more)):
+        for found in (*adapter_findings, *_findings(spec, check_files, extra_check)):
             reads = found.reads or (key_of(found.path),)
             if not any(_overlap(read, key) for read in reads for key in wrong_keys):
                 document.problems.append(document.problem(found.path, found.message))
     return None if errors else spec
 
 
-def _findings(spec: Spec, check_files: bool, more: Check) -> list[Finding]:
+def _findings(spec: Spec, check_files: bool, extra_check: Check) -> list[Finding]:
     """Return findings on more than single values: combinations, files on the disk, the model, and the
     caller's check."""
     config, unreadable = model_config(spec, check_files=check_files)
-    found = [*combinations(spec), *rule_findings(spec), *more(spec), *source_findings(spec), *unreadable]
+    found = [
+        *combinations(spec),
+        *rule_findings(spec),
+        *extra_check(spec),
+        *source_findings(spec),
+        *unreadable,
+    ]
     if config is not None:
         found += model_findings(spec, config)
     reported = {finding.path for finding in found}

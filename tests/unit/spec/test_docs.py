@@ -22,7 +22,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 def rules_markdown() -> str:
     lines = [
-        "| what | verdict | what DeepSpeed does | what to write, or what dsft does | source |",
+        "| what | verdict | what DeepSpeed does | what to write instead | source |",
         "|---|---|---|---|---|",
     ]
     for rule in RULES:
