@@ -308,6 +308,28 @@ def reference(
 
 
 @app.command()
+def report(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Names or folders of runs.", show_default=False)
+    ],
+    ask: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="A question that the base model and the export answer; may be repeated."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The page; by default RUN/report.html.", show_default=False),
+    ] = None,
+) -> None:
+    """Write an HTML page on a run, or on several side by side: curves, memory, rows, answers, spec."""
+    from dsft.commands.report import write_report
+
+    print(f"wrote {write_report(runs, ask or (), out)}")
+
+
+@app.command()
 def status(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME, or its name.")

@@ -6,7 +6,7 @@ says so; the run does not fail.
 
 from __future__ import annotations
 
-import importlib.util
+import io
 import math
 import re
 import statistics
@@ -23,15 +23,14 @@ SMOOTHED_FROM = 60
 """Number of points from which on the training loss is also shown smoothed."""
 BLUE, RED = "#1f5fa8", "#c0392b"
 REWARDS = ("rewards/margins", "rewards/accuracies")
+COLORS = (BLUE, "#e07a1f", "#2a9d5c", "#8e44ad", "#b8336a", "#0f8b8d")
 EVALUATIONS = ("#e07a1f", "#2a9d5c", "#8e44ad", "#b8336a", "#0f8b8d", "#7a5c3e")
 
 
 def write_curves(path: Path, name: str, records: Sequence[Mapping[str, float]]) -> str:
     """Plot `records` (of metrics.jsonl, the whole run's) into `path`. Return a line for the user."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return f"no {path.name}: matplotlib is not installed; pip install matplotlib"
     try:
-        _figure(name, records).savefig(path, dpi=150)
+        figure(name, records).savefig(path, dpi=150)
     except Exception as error:  # noqa: B902  a full disk, a broken matplotlib: no reason for a run to fail
         return f"no {path.name}: {' '.join(str(error).split()) or type(error).__name__}"
     return f"curves: {path}"
@@ -53,19 +52,51 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return [statistics.fmean(values[i - width : i + width + 1]) for i, width in enumerate(widths)]
 
 
-def _figure(name: str, records: Sequence[Mapping[str, float]]) -> Any:
+def svg(drawn: Any) -> str:
+    """Return a figure as an SVG element, for an HTML page."""
+    buffer = io.StringIO()
+    drawn.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def compared(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Any:
+    """Return a figure with the losses of several runs: name -> records."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(drawn)
+    for axis, key, title in zip(
+        drawn.subplots(1, 2), ("train/loss", "eval/loss"), ("training loss", "held-out loss"), strict=True
+    ):
+        for number, (name, records) in enumerate(runs.items()):
+            steps, values = series(records, key)
+            shown = smoothed(values) if len(values) >= SMOOTHED_FROM else values
+            if values:
+                axis.plot(steps, shown, color=COLORS[number % len(COLORS)], label=_last(name, values))
+        axis.set_title(f"{title} (nats)", fontsize=10, loc="left")
+        axis.set_xlabel("optimizer step")
+        axis.grid(visible=True, color="#e3e5e8", linewidth=0.8)
+        if axis.lines:
+            axis.legend(frameon=False, fontsize=9)
+    return drawn
+
+
+def figure(name: str, records: Sequence[Mapping[str, float]]) -> Any:
+    """Return the figure of one run: losses, rewards of pairs, learning rate and gradient norm."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    FigureCanvasAgg(figure)
+    drawn = Figure(figsize=(10, 7), layout="constrained")
+    FigureCanvasAgg(drawn)
     rows: list[Any] = [["loss", "loss"], ["rate", "norm"]]
     heights = [1.6, 1.0]
     if any(key.endswith(REWARDS[0]) for record in records for key in record):
         rows, heights = [rows[0], list(REWARDS), rows[1]], [1.6, 1.0, 1.0]
-    axes = figure.subplot_mosaic(rows, height_ratios=heights)
-    figure.suptitle(name, fontsize=13, fontweight="bold")
+    axes = drawn.subplot_mosaic(rows, height_ratios=heights)
+    drawn.suptitle(name, fontsize=13, fontweight="bold")
     _losses(axes["loss"], records)
     for key in REWARDS:
         if key in axes:
@@ -80,7 +111,7 @@ def _figure(name: str, records: Sequence[Mapping[str, float]]) -> Any:
         axis.spines[["top", "right"]].set_visible(False)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.margins(x=0.01)
-    return figure
+    return drawn
 
 
 def _losses(axis: Any, records: Sequence[Mapping[str, float]]) -> None:

@@ -1,18 +1,12 @@
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dsft.report.curves import series, smoothed, write_curves
-
-drawn = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="matplotlib, an extra, is not installed"
-)
 
 
 def records(steps: int) -> list[dict[str, float]]:
@@ -31,7 +25,6 @@ def records(steps: int) -> list[dict[str, float]]:
     return found
 
 
-@drawn
 @pytest.mark.parametrize("steps", [0, 1, 2, 100])
 def test_a_picture_is_drawn_of_any_number_of_steps(tmp_path: Path, steps: int) -> None:
     path = tmp_path / "curves.png"
@@ -40,7 +33,6 @@ def test_a_picture_is_drawn_of_any_number_of_steps(tmp_path: Path, steps: int) -
     assert path.stat().st_size > 10_000
 
 
-@drawn
 def test_a_run_on_preference_pairs_has_its_rewards_in_the_picture(tmp_path: Path) -> None:
     """A row more of it."""
     plain, pairs = tmp_path / "plain.png", tmp_path / "pairs.png"
@@ -54,17 +46,9 @@ def test_a_run_on_preference_pairs_has_its_rewards_in_the_picture(tmp_path: Path
     assert pairs.read_bytes() != plain.read_bytes()
 
 
-@drawn
 def test_a_picture_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> None:
     said = write_curves(tmp_path / "no" / "curves.png", "run", records(3))
     assert said.startswith("no curves.png: ") and "No such file" in said
-
-
-def test_without_matplotlib_a_line_says_how_to_get_it(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    said = write_curves(tmp_path / "curves.png", "run", records(3))
-    assert said == "no curves.png: matplotlib is not installed; pip install matplotlib"
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_not_finite_is_no_point() -> None:

@@ -1,0 +1,256 @@
+"""`dsft report RUN [RUN …]`: write one HTML page on a run, or on several side by side, that needs no network:
+curves, results, memory beside the plan, what became of the rows, answers before and after, spec and versions.
+
+Sources: metrics.jsonl, memory.json, data.json, spec.yaml and versions.json of the run's folder. A run that is
+not finished, or that failed, is reported as far as it got.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dsft.commands.status import folder_of
+from dsft.errors import DsftError, MissingInputError, StorageError, printable
+from dsft.report.curves import compared, figure, series, svg
+from dsft.report.jsonl import read_metrics
+from dsft.spec.differences import flatten
+from dsft.system.json_file import read_json
+
+PAGE = "report.html"
+_ANSWER_TOKENS = 200
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1c2024; background: #fff; color-scheme: light;
+  max-width: 70rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid #d5d9de; }
+svg { max-width: 100%; height: auto; } .wide { overflow-x: auto; } table { border-collapse: collapse; }
+pre { font: 14px/1.5 ui-monospace, monospace; white-space: pre-wrap; } summary { cursor: pointer; }
+th, td { text-align: right; padding: .2rem .8rem; border-bottom: 1px solid #d5d9de;
+  font-variant-numeric: tabular-nums; }
+th:first-child, td:first-child, .text td { text-align: left; vertical-align: top; }
+"""
+Table = list[list[str]]
+"""Rows of cells; the first row is the head, the first column names the rows."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the folder of a run holds: metrics, and the contents of its JSON and YAML files ({} if absent)."""
+
+    folder: Path
+    name: str
+    records: Sequence[Mapping[str, float]]
+    memory: Mapping[str, Any]
+    data: Mapping[str, Any]
+    spec: Mapping[str, Any]
+    versions: Mapping[str, Any]
+
+    @property
+    def export(self) -> Path:
+        return self.folder / "export"
+
+    @property
+    def base(self) -> str | None:
+        """The pretrained model that was trained; None for fresh weights."""
+        name = self.spec.get("model", {}).get("name_or_path")
+        return name if isinstance(name, str) else None
+
+
+def write_report(names: Sequence[str], prompts: Sequence[str], out: Path | None) -> Path:
+    """Write the page and return its path, by default report.html in the folder of the first run. Raises
+    MissingInputError if a run does not exist, StorageError if the page cannot be written."""
+    runs = [_read(folder_of(name)) for name in names]
+    path = out or runs[0].folder / PAGE
+    text = page(runs, [_answers(run, prompts) for run in runs] if prompts else [])
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written ({error.strerror}); name another file with --out"
+        ) from error
+    return path
+
+
+def _read(folder: Path) -> Run:
+    records = read_metrics(folder / "metrics.jsonl")
+    if not records:
+        raise MissingInputError(f"{folder} has no step in metrics.jsonl yet: there is nothing to report")
+    names = ("memory.json", "data.json", "spec.yaml", "versions.json")
+    memory, data, spec, versions = (_mapping_in(folder / name) for name in names)
+    return Run(folder, folder.resolve().name, records, memory, data, spec, versions)
+
+
+def _mapping_in(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON or YAML file, {} if it is absent or damaged."""
+    try:
+        found = (
+            read_json(path) if path.suffix == ".json" else yaml.safe_load(path.read_text(encoding="utf-8"))
+        )
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# --- the page ---------------------------------------------------------------------------------------------
+
+
+def page(runs: Sequence[Run], answers: Sequence[Table]) -> str:
+    """Return the HTML of the page. answers: a table of each run, or none."""
+    title = " and ".join(run.name for run in runs)
+    body = [f"<h1>{_text(title)}</h1>", _section("Results", _table(results(runs)))]
+    if len(runs) > 1:
+        body.append(_section("Curves together", svg(compared({run.name: run.records for run in runs}))))
+        body.append(_section("What differs in the specs", _table(differing(runs), "text")))
+    for run in runs:
+        of = f": {run.name}" if len(runs) > 1 else ""
+        body.append(_section(f"Curves{of}", svg(figure(run.name, run.records))))
+        body.append(_section(f"Memory{of}", _table(memory(run))))
+        body.append(_section(f"Rows{of}", _table(ledger(run))))
+    body += [
+        _section(f"Answers: {run.name}", _table(rows, "text"))
+        for run, rows in zip(runs, answers, strict=False)
+    ]
+    for run in runs:
+        files = {"spec.yaml": run.spec, "versions.json": run.versions}
+        body += [
+            _folded(f"{name} of {run.name}", _dumped(content)) for name, content in files.items() if content
+        ]
+    head = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>",
+    ]
+    return "\n".join([*head, *filter(None, body), "</body></html>\n"])
+
+
+def results(runs: Sequence[Run]) -> Table:
+    """Return a table with a column for each run."""
+    figures: dict[str, Callable[[Run], str]] = {
+        "steps": lambda run: f"{int(run.records[-1]['train/global_step']):,}",
+        "training loss, first step": lambda run: _number(_values(run, "train/loss")[:1]),
+        "training loss, last step": lambda run: _number(_values(run, "train/loss")[-1:]),
+        "held-out loss, last": lambda run: _number(_values(run, "eval/loss")[-1:]),
+        "held-out loss, lowest": lambda run: _lowest(run, "eval/loss"),
+        "reward accuracy, last": lambda run: _number(_values(run, "train/rewards/accuracies")[-1:]),
+        "reward margin, last": lambda run: _number(_values(run, "train/rewards/margins")[-1:]),
+        "tokens per second, median": lambda run: _median(run, "perf/tokens_per_second", ",.0f"),
+        "seconds per step, median": lambda run: _median(run, "perf/step_time", ".3g"),
+        "skipped steps": lambda run: str(_skipped(run) or ""),
+    }
+    rows = [[name, *(of(run) for run in runs)] for name, of in figures.items()]
+    return [["", *(run.name for run in runs)], *(row for row in rows if any(row[1:]))]
+
+
+def differing(runs: Sequence[Run]) -> Table:
+    """Return the keys of the specs whose values differ, a column for each run."""
+    leaves = [dict(flatten(run.spec)) for run in runs]
+    keys = sorted({key for found in leaves for key in found})
+    rows = [[key, *(str(found.get(key, "")) for found in leaves)] for key in keys]
+    return [["key", *(run.name for run in runs)], *(row for row in rows if len(set(row[1:])) > 1)]
+
+
+def memory(run: Run) -> Table:
+    """Return measured and planned bytes of each phase, the largest over all ranks."""
+    rows = []
+    for phase, kinds in run.memory.get("phases", {}).items():
+        for kind, found in kinds.items():
+            if isinstance(found, Mapping) and "measured" in found:
+                above, planned = found.get("above_start"), found.get("planned")
+                rows.append([f"{phase}, {kind}", *map(_gib, (found["measured"], above, planned))])
+    return [["phase", "measured", "above the start", "planned"], *rows] if rows else []
+
+
+def ledger(run: Run) -> Table:
+    """Return what became of the rows, a column for each data set, without counts that are 0 everywhere."""
+    totals = {
+        name: part["total"] for name, part in run.data.items() if isinstance(part, dict) and "total" in part
+    }
+    names = [
+        name for name in next(iter(totals.values()), {}) if any(total.get(name) for total in totals.values())
+    ]
+    rows = [
+        [name.replace("_", " "), *(f"{total.get(name, 0):,}" for total in totals.values())] for name in names
+    ]
+    return [["", *totals], *rows] if rows else []
+
+
+def _answers(run: Run, prompts: Sequence[str]) -> Table:
+    """Return the answers of the base model (if it is in a folder) and of the export to the prompts."""
+    from dsft.commands.chat import Sampling, load
+
+    sampling = Sampling(temperature=0.0, max_new_tokens=_ANSWER_TOKENS)
+    folders = {"before": run.base, "after": str(run.export)}
+    there = {title: Path(name) for title, name in folders.items() if name and Path(name).exists()}
+    models = {title: load(folder, sampling) for title, folder in there.items()}
+    if "after" not in models:
+        raise DsftError(f"{run.folder} has no export, whose answers --ask shows; leave --ask out")
+    rows = [["prompt", *models]]
+    for prompt in prompts:
+        asked = [{"role": "user", "content": prompt}]
+        rows.append([prompt, *(model.answer(asked, lambda piece: None) for model in models.values())])
+    return rows
+
+
+# --- parts ------------------------------------------------------------------------------------------------
+
+
+def _values(run: Run, key: str) -> list[float]:
+    return series(run.records, key)[1]
+
+
+def _number(values: Sequence[float]) -> str:
+    return f"{values[0]:.4f}" if values else ""
+
+
+def _lowest(run: Run, key: str) -> str:
+    steps, values = series(run.records, key)
+    best = min(values, default=None)
+    return "" if best is None else f"{best:.4f} at step {steps[values.index(best)]:,}"
+
+
+def _median(run: Run, key: str, spec: str) -> str:
+    values = _values(run, key)
+    return format(statistics.median(values), spec) if values else ""
+
+
+def _skipped(run: Run) -> int:
+    return sum(not math.isfinite(record.get("train/grad_norm", 0.0)) for record in run.records)
+
+
+def _gib(size: object) -> str:
+    return f"{size / 2**30:.2f} GiB" if isinstance(size, int) else ""
+
+
+def _dumped(content: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True)
+
+
+def _section(title: str, content: str) -> str:
+    return f"<h2>{_text(title)}</h2>\n{content}" if content else ""
+
+
+def _folded(title: str, text: str) -> str:
+    return f"<details><summary>{_text(title)}</summary><pre>{_text(text)}</pre></details>"
+
+
+def _table(rows: Table, kind: str = "") -> str:
+    if len(rows) < 2:
+        return ""
+    cells = ["".join(f"<td>{_text(cell)}</td>" for cell in row) for row in rows]
+    cells[0] = cells[0].replace("td>", "th>")
+    return (
+        f'<div class="wide"><table class="{kind}">{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
+    )
+
+
+def _text(text: str) -> str:
+    return html.escape(printable(text), quote=True)

@@ -1,0 +1,104 @@
+"""`dsft report`: what the files of a run say is on the page, for one run and for several; nothing of them is
+HTML; what is absent is left out."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dsft.cli import app
+from dsft.commands import report
+from dsft.errors import DsftError, MissingInputError, StorageError
+
+
+def run(name: str, losses: list[float], *, spec: str = "", **files: Any) -> Path:
+    folder = Path("runs", name)
+    folder.mkdir(parents=True)
+    records = [
+        {"train/global_step": step, "train/loss": loss, "train/grad_norm": 1.0, "train/learning_rate": 1e-3,
+         "perf/tokens_per_second": 1000.0 * step, "perf/step_time": 0.5}
+        for step, loss in enumerate(losses, 1)
+    ]  # fmt: skip
+    records.append({"train/global_step": len(losses), "eval/loss": losses[-1] + 1})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "spec.yaml").write_text(spec or f"name: {name}\noptim: {{learning_rate: 0.001}}\n")
+    for file, content in files.items():
+        (folder / f"{file}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def cells(text: str) -> list[list[str]]:
+    return [re.findall(r"<t[dh]>(.*?)</t[dh]>", row) for row in re.findall(r"<tr>(.*?)</tr>", text)]
+
+
+def test_one_run() -> None:
+    gib = 2**30
+    run(
+        "one", [3.0, 2.0, 1.5],
+        memory={"phases": {"steady": {"gpu": {"measured": 3 * gib, "above_start": 2 * gib, "planned": gib}}}},
+        data={"train": {"total": {"rows": 1200, "bad": 0, "truncated": 7}}, "eval": {"total": {"rows": 3}}},
+        versions={"torch": "2.13.0"},
+    )  # fmt: skip
+    done = CliRunner().invoke(app, ["report", "one"])
+    assert (done.exit_code, done.output) == (0, "wrote runs/one/report.html\n")
+    text = Path("runs/one/report.html").read_text()
+    found = cells(text)
+    assert ["training loss, first step", "3.0000"] in found and [
+        "training loss, last step",
+        "1.5000",
+    ] in found
+    assert ["held-out loss, lowest", "2.5000 at step 3"] in found
+    assert ["tokens per second, median", "2,000"] in found
+    assert ["steady, gpu", "3.00 GiB", "2.00 GiB", "1.00 GiB"] in found
+    assert ["rows", "1,200", "3"] in found and ["truncated", "7", "0"] in found
+    assert not any(row[0] == "bad" for row in found)
+    assert text.count("<svg") == 1 and "torch: 2.13.0" in text and "learning_rate: 0.001" in text
+    assert not re.search(r"(src|href)=\"(?!#)", text)  # nothing is loaded
+
+
+def test_several_runs_are_side_by_side() -> None:
+    run("one", [3.0, 2.0])
+    run("two", [3.0, 1.0, 0.5], spec="name: two\noptim: {learning_rate: 0.01}\ntrain: {seed: 1}\n")
+    path = report.write_report(["one", "runs/two"], [], Path("both.html"))
+    found = cells(path.read_text())
+    assert ["training loss, last step", "2.0000", "0.5000"] in found and ["steps", "2", "3"] in found
+    assert ["optim.learning_rate", "0.001", "0.01"] in found and ["train.seed", "", "1"] in found
+    assert path.read_text().count("<svg") == 3
+
+
+def test_what_files_hold_is_text() -> None:
+    name = "<script>alert(1)</script>"
+    run("x", [1.0], spec=f"name: '{name}'\n", data={"train": {"total": {f"{name}\x1b": 1}}})
+    text = report.write_report(["x"], [], None).read_text()
+    assert "<script" not in text and "\x1b" not in text and "&lt;script&gt;" in text
+
+
+def test_a_run_without_files_is_reported_as_far_as_it_got() -> None:
+    folder = run("bare", [float("nan")])
+    for name in ("memory.json", "data.json", "spec.yaml"):
+        (folder / name).write_text("[") if name != "data.json" else None
+    text = report.write_report(["bare"], [], None).read_text()
+    assert "Memory" not in text and "<h2>Results" in text
+
+
+def test_misuse() -> None:
+    run("one", [1.0])
+    Path("runs/empty/logs").mkdir(parents=True)
+    with pytest.raises(MissingInputError, match="neither the folder of a run nor the name"):
+        report.write_report(["none"], [], None)
+    with pytest.raises(MissingInputError, match=r"no step in metrics\.jsonl yet"):
+        report.write_report(["empty"], [], None)
+    with pytest.raises(StorageError, match="name another file with --out"):
+        report.write_report(["one"], [], Path("no/such/folder.html"))
+    with pytest.raises(DsftError, match="has no export"):
+        report.write_report(["one"], ["What?"], None)
