@@ -129,11 +129,9 @@ class TokenRows(Protocol):
     def source(self, row: int) -> str:
         """Return the row's place, "file:line"."""
 
-    def spans(self, row: int) -> NDArray[np.int64]:
-        """Return start and stop of each run of targets of a row, (k, 2), without reading tokens."""
-
-    def spans_of(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return, for ascending rows (k,), the number of spans of each, (k,), and all spans concatenated."""
+    def spans(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return, for ascending rows (k,), the number of spans (runs of targets) of each, (k,), and start and
+        stop of all of them, (n, 2). No tokens are read."""
 
     def first_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
         """Return the first token of each of the rows (k,), which are ascending and not empty. Checksums are

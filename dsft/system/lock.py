@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from dsft.errors import LockedError, StorageError
 from dsft.system.files import where_gone
 
 NAME = ".lock"
+_WAIT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,12 @@ class FolderLock:
 
 
 @contextmanager
-def lock_folder(folder: Path, name: str = NAME, key: str = "output_dir") -> Iterator[FolderLock]:
+def lock_folder(
+    folder: Path, name: str = NAME, key: str = "output_dir", waiting: Callable[[str], None] | None = None
+) -> Iterator[FolderLock]:
     """Lock the folder, created if missing, until the block ends; yield the lock. In a run, rank 0 calls it
-    for all ranks. name: of the lock file; key: of the spec that sets the folder, for the message.
+    for all ranks. name: of the lock file; key: of the spec that sets the folder, for the message; waiting: if
+    given, wait until the folder is free, and call it every _WAIT_SECONDS with the holder of the lock.
 
     Raises LockedError with the process and host that have the lock; StorageError if the folder cannot be
     created or the disk cannot lock.
@@ -68,13 +72,17 @@ def lock_folder(folder: Path, name: str = NAME, key: str = "output_dir") -> Iter
     lock = FileLock(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(blocking=False)
+        while not lock.is_locked:
+            try:
+                lock.acquire(timeout=_WAIT_SECONDS, blocking=waiting is not None)
+            except Timeout:
+                other = holder(folder, name)
+                if waiting is None:
+                    raise LockedError(
+                        f"{folder} is used by {other}; wait until it ends, stop it, or choose another name."
+                    ) from None
+                waiting(other)
         found = path.stat()
-    except Timeout:
-        raise LockedError(
-            f"{folder} is used by {holder(folder, name)}; wait until it ends, stop it, or choose another "
-            "name."
-        ) from None
     except (OSError, NotImplementedError) as error:
         raise StorageError(
             f"{path} cannot be locked ({error}); set {key} to a folder that can be written, on a disk that "

@@ -98,10 +98,7 @@ class TokenBlock:
     def line(self, row: int) -> int:
         return int(self.arrays["lines"][row])
 
-    def spans(self, row: int) -> NDArray[np.int64]:
-        return self._of("span_ends", "spans", row).astype(np.int64)
-
-    def spans_of(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def spans(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of spans of each of the rows (k,), (k,), and all their spans concatenated."""
         stops = self.arrays["span_ends"]
         firsts = np.where(rows > 0, stops[rows - 1], 0).astype(np.int64)

@@ -55,12 +55,8 @@ class StoredRows:
         which, block, inside = self._find(row)
         return f"{self.names[which]}:{self.first_lines[which] + block.line(inside)}"
 
-    def spans(self, row: int) -> NDArray[np.int64]:
-        _, block, inside = self._find(row)
-        return block.spans(inside)
-
-    def spans_of(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        found = [block.spans_of(inside) for block, inside in self._in_blocks(rows)]
+    def spans(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        found = [block.spans(inside) for block, inside in self._in_blocks(rows)]
         counts, spans = [one for one, _ in found], [one for _, one in found]
         empty = np.zeros(0, np.int64)
         return np.concatenate([empty, *counts]), np.concatenate([empty.reshape(0, 2), *spans])

@@ -10,15 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-
-from filelock import FileLock, Timeout
 
 from dsft.data import formats
 from dsft.data.cache.block import VERSION, BlockAccount, DamagedBlockError, open_block
@@ -32,12 +29,11 @@ from dsft.errors import DataError, Problem, StorageError
 from dsft.spec.schema import Source, Spec
 from dsft.system.files import TEMPORARY
 from dsft.system.host import cores
-from dsft.system.lock import holder
+from dsft.system.lock import lock_folder
 
 _HEAD_ROWS = 100  # first rows of a file, from which its format is detected
 _SMALL = 8 << 20  # bytes of data below which workers are not worth starting
 _FILES_AT_ONCE = 64  # files locked at the same time: each lock takes a file descriptor
-_WAIT_SECONDS = 10.0
 DIGESTS = "digests"
 """Subfolder of the cache with the digests of data files."""
 
@@ -211,7 +207,12 @@ class _BlockStore:
         names = {job.path.parent: job.block.file.name for job in missing}
         with ExitStack() as locks:
             for folder in sorted(names):
-                locks.enter_context(lock_folder(folder, names[folder], self._cache.log))
+
+                def log(holder: str, name: str = names[folder]) -> None:
+                    self._cache.log(f"{name}: waiting for {holder}, which tokenizes this file")
+
+                locks.enter_context(lock_folder(folder, key="data.cache_dir", waiting=log))
+                os.listdir(folder)  # NFS caches for a minute that a file is missing; listing refreshes that
             self._tokenize([job for job in missing if self._is_missing(job)])
         found |= {job.path: _open(job) for job in missing}
         opened = []
@@ -273,31 +274,3 @@ def _open(job: BlockJob) -> BlockIndex | DamagedBlockError | None:
         return None
     except OSError as error:
         return DamagedBlockError(f"it cannot be read ({error.strerror})")
-
-
-@contextmanager
-def lock_folder(folder: Path, name: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock of a cache folder, so that only this process writes blocks there. flock(2): the kernel
-    releases it when its holder dies. name: the data file, for messages.
-
-    Raises StorageError if the folder cannot be created or locked.
-    """
-    path = folder / ".lock"
-    lock = FileLock(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                lock.acquire(timeout=_WAIT_SECONDS)
-                break
-            except Timeout:
-                log(f"{name}: waiting for {holder(folder)}, which tokenizes this file")
-    except (OSError, NotImplementedError) as error:
-        raise StorageError(f"{path} cannot be locked ({error}); set another data.cache_dir.") from None
-    try:
-        with suppress(OSError):  # on a full disk the lock is held without naming its holder
-            path.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="ascii")
-        os.listdir(folder)  # NFS caches for a minute that a file is missing; listing refreshes that
-        yield
-    finally:
-        lock.release()

@@ -262,7 +262,7 @@ class Stream:
         A row's first token is no target."""
         if (self.source.trained[self.rows] == self.lengths - 1).all():
             return np.ones(len(self.rows), np.int64), self.firsts + 1, self.firsts + self.lengths
-        counts, spans = self.source.spans_of(self.rows)
+        counts, spans = self.source.spans(self.rows)
         of_row = np.repeat(np.arange(len(self.rows)), counts)
         spans = np.maximum(spans, 1)
         of_row, spans = of_row[spans[:, 1] > 1], spans[spans[:, 1] > 1]

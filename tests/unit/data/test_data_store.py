@@ -32,7 +32,9 @@ from dsft.data.rows import Rendered
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DamagedDataError, DataError, StorageError
 from dsft.spec.schema import Source
+from dsft.system import lock
 from dsft.system.host import cores
+from dsft.system.lock import lock_folder
 
 ROOT = Path(__file__).resolve().parents[3]
 RENDERER = Renderer(byte_level_tokenizer())
@@ -44,7 +46,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Blocks of a kilobyte, worth a worker."""
     monkeypatch.setattr(files, "block_starts", partial(files.block_starts, every=BLOCK_BYTES))
     monkeypatch.setattr(store, "_SMALL", 0)
-    monkeypatch.setattr(store, "_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.05)
     yield
     rows_module._reopened.cache_clear()
 
@@ -102,11 +104,15 @@ def test_the_rows_are_those_of_memory(data: Path, tmp_path: Path) -> None:
         assert rows.digest == expected.digest
         for name in ("lengths", "trained", "ended", "content", "desirable"):
             assert np.array_equal(getattr(rows, name), getattr(expected, name)), name
-        assert [rows.spans(i).tolist() for i in range(5)] == [expected.spans(i).tolist() for i in range(5)]
         some = np.arange(1, len(rows.lengths), 3, dtype=np.int32)  # of many blocks
-        counts, spans = rows.spans_of(some)
-        assert [len(rows.spans(int(i))) for i in some] == counts.tolist()
-        assert [span for i in some for span in rows.spans(int(i)).tolist()] == spans.tolist()
+        counts, spans = rows.spans(some)
+        each = [rows.spans(np.array([i], np.int32)) for i in some]
+        assert [count for (count,), _ in each] == counts.tolist()
+        assert [span for _, own in each for span in own.tolist()] == spans.tolist()
+        masks = [
+            np.flatnonzero(np.diff(rows.read(int(i)).trained, prepend=False, append=False)) for i in some
+        ]
+        assert [edge for edges in masks for edge in edges.tolist()] == spans.flatten().tolist()
         assert [rows.read(int(i)).input_ids[0] for i in some] == rows.first_tokens(some).tolist()
     count = len(block_files(tmp_path / "cache"))
     assert count > 5
@@ -227,7 +233,7 @@ def test_the_others_are_told_whom_they_wait_for(data: Path, tmp_path: Path) -> N
     holds, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with store.lock_folder(folder, "other", told.append):
+        with lock_folder(folder):
             holds.set()
             done.wait(20)
 

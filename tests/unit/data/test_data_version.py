@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import sentencepiece.sentencepiece_model_pb2 as spm_proto
@@ -137,7 +138,7 @@ def said(source: Source, renderer: Renderer, task: str) -> str:
     rows = tokenized_rows(source, renderer, task=task)
     folder = str(Path(source.path).parent)
     count = range(len(rows.lengths))
-    columns = [[rows.read(i).input_ids.tolist(), rows.spans(i).tolist()] for i in count]
+    columns = [[rows.read(i).input_ids.tolist(), rows.spans(np.array([i]))[1].tolist()] for i in count]
     columns += [getattr(rows, name).tolist() for name in ("trained", "ended", "content", "desirable")]
     read = rows.account
     places = [*(rows.source(i) for i in count), *(place for place, _ in read.bad)]

@@ -67,12 +67,9 @@ class FakeRows:
     def source(self, row: int) -> str:
         return f"a:{row}"
 
-    def spans(self, row: int) -> NDArray[np.int64]:
-        trained = [False, *self.given[row][1], False]
-        return np.flatnonzero(np.diff(np.array(trained, dtype=np.int8))).reshape(-1, 2)
-
-    def spans_of(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        found = [self.spans(int(row)) for row in rows]
+    def spans(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        masks = [np.array([False, *self.given[row][1], False], np.int8) for row in rows]
+        found = [np.flatnonzero(np.diff(mask)).reshape(-1, 2) for mask in masks]
         counts = np.array([len(spans) for spans in found], dtype=np.int64)
         return counts, np.concatenate([np.zeros((0, 2), np.int64), *found])
 
