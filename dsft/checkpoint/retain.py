@@ -4,26 +4,17 @@ lowest held-out loss. Remove the others, and point `best` to the best one."""
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 from dsft.checkpoint.files import write_aside
 from dsft.checkpoint.read import BEST, CheckpointReader, step_folders, step_of
 from dsft.errors import CheckpointError
+from dsft.spec.schema import Checkpoint
 
 
-@dataclass(frozen=True)
-class Retention:
-    """How many checkpoints to retain. keep_last: how many of the newest, None for all; keep_best: how many of
-    the best in addition, None to choose none."""
-
-    keep_last: int | None
-    keep_best: int | None = None
-
-
-def retain(run: Path, step: int, retention: Retention) -> list[str]:
-    """Point `best` to the best checkpoint, then remove those that are neither among the newest nor among the
-    best. Return the names of the removed ones.
+def retain(run: Path, step: int, retention: Checkpoint) -> list[str]:
+    """Point `best` to the best checkpoint, then remove those that are neither among the `keep_last` newest
+    nor among the `keep_best` best. Return the names of the removed ones.
 
     The checkpoint of `step`, just committed, is always retained. Two kinds do not count among the newest, so
     that they cannot displace one that a run can resume from: damaged ones, and those saved in the middle of a
@@ -37,11 +28,11 @@ def retain(run: Path, step: int, retention: Retention) -> list[str]:
     else:
         (run / "checkpoints" / BEST).unlink(missing_ok=True)
     removed: list[str] = []
-    kept = 0
+    num_newest = 0
     for path in folders:
-        if retention.keep_last is None or kept < retention.keep_last:
+        if retention.keep_last is None or num_newest < retention.keep_last:
             checkpoint = whole_by_size(path)
-            kept += checkpoint is not None and checkpoint.nonfinite_in_a_row == 0
+            num_newest += checkpoint is not None and checkpoint.nonfinite_in_a_row == 0
         elif path not in best:
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path.name)

@@ -32,9 +32,10 @@ from dsft.checkpoint.files import (
     write_tensors,
 )
 from dsft.checkpoint.read import FORMAT, LATEST, MANIFEST, MODEL, STATE, CheckpointReader, seal
-from dsft.checkpoint.retain import Retention, retain
+from dsft.checkpoint.retain import retain
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, DsftError, StorageError
+from dsft.spec.schema import Checkpoint
 from dsft.system.files import sync_folder, write_error
 
 T = TypeVar("T")
@@ -108,7 +109,7 @@ def save(
     group: Group,
     *,
     model_files: Mapping[str, bytes],
-    retention: Retention,
+    retention: Checkpoint,
 ) -> str:
     """Commit `checkpoints/step-N`, N being facts.progress["step"]. Return a line for the user.
 
@@ -233,7 +234,7 @@ def _commit(
         raise _not_written(final.parent, error) from None
 
 
-def _prune(run: Path, step: int, retention: Retention) -> list[str]:
+def _prune(run: Path, step: int, retention: Checkpoint) -> list[str]:
     try:
         return retain(run, step, retention)
     except OSError as error:

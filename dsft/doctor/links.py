@@ -108,7 +108,7 @@ def measure(
     interface    used on all hosts; None: the one on the route to each host
     environ      variables of the ranks, by default those that `dsft.remote.forwarded` selects here
     expect_gbit  expected Gbit/s of each link, in place of the default
-    told         called with a line about the current measurement
+    progress     called with a line about the current measurement
     """
     named = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
     variables = named | dict(forwarded(os.environ, None) if environ is None else environ)
@@ -206,8 +206,8 @@ class _Measurement:
         """Return the expected Gbit/s of a link: the given one, else from the speeds of the interfaces that
         were used."""
         used = (self.there[link.sender]["interfaces"].get(link.interface, {}) for link in links)
-        known = [each["speed"] / 1000 for each in used if each.get("speed", 0) > 0]
-        return self.expect_gbit or (min(*known, MOST_GBIT) if known else LEAST_GBIT)
+        speeds = [each["speed"] / 1000 for each in used if each.get("speed", 0) > 0]
+        return self.expect_gbit or (min(*speeds, MOST_GBIT) if speeds else LEAST_GBIT)
 
     async def _all_reduce(
         self, ranks: Mapping[str, Sequence[int]], backend: str, sizes: Sequence[int]

@@ -144,8 +144,8 @@ def _output(spec: Spec, census: Census | None) -> FolderNeeds:
     checkpoint = census.trained * (FP32 + moment_bytes(spec))
     export = (census.trained if spec.model.lora else census.numel) * weight_bytes(spec)
     there = len(list(Path(spec.output_dir, spec.name, "checkpoints").glob("step-*/MANIFEST.json")))
-    kept = (spec.checkpoint.keep_last or 1) + (spec.checkpoint.keep_best or 0)
-    return FolderNeeds(spec.output_dir, checkpoint + export, max(1, kept + 1 - there) * checkpoint + export)
+    most = (spec.checkpoint.keep_last or 1) + (spec.checkpoint.keep_best or 0)
+    return FolderNeeds(spec.output_dir, checkpoint + export, max(1, most + 1 - there) * checkpoint + export)
 
 
 def _inputs(spec: Spec, spec_path: Path) -> Iterator[dict[str, str]]:

@@ -268,8 +268,8 @@ def allowed(precision: Precision, tokens: int) -> float:
 
 
 def check_weights(spec: Spec, key: Key) -> None:
-    """Raise WorldError where the reference's files differ from those of the key: after the key was made, they
-    may have been replaced, or a hub id may resolve to other ones."""
+    """Raise WorldError where the reference's files differ from those of the key: after the key was computed,
+    they may have been replaced, or a hub id may resolve to other ones."""
     now = weights_of(spec, reference_model(spec))
     then = {name: key.components[name] for name in now}
     if now != then:

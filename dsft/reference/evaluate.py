@@ -76,9 +76,9 @@ def score_pairs(one: PairSet, engine: Engine, world: World) -> PairTable:
     columns = torch.zeros(len(one.held_out.data), 6, dtype=torch.float64, device=world.device)
     for start in range(0, len(one.micro_batches), TOGETHER):
         some = one.micro_batches[start : start + TOGETHER]
-        known = one.refer(some) if one.refer else some
+        batches = one.refer(some) if one.refer else some
         # a rank without the last stage has no scores
-        for logps, micro_batch in zip(engine.score(known, answer_logps), known, strict=False):
+        for logps, micro_batch in zip(engine.score(batches, answer_logps), batches, strict=False):
             pairs = micro_batch.pairs
             assert pairs is not None, "a micro-batch of preference pairs"
             figures = [logps, pairs.num_tokens] + ([] if pairs.reference is None else [pairs.reference])

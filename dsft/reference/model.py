@@ -1,4 +1,4 @@
-"""Open the reference as a frozen engine of its own, and check on real rows that its engine scores correctly.
+"""Open the reference as a separate frozen engine, and check on real rows that its engine scores correctly.
 
 Each rank reads and keeps only its own part of the weights.
 """

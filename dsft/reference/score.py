@@ -90,7 +90,7 @@ def score(
     every rank, `progress` on rank 0.
 
     Raises CheckpointError where stored values differ from new ones, NonFiniteError where the reference gives
-    an infinite or NaN value for a pair, WorldError where its files have changed since the key was made;
+    an infinite or NaN value for a pair, WorldError where its files have changed since the key was computed;
     OutOfMemoryError on the rank that runs out of memory.
     """
     spec = plan.spec

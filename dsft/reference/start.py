@@ -1,4 +1,4 @@
-"""`dsft reference`: takes a spec and a number of ranks, runs dsft/train.py --reference_only on this host."""
+"""Run `dsft reference`: dsft/train.py --reference_only on a number of ranks of this host."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def start(spec: Path, overrides: Sequence[str], ranks: int | None) -> int:
-    """The exit code; for one rank this process becomes it, and does not return. ranks: of this host; by
-    default one a GPU, one where there is none. Raises SpecError where the spec has nothing to score, and as
-    `run_ranks` does."""
+    """Start the ranks and return the exit code; a single rank replaces this process, which then does not
+    return. ranks: by default one per GPU, one where there is none. Raises SpecError where the spec has
+    nothing to score, and as `run_ranks` does."""
     check_precomputed(load(spec, overrides), "dsft reference")
     if ranks is None:
         import torch
@@ -42,8 +42,8 @@ def start(spec: Path, overrides: Sequence[str], ranks: int | None) -> int:
 
 def run_ranks(argv: Sequence[str], environ: Mapping[str, str], count: int) -> int:
     """Run `argv` as `count` ranks of this host, which get the signals that this process gets and end with it.
-    The exit code of the first that fails; the others are killed GRACE seconds later. Raises WorldError where
-    a signal that nobody passed on has ended one."""
+    Return the exit code of the first that fails; the others are killed GRACE seconds later. Raises WorldError
+    where a rank was killed by a signal that did not come through this process."""
     port, parent, passed_on = free_port(), os.getpid(), False
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -70,17 +70,17 @@ def run_ranks(argv: Sequence[str], environ: Mapping[str, str], count: int) -> in
         for number, handler in before.items():
             signal.signal(number, handler)
     if code < 0 and not passed_on:
-        why = ", as a machine does whose memory is full" if code == -signal.SIGKILL else ""
+        why = " (as the system does when its memory is full)" if code == -signal.SIGKILL else ""
         raise WorldError(
-            f"rank {rank} of the processes that score the reference was ended by signal {-code}{why}; what "
-            "is scored is kept, and the same command goes on from there."
+            f"rank {rank} of the scoring processes was killed by signal {-code}{why}; the pairs scored so "
+            "far are stored, and the same command continues from there."
         )
     return 128 - code if code < 0 else code
 
 
 def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int]:
-    """Wait until all have ended, GRACE seconds where one has failed. The rank and the code of the first that
-    did, or 0 and 0."""
+    """Wait until all have ended, or until GRACE seconds after one has failed. Return the rank and the code of
+    the first that failed, or 0 and 0."""
     first, until = (0, 0), float("inf")
     while True:
         codes = [process.poll() for process in processes]

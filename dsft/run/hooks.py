@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import save
 from dsft.data.sets.dataset import Dataset
 from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch
@@ -92,7 +91,7 @@ class Hooks(Run):
             facts = facts_of(
                 self.job, self.inputs, self.compared, progress, held_out_loss, self.built, unchanged=unchanged
             )
-            engine, kept = self.built.engine, self.job.spec.checkpoint
+            engine = self.built.engine
             line = save(
                 self.job.folder,
                 engine.owned_fragments(),
@@ -100,7 +99,7 @@ class Hooks(Run):
                 facts,
                 self.world,
                 model_files=self.built.model_files,
-                retention=Retention(kept.keep_last, kept.keep_best),
+                retention=self.job.spec.checkpoint,
             )
             self.log.line(line)
             if isinstance(proof, DsftError):

@@ -17,7 +17,6 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelF
 from dsft.checkpoint.export import export, write_beside
 from dsft.checkpoint.files import read_files
 from dsft.checkpoint.read import CheckpointReader
-from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.engine.api import Fragment
 from dsft.engine.replicas import digest, replicated
@@ -26,7 +25,7 @@ from dsft.model.build import build_model, check_trainable
 from dsft.model.config import DECODERS, TokenFacts
 from dsft.model.conversion import persistent_buffers
 from dsft.model.policy import Policy
-from dsft.spec.schema import Model
+from dsft.spec.schema import Checkpoint, Model
 from tests.architectures.cases import (
     ARCHITECTURES,
     MIXTURES,
@@ -94,7 +93,7 @@ def exported(policy: Policy, folder: Path) -> Path:
     facts = CheckpointState({"step": 0}, {"train": {"precision": "bf16", "seed": 0}}, {}, {}, {}, {})
     shapes = {name: tuple(p.shape) for name, p in trained.items()}
     files = read_files(model_folder)
-    save(folder, fragments, shapes, facts, Alone(), model_files=files, retention=Retention(None))
+    save(folder, fragments, shapes, facts, Alone(), model_files=files, retention=Checkpoint(keep_last=None))
     export(CheckpointReader.open(folder / "checkpoints" / "step-0"), folder / "out")
     return folder / "out"
 

@@ -39,7 +39,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dsft.checkpoint.export import export_checkpoint, write_beside
 from dsft.checkpoint.files import read_files
-from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine.build import build_engine
@@ -59,7 +58,7 @@ from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 from dsft.rank.environment import detect
-from dsft.spec.schema import Spec
+from dsft.spec.schema import Checkpoint, Spec
 from tests.architectures.cases import ARCHITECTURES, VOCABULARY
 from tests.parity import pairs, plain
 from tests.parity.worker import DECAY, assemble, keep_gradients, merge, micro_batch, relative
@@ -110,7 +109,7 @@ def train(folder: Path, kind: str, mode: str, steps: list[plain.Step], world: Wo
         facts = CheckpointState({"step": 1}, spec.model_dump(mode="json"), {}, {}, {}, {})
         save(
             folder / f"{kind}-{mode}", engine.owned_fragments(), engine.shapes(), facts, world,
-            model_files=read_files(folder / f"{kind}-model"), retention=Retention(None, None),
+            model_files=read_files(folder / f"{kind}-model"), retention=Checkpoint(keep_last=None),
         )  # fmt: skip
         engine._engine.destroy()
         return outcome

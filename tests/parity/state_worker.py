@@ -32,7 +32,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsft.checkpoint.files import read_files
 from dsft.checkpoint.read import CheckpointReader
-from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.engine import state
 from dsft.engine.ops import load_op
@@ -40,6 +39,7 @@ from dsft.engine.pipeline import find_ties, tie
 from dsft.engine.world import World, join
 from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
+from dsft.spec.schema import Checkpoint
 
 ROWS, LENGTH, SAVED_AT, STEPS = 24, 12, (0, 3), 6
 CONFIG: dict[str, Any] = dict(
@@ -155,7 +155,7 @@ class Case:
             facts,
             self.world,
             model_files=read_files(run.parent / "model"),
-            retention=Retention(None),
+            retention=Checkpoint(keep_last=None),
         )
 
     def load(self, checkpoint: CheckpointReader) -> None:

@@ -18,10 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dsft.checkpoint.export import write_model_folder
 from dsft.checkpoint.files import read_files
-from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.engine.api import Fragment
 from dsft.errors import DsftError
+from dsft.spec.schema import Checkpoint
 from tests.launching import LATE
 
 T = TypeVar("T")
@@ -131,7 +131,7 @@ class Maker:
                 replace(facts(step), progress=progress, held_out_loss=loss),
                 group,
                 model_files=read_files(self.model_folder),
-                retention=Retention(keep_last, keep_best),
+                retention=Checkpoint(keep_last=keep_last, keep_best=keep_best),
             ),
         )
 

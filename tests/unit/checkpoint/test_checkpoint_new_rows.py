@@ -18,7 +18,6 @@ from dsft.checkpoint.compare import check_same_rows
 from dsft.checkpoint.export import export_checkpoint, write_model_folder
 from dsft.checkpoint.files import read_files
 from dsft.checkpoint.read import CheckpointReader
-from dsft.checkpoint.retain import Retention
 from dsft.checkpoint.save import save
 from dsft.commands.chat import Sampling, load
 from dsft.data.tokenizer.load import byte_level_tokenizer, open_tokenizer
@@ -29,7 +28,7 @@ from dsft.model.census import take_census
 from dsft.model.config import new_rows, resolve_config, token_facts
 from dsft.plan.census import census_from
 from dsft.run.resolve import untrained_rows
-from dsft.spec.schema import Model
+from dsft.spec.schema import Checkpoint, Model
 from tests.unit.checkpoint.conftest import Rank, facts, make_llama, on_ranks
 
 IDS = torch.tensor([[1, 259, 2, 260]])
@@ -76,7 +75,7 @@ def checkpoint(model: Model, folder: Path) -> tuple[CheckpointReader, Any]:
             state,
             rank,
             model_files=read_files(folder / "model"),
-            retention=Retention(None, None),
+            retention=Checkpoint(keep_last=None),
         )
 
     on_ranks(1, commit)
