@@ -205,7 +205,7 @@ def _fp16(spec: Spec) -> Iterator[Row]:
         yield "fp16.initial_scale_power", 16, "the first loss scale is 2^16, as dsft's"
         yield "fp16.loss_scale_window", 1000, "steps without an overflow before it doubles, as dsft's"
         yield "fp16.hysteresis", 1, "every overflow halves it, as dsft's"
-        yield "fp16.consecutive_hysteresis", False, "without effect at hysteresis 1"
+        yield "fp16.consecutive_hysteresis", False, "no effect at hysteresis 1"
         yield "fp16.min_loss_scale", 1, "the lowest loss scale, as dsft's"
         yield "fp16.fp16_master_weights_and_grads", False, "master weights stay fp32"
 
@@ -219,7 +219,7 @@ def _reduction(spec: Spec) -> Iterator[Row]:
     else:
         reason = "the type of the gradients"
     yield "communication_data_type", chosen or "fp32", reason
-    yield "seq_parallel_communication_data_type", "fp32", "no sequence parallelism: without effect"
+    yield "seq_parallel_communication_data_type", "fp32", "no effect: there is no sequence parallelism"
     yield "gradient_allreduce_op", "mean", "dsft undoes DeepSpeed's mean; ZeRO 3 refuses a sum"
     yield "prescale_gradients", False, "dividing before the sum loses bits and is refused at ZeRO 2 and 3"
     yield "gradient_predivide_factor", 1.0, "no division before the sum, which ZeRO 3 gets wrong"
@@ -264,10 +264,10 @@ def _zero_common(spec: Spec, elements: Elements | None) -> Iterator[Row]:
 
 
 def _sizing(elements: Elements | None) -> str:
-    bounds = f"at least {SMALLEST_BUCKET:,} (4 MB in fp32) and at most {LARGEST_BUCKET:,}"
+    bounds = f"at least {SMALLEST_BUCKET:,} (4 MB in fp32) or all of them, at most {LARGEST_BUCKET:,}"
     if elements is None:
         return "the largest; a run computes it from the model"
-    return f"a quarter of the {elements.trained:,} that are trained, {bounds}"
+    return f"a quarter of the {elements.trained:,} trained ones; {bounds}"
 
 
 def _zero_12(stage: int, elements: Elements | None) -> Iterator[Row]:

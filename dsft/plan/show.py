@@ -30,7 +30,7 @@ from dsft.spec.schema import Spec
 
 NOT_COUNTED = (
     "Peak memory of a run. Activations, logits and the memory of a GPU's driver are estimates; padding of "
-    "flat buffers and the driver's memory on the host are not counted. A run measures it (memory.json)."
+    "flat buffers and the driver's memory on the host are not counted. Each run measures its own (memory.json)."
 )
 SHOWN_RANGES = 16
 
@@ -326,9 +326,9 @@ def _of_reference(rank: RankMemory) -> str:
     parts = [
         (rank.parameters, "weights"),
         (rank.offloaded, "weights in the host's memory"),
-        (rank.buffers, "gathered, at most"),
-        (rank.activations, "activations, about"),
-        (rank.logits, "logits, about"),
+        (rank.buffers, "gathered at most"),
+        (rank.activations, "activations about"),
+        (rank.logits, "logits about"),
     ]
     return ", ".join(f"{words} {size_text(size)}" for size, words in parts if size)
 

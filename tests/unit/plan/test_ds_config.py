@@ -186,6 +186,6 @@ def test_buckets_that_a_file_decides_are_kept(make_spec: Any) -> None:
 
 def test_the_reason_of_a_bucket_has_the_numbers(make_spec: Any) -> None:
     reasons = {e.key: e.reason for e in entries(make_spec(parallel={"zero_stage": 2}), None, Elements(9, 8))}
-    assert "8 that are trained" in reasons["zero_optimization.reduce_bucket_size"]
+    assert "8 trained ones" in reasons["zero_optimization.reduce_bucket_size"]
     unknown = {e.key: e.reason for e in entries(make_spec(parallel={"zero_stage": 2}), None)}
     assert "a run computes it from the model" in unknown["zero_optimization.reduce_bucket_size"]
