@@ -30,7 +30,7 @@ from dsft.spec.schema import Spec
 
 NOT_COUNTED = (
     "Peak memory of a run. Activations, logits and the memory of a GPU's driver are estimates; padding of "
-    "flat buffers and the driver's memory on the host are not counted. Each run measures its own (memory.json)."
+    "flat buffers and the driver's memory on the host are not counted. Each run measures it (memory.json)."
 )
 SHOWN_RANGES = 16
 
