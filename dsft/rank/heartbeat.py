@@ -108,9 +108,6 @@ def keep_log(folder: str | None, rank: int, world_size: int) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
-    for output in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError):  # a replaced stream, as in a test
-            output.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     now = datetime.now(UTC).isoformat(timespec="seconds")
     host = socket.gethostname()
     print(f"--- rank {rank} of {world_size} on {host}, process {os.getpid()}, {now} ---", flush=True)

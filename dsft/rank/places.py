@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,18 +110,15 @@ def check_places(promise: Promise, places: Sequence[RankPlace], launched: Launch
 def rank_map(places: Sequence[RankPlace]) -> str:
     """Format one line: `rank map: 0-1 = node1 0-1, 2-3 = node2 0-1`, each entry a rank or range of ranks, a
     host, and the local ranks on it."""
-    runs: list[tuple[int, int]] = []  # first rank, last rank
-    for rank, place in enumerate(places):
-        before = places[rank - 1]
-        follows = (before.machine, before.local_rank + 1) == (place.machine, place.local_rank)
-        if runs and follows:
-            runs[-1] = (runs[-1][0], rank)
-        else:
-            runs.append((rank, rank))
+
+    def follows(before: int, rank: int) -> bool:
+        one, next_one = places[before], places[rank]
+        return (one.machine, one.local_rank + 1) == (next_one.machine, next_one.local_rank)
+
     listed = (
         f"{_range(first, last)} = {places[first].host} "
         f"{_range(places[first].local_rank, places[last].local_rank)}"
-        for first, last in runs
+        for first, last in _runs(range(len(places)), follows)
     )
     return f"rank map: {', '.join(listed)}"
 
@@ -143,13 +140,18 @@ def devices_lines(places: Sequence[RankPlace], versions: str) -> list[str]:
 
 def _ranges(ranks: Sequence[int]) -> str:
     """Format 0, 1, 2, 3, 6 as `0-3, 6`."""
+    return ", ".join(_range(*run) for run in _runs(ranks, lambda before, rank: before + 1 == rank))
+
+
+def _runs(ranks: Sequence[int], follows: Callable[[int, int], bool]) -> list[tuple[int, int]]:
+    """Return the first and last rank of each run of ranks that follow each other."""
     runs: list[tuple[int, int]] = []
     for rank in ranks:
-        if runs and runs[-1][1] + 1 == rank:
+        if runs and follows(runs[-1][1], rank):
             runs[-1] = (runs[-1][0], rank)
         else:
             runs.append((rank, rank))
-    return ", ".join(_range(*run) for run in runs)
+    return runs
 
 
 def _range(first: int, last: int) -> str:
@@ -158,15 +160,8 @@ def _range(first: int, last: int) -> str:
 
 def rank_map_json(places: Sequence[RankPlace]) -> str:
     """Return the text of RANKS: a JSON array with one object per rank, each on a line."""
-    rows = [
-        json.dumps(
-            {
-                "rank": rank,
-                "host": place.host,
-                "local_rank": place.local_rank,
-                "device": place.device.text(),
-            }
-        )
+    rows = (
+        {"rank": rank, "host": place.host, "local_rank": place.local_rank, "device": place.device.text()}
         for rank, place in enumerate(places)
-    ]
-    return "[\n" + ",\n".join(rows) + "\n]\n"
+    )
+    return "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n"

@@ -42,9 +42,7 @@ def shared_swap_folder(nvme_path: Path, nonce: str, run: Path) -> Iterator[Path]
         raise _creation_error(folder, error) from None
     try:
         try:
-            fcntl.flock(
-                marker, fcntl.LOCK_SH
-            )  # before the marker is written: an empty marker protects the folder
+            fcntl.flock(marker, fcntl.LOCK_SH)  # first, since an empty marker protects the folder
             os.pwrite(marker, json.dumps(facts).encode() + b"\n", 0)  # every rank writes the same bytes
         except OSError as error:
             raise _creation_error(folder, error) from None

@@ -22,7 +22,7 @@ from dsft.checkpoint.read import CheckpointReader, find
 from dsft.engine.initialize import check_precision, set_tf32
 from dsft.engine.ops import prepare_ops
 from dsft.engine.world import Ring, World, join
-from dsft.errors import DsftError, StoppedError, StorageError, WorldError
+from dsft.errors import DsftError, StoppedError, WorldError
 from dsft.identity import process_identity
 from dsft.rank.launched import counted
 from dsft.rank.places import RANKS, check_places, devices_lines, rank_map, rank_map_json
@@ -36,7 +36,7 @@ from dsft.run.loop import Progress
 from dsft.run.resolve import swap_folders
 from dsft.run.train import train
 from dsft.system.files import write_error
-from dsft.system.lock import FolderLock, lock_folder
+from dsft.system.lock import lock_folder
 
 GRACE = 2.0
 """Seconds that a process has, after another has ended, to end by itself and report its own error."""
@@ -54,7 +54,7 @@ def run(job: Job) -> None:
         world.each(lambda: check_precision(spec.train.precision))
         set_tf32(spec.train.tf32, world.device)
         world.first(lambda: check_installed(spec))
-        lock = world.first(lambda: lock_run_folder(job.folder, locks))
+        lock = world.first(lambda: locks.enter_context(lock_folder(job.folder)))
         check_shared_folder(job.folder, world)
         world.first(lambda: _written(job.folder / RANKS, rank_map_json(world.places)))
         for line in (*job.notes, f"batch: {job.batch.equation()}"):
@@ -108,16 +108,6 @@ def is_evaluation_missing(progress: Progress, folder: Path, world: World) -> boo
         return any(record[STEP] == progress.step and "eval/loss" in record for record in records)
 
     return progress.owes_evaluation and not world.first(is_reported)
-
-
-def lock_run_folder(folder: Path, locks: ExitStack) -> FolderLock:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"output_dir: {folder} cannot be created ({error.strerror}); set another output_dir."
-        ) from None
-    return locks.enter_context(lock_folder(folder))
 
 
 def check_shared_folder(folder: Path, world: World) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -106,8 +106,9 @@ def train(
 def read(
     job: Job, world: World, start: CheckpointReader | None, log: Log
 ) -> tuple[Inputs, Mapping[str, Identity]]:
-    """Read the inputs, and check that they are the same on every rank and as they were when `start` was
-    saved. Return them, and the identities that a later start will compare. A collective."""
+    """Read the inputs, and compare everything that decides the numbers between ranks and with what it was
+    when `start` was saved. Return the inputs, and the identities that a later start will compare. A
+    collective. Raises CheckpointError for what must be the same, and logs a warning for what may differ."""
     inputs = world.each(lambda: read_inputs(job.spec, log, first=world.rank == 0))
     compared = {
         "built_from": build_identity(inputs),
@@ -115,21 +116,13 @@ def read(
     }
     world.check_same(world.each(lambda: input_identity(job.spec, inputs, compared["built_from"])))
     if start is not None:
-        for line in compare_with(start, job, inputs, compared):
+        check_same_run(start, job.spec, job.batch, inputs.loaded.identity)
+        check_same_model(start, compared["built_from"], compared["software"])
+        check_same_base(start, inputs.files)
+        check_same_rows(start, asdict(inputs.rows) if inputs.rows else None)
+        for line in changed_since(start, compared["software"]):
             log(line)
     return inputs, compared
-
-
-def compare_with(
-    start: CheckpointReader, job: Job, inputs: Inputs, compared: Mapping[str, Identity]
-) -> Iterator[str]:
-    """Compare everything that decides the numbers with what it was when `start` was saved. Raises
-    CheckpointError for what must be the same, and yields a warning for what may differ."""
-    check_same_run(start, job.spec, job.batch, inputs.loaded.identity)
-    check_same_model(start, compared["built_from"], compared["software"])
-    check_same_base(start, inputs.files)
-    check_same_rows(start, asdict(inputs.rows) if inputs.rows else None)
-    yield from changed_since(start, compared["software"])
 
 
 def schedule(spec: Spec, last_step: int, batch: BatchSizes) -> Schedule:
