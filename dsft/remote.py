@@ -50,7 +50,7 @@ CONNECT = 5  # seconds that a host may take to answer
 MARK = b"dsft:"  # begins a message; output of a shell's start-up file lacks it
 LONGEST = 2**26  # bytes of a message
 FULL = 2**20  # bytes waiting to be written above which messages with may_drop are dropped
-SAID = 50  # lines kept of the other side's further output
+KEPT_LINES = 50  # lines kept of the other side's further output
 
 FORWARDED = (
     "HF_*", "HUGGING_FACE_*", "HUGGINGFACE_*", "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "SWANLAB_*",
@@ -144,21 +144,21 @@ def ssh_command(environ: Mapping[str, str] = os.environ) -> Sequence[str]:
 class NoAnswer(Exception):
     """A module gave no (further) answer.
 
-    code  exit code of the process started for it; None while that runs
-    said  other output of it, or of ssh
+    code    exit code of the process started for it; None while that runs
+    output  other output of it, or of ssh
     """
 
-    def __init__(self, text: str, code: int | None, said: str) -> None:
+    def __init__(self, text: str, code: int | None, output: str) -> None:
         super().__init__(text)
-        self.code, self.said = code, said
+        self.code, self.output = code, output
 
 
 class Lines:
-    """Messages over a pair of streams, on either side. said: the last lines that are not messages."""
+    """Messages over a pair of streams, on either side. other_output: the last lines that are not messages."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self.said: deque[str] = deque(maxlen=SAID)
+        self.other_output: deque[str] = deque(maxlen=KEPT_LINES)
 
     def send(self, message: Mapping[str, Any], *, may_drop: bool = False) -> None:
         """Queue a message without waiting: a host whose link is down reads nothing. may_drop: drop it if more
@@ -191,7 +191,7 @@ class Lines:
         message = _parsed(after) if mark else None
         other = before if message is not None else line
         if other.strip():
-            self.said.append(other.decode(errors="replace").strip()[:1000])
+            self.other_output.append(other.decode(errors="replace").strip()[:1000])
         return message
 
 
@@ -202,7 +202,7 @@ class Channel(Lines):
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None and process.stdout is not None
         super().__init__(process.stdout, process.stdin)
-        self.errors: deque[str] = deque(maxlen=SAID)
+        self.errors: deque[str] = deque(maxlen=KEPT_LINES)
         self._process = process
         self._keeping = asyncio.create_task(self._keep_errors())
 
@@ -248,14 +248,14 @@ class Channel(Lines):
         except TimeoutError:
             answer, why = None, f"no answer within {seconds:g} s"
         if answer is None:
-            raise NoAnswer(why, self.code, "\n".join([*self.errors, *self.said]))
+            raise NoAnswer(why, self.code, "\n".join([*self.errors, *self.other_output]))
         return answer
 
     async def reason(self) -> str:
         """Return why the process ended: the last line of its output, else its exit code."""
         with suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(self._process.wait(), asyncio.shield(self._keeping)), 1.0)
-        for lines in (self.errors, self.said):
+        for lines in (self.errors, self.other_output):
             if lines:
                 return lines[-1]
         return "no answer" if self.code is None else f"exit code {self.code}"

@@ -86,7 +86,7 @@ class HostChannels:
                 self._channels[host] = await Channel.open(argv, self._environ)
             facts = await self._channels[host].ask(question, seconds)
         except NoAnswer as error:
-            self.silent[host] = NoResponse(error.code, error.said)
+            self.silent[host] = NoResponse(error.code, error.output)
             return None
         except WorldError as error:  # not a host name
             self.silent[host] = NoResponse(1, str(error))

@@ -33,7 +33,7 @@ from dsft.errors import DsftError, WorldError
 from dsft.plan.layout import Layout
 from dsft.rank.environment import Launched
 from dsft.rank.launched import port_taken
-from dsft.rank.places import Device, RankPlace, here, shared_device
+from dsft.rank.places import Device, RankPlace, current_place, shared_device
 from dsft.rank.route import address_towards, interface_towards
 from dsft.spec.differences import Difference, json_differences
 from dsft.spec.schema import Accelerator
@@ -159,7 +159,7 @@ def join(
     launched.export(os.environ)
     device = take_device(launched.local_rank, expected, os.environ)
     name = device.type
-    own = here(launched.local_rank, describe_device(device), address_towards(launched.master_addr))
+    own = current_place(launched.local_rank, describe_device(device), address_towards(launched.master_addr))
     if name == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan for each new length of a row
     store = _store(launched)

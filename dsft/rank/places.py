@@ -61,7 +61,7 @@ class RankPlace:
     address: str | None = None
 
 
-def here(local_rank: int, device: Device = CPU, address: str | None = None) -> RankPlace:
+def current_place(local_rank: int, device: Device = CPU, address: str | None = None) -> RankPlace:
     """Return this process's place. The machine's name includes boot id and PID namespace: two hosts may have
     the same name, two containers of a host the same kernel."""
     try:

@@ -33,7 +33,7 @@ from dsft.report.run import Report
 from dsft.run.artifacts import facts_of
 from dsft.run.build import Built
 from dsft.run.job import Job, Log
-from dsft.run.loop import Doing, Progress, Record, Run
+from dsft.run.loop import LoopPhase, Progress, Record, Run
 from dsft.system.lock import FolderLock
 
 SHOWN = 8
@@ -137,8 +137,8 @@ class Hooks(Run):
 
         return answer
 
-    def mark(self, doing: Doing, step: int) -> None:
-        self.job.heartbeat.mark(doing, step)
+    def mark(self, phase: LoopPhase, step: int) -> None:
+        self.job.heartbeat.mark(phase, step)
 
     def skipped(self, step: int, batch: GlobalStep, micro_batches: Sequence[MicroBatch], loss: float) -> str:
         engine, data = self.built.engine, self.inputs.train

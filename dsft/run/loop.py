@@ -28,7 +28,7 @@ from dsft.objective.api import Objective, means
 from dsft.report.hosts import HostWatch
 
 Record = dict[str, float]
-Doing = Literal["data", "step", "evaluate", "save"]
+LoopPhase = Literal["data", "step", "evaluate", "save"]
 
 
 class StepSource(Protocol):
@@ -128,7 +128,7 @@ class Run:
         None."""
         return lambda: None
 
-    def mark(self, doing: Doing, step: int) -> None:
+    def mark(self, phase: LoopPhase, step: int) -> None:
         """Record which phase begins now, and how many steps are done."""
 
     def skipped(self, step: int, batch: GlobalStep, micro_batches: Sequence[MicroBatch], loss: float) -> str:

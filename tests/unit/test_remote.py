@@ -109,7 +109,7 @@ def test_a_module_answers_has_the_environment_and_ends_with_its_input(
             while not channel.errors:
                 assert channel.code is None
                 await asyncio.sleep(0.01)
-        return found, [*channel.said, *channel.errors]
+        return found, [*channel.other_output, *channel.errors]
 
     found, said = asyncio.run(talk())
     assert found["environ"]["WANDB_API_KEY"] == given["WANDB_API_KEY"]
@@ -170,7 +170,7 @@ def test_why_there_is_no_answer_is_said() -> None:
     assert (str(absent), absent.code) == ("/no/such/ssh: No such file or directory", 127)
     failing = asyncio.run(why(["sh", "-c", "echo first; echo Permission denied >&2; exit 255"]))
     assert (str(failing), failing.code) == ("Permission denied", 255)
-    assert set(failing.said.splitlines()) == {"first", "Permission denied"}
+    assert set(failing.output.splitlines()) == {"first", "Permission denied"}
     assert str(asyncio.run(why(["true"]))) == "exit code 0"
     deaf = asyncio.run(why(["sleep", "60"], 0.2))
     assert (str(deaf), deaf.code) == ("no answer within 0.2 s", None)
