@@ -56,11 +56,12 @@ def builtin_rows(name: str) -> list[dict[str, Any]]:
 
 def _pair(messages: list[dict[str, str]], number: int) -> dict[str, Any]:
     """Return a pair of the last answer and a wrong one, which is chosen by the row's number."""
-    *prompt, said = messages
+    *prompt, last = messages
+    right = last["content"]
     of_facts = [[answer.format(v=value) for value in values] for values, _, answer in _FACTS.values()]
-    wrong = [text for told in of_facts if said["content"] in told for text in told if text != said["content"]]
-    rejected = said | {"content": wrong[number % len(wrong)]}
-    return {"prompt": prompt, "chosen": [said], "rejected": [rejected]}
+    wrong = [text for answers in of_facts if right in answers for text in answers if text != right]
+    rejected = last | {"content": wrong[number % len(wrong)]}
+    return {"prompt": prompt, "chosen": [last], "rejected": [rejected]}
 
 
 def _turn(animal: int, attribute: str, way: int) -> tuple[str, str]:

@@ -11,14 +11,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.data.read.lines import BLOCK_BYTES
+from dsft.data.read.lines import BLOCK_BYTES, STOPS
 from dsft.data.rows import Line
 
 if TYPE_CHECKING:
     import pyarrow
 
-_AT_ONCE = 4 << 20  # bytes of rows converted to Python values together
-_MAX_AT_ONCE = 1000
+_BYTES_AT_ONCE = 4 << 20  # bytes of rows converted to Python values together
+_MAX_ROWS_AT_ONCE = 1000
 _MAX_PARTS = 16
 """Maximum number of blocks of one row group."""
 
@@ -31,7 +31,7 @@ def parquet_starts(path: Path) -> list[int]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-    except _damage():
+    except _read_errors():
         return [0]
     starts, row, size = [0], 0, 0
     for group in groups:
@@ -54,16 +54,16 @@ def _parquet_batches(path: Path, start: int, stop: int | None) -> Iterator[pyarr
 
     # these settings read a row group's columns in pieces instead of whole
     with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-        _check(file.schema_arrow.names)
+        _check_names(file.schema_arrow.names)
         all_groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         first = [0, *accumulate(group.num_rows for group in all_groups)]
         stop = first[-1] if stop is None else stop
-        wanted = [i for i in range(len(all_groups)) if first[i] < stop and first[i + 1] > start]
-        if not wanted:
+        needed = [i for i in range(len(all_groups)) if first[i] < stop and first[i + 1] > start]
+        if not needed:
             return
-        groups, row = [all_groups[i] for i in wanted], first[wanted[0]]
-        together = _together(sum(g.total_byte_size for g in groups), sum(g.num_rows for g in groups))
-        for batch in file.iter_batches(together, wanted, use_threads=False):
+        groups, row = [all_groups[i] for i in needed], first[needed[0]]
+        at_once = _rows_at_once(sum(g.total_byte_size for g in groups), sum(g.num_rows for g in groups))
+        for batch in file.iter_batches(at_once, needed, use_threads=False):
             begin, end = max(start, row), min(stop, row + batch.num_rows)
             if begin < end:
                 yield batch.slice(begin - row, end - begin)
@@ -78,9 +78,9 @@ def arrow_starts(path: Path) -> list[int]:
     try:
         for batch in _batches(path, 0, None):
             sizes.append(batch.get_total_buffer_size())
-    except _damage():
+    except _read_errors():
         sizes.append(BLOCK_BYTES)  # for the record batch that cannot be read
-    return _starts(sizes)
+    return _block_starts(sizes)
 
 
 def arrow_rows(path: Path, start: int, stop: int | None) -> Iterator[Line]:
@@ -91,7 +91,7 @@ class _ColumnsError(ValueError):
     """The columns of a file cannot be used, so it has no valid row."""
 
 
-def _damage() -> tuple[type[Exception], ...]:
+def _read_errors() -> tuple[type[Exception], ...]:
     """Return the errors that pyarrow raises for a file that is damaged or of another kind. An OSError with an
     errno means something else."""
     import pyarrow
@@ -99,7 +99,7 @@ def _damage() -> tuple[type[Exception], ...]:
     return (pyarrow.ArrowException, OSError, ValueError)
 
 
-def _starts(sizes: list[int]) -> list[int]:
+def _block_starts(sizes: list[int]) -> list[int]:
     """Return the indices of the parts that begin a block. A block ends once it has BLOCK_BYTES."""
     starts, size = [0], 0
     for index, part in enumerate(sizes):
@@ -110,14 +110,14 @@ def _starts(sizes: list[int]) -> list[int]:
     return starts
 
 
-def _together(size: int, rows: int) -> int:
-    return max(1, min(_MAX_AT_ONCE, _AT_ONCE * rows // max(1, size)))
+def _rows_at_once(size: int, rows: int) -> int:
+    return max(1, min(_MAX_ROWS_AT_ONCE, _BYTES_AT_ONCE * rows // max(1, size)))
 
 
-def _check(names: list[str]) -> None:
+def _check_names(names: list[str]) -> None:
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise _ColumnsError(f'the column "{name}" stands twice in the file')
+            raise _ColumnsError(f'the column "{name}" appears twice in the file')
 
 
 def _batches(path: Path, start: int, stop: int | None) -> Iterator[pyarrow.RecordBatch]:
@@ -127,13 +127,13 @@ def _batches(path: Path, start: int, stop: int | None) -> Iterator[pyarrow.Recor
     with pyarrow.memory_map(str(path)) as mapped:
         if mapped.read(6) == b"ARROW1":
             file = pyarrow.ipc.open_file(mapped)
-            _check(file.schema.names)
+            _check_names(file.schema.names)
             for index in range(start, file.num_record_batches if stop is None else stop):
                 yield file.get_batch(index)
             return
         mapped.seek(0)
         stream = pyarrow.ipc.open_stream(mapped)
-        _check(stream.schema.names)
+        _check_names(stream.schema.names)
         for index, batch in enumerate(stream):
             if stop is not None and index >= stop:
                 return
@@ -147,35 +147,35 @@ def _lines(batches: Callable[[], Iterator[pyarrow.RecordBatch]], kind: str) -> I
         for batch in batches():
             yield from _numbered(batch, number)
             number += batch.num_rows
-    except _damage() as error:
+    except _read_errors() as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = str(error).split("\n")[0]
         if not isinstance(error, _ColumnsError):
             reason = f"not {kind}, or damaged: {reason}"
-        yield Line(number, mistake=f"{reason}; the file is not read further")
+        yield Line(number, mistake=f"{reason}{STOPS}")
 
 
 def _numbered(batch: pyarrow.RecordBatch, number: int) -> Iterator[Line]:
     """Yield the rows of a batch, converting some at a time. If a part cannot be read, its rows are tried one
-    by one, unless the batch has more than _MAX_AT_ONCE rows."""
-    together = _together(batch.get_total_buffer_size(), batch.num_rows)
-    is_one, is_short = batch.num_rows == 1, batch.num_rows <= _MAX_AT_ONCE
-    reason = _flaw(batch)
-    for start in range(0, batch.num_rows, together):
-        part = batch.slice(start, together)
+    by one, unless the batch has more than _MAX_ROWS_AT_ONCE rows."""
+    at_once = _rows_at_once(batch.get_total_buffer_size(), batch.num_rows)
+    is_one, is_short = batch.num_rows == 1, batch.num_rows <= _MAX_ROWS_AT_ONCE
+    reason = _invalid(batch)
+    for start in range(0, batch.num_rows, at_once):
+        part = batch.slice(start, at_once)
         rows = _values(part) if reason is None else reason
         if not isinstance(rows, str):
             yield from (Line(number + start + index, row) for index, row in enumerate(rows))
         elif is_one or not is_short:
             places = range(number + start, number + start + part.num_rows)
-            yield from (Line(place, mistake=f"not to be read: {rows}") for place in places)
+            yield from (Line(place, mistake=f"cannot be read: {rows}") for place in places)
         else:
             for index in range(part.num_rows):
                 yield from _numbered(part.slice(index, 1), number + start + index)
 
 
-def _flaw(batch: pyarrow.RecordBatch) -> str | None:
+def _invalid(batch: pyarrow.RecordBatch) -> str | None:
     """Return why a batch is invalid: offsets beyond their buffers, which pyarrow would follow blindly, or
     strings that are not UTF-8; None if it is valid."""
     import pyarrow

@@ -9,10 +9,8 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Iterator, Sequence
 
-from dsft.data.read.lines import MAX_LINE
+from dsft.data.read.lines import MAX_LINE, STOPS
 from dsft.data.rows import Line
-
-_FURTHER = "; the file is not read further"
 
 
 def csv_rows(texts: Iterable[tuple[str, str | None]], delimiter: str) -> Iterator[Line]:
@@ -26,15 +24,15 @@ def csv_rows(texts: Iterable[tuple[str, str | None]], delimiter: str) -> Iterato
         elif header is None:
             mistake = mistake or _header_mistake(fields)
             if mistake is not None:
-                yield Line(number, mistake=f"{mistake.removesuffix(_FURTHER)}{_FURTHER}")
+                yield Line(number, mistake=f"{mistake.removesuffix(STOPS)}{STOPS}")
                 return
             header = fields
         elif mistake is not None:
             yield Line(number, mistake=mistake)
         elif len(fields) != len(header):
-            hint = "quote a field that holds a delimiter or a line break"
+            hint = "quote fields with a delimiter or a line break"
             has = "1 field" if len(fields) == 1 else f"{len(fields)} fields"
-            yield Line(number, mistake=f"{has}, and the header has {len(header)}; {hint}")
+            yield Line(number, mistake=f"{has}, but the header has {len(header)}; {hint}")
         else:
             yield Line(number, dict(zip(header, fields, strict=True)))
 
@@ -61,18 +59,18 @@ def _records(
         except csv.Error as error:
             reason = _syntax(error)
         yield number, fields, bad[0] if bad else reason
-        if reason is not None and reason.endswith(_FURTHER):
+        if reason is not None and reason.endswith(STOPS):
             return
         bad.clear()
 
 
 def _syntax(error: csv.Error) -> str:
-    said = str(error)
-    if said == "unexpected end of data":
+    reason = str(error)
+    if reason == "unexpected end of data":
         return "cut off: a quote that is opened here is not closed"
-    if said.startswith("field larger"):
-        return f"a field has over {MAX_LINE:,} characters, or its quote is not closed{_FURTHER}"
-    return f"not CSV: {said}"
+    if reason.startswith("field larger"):
+        return f"a field has over {MAX_LINE:,} characters, or its quote is not closed{STOPS}"
+    return f"not CSV: {reason}"
 
 
 def _header_mistake(names: Sequence[str]) -> str | None:

@@ -17,10 +17,10 @@ from dsft.system.files import cache_json, cached_json
 _RACY_NS = 2_000_000_000  # a file changed less than 2 s ago may change again within one tick of its clock
 
 
-def file_digest(file: DataFile, memory: Path | None = None) -> str:
+def file_digest(file: DataFile, folder: Path | None = None) -> str:
     """Return a sha256 of a file's content, kind and block size: files with equal digests have equal blocks.
 
-    The content's digest is cached in the folder `memory` by path, size, times of change and inode, so that an
+    The content's digest is cached in `folder` by path, size, times of change and inode, so that an
     unchanged file is not read again. Raises MissingInputError if the file cannot be read, DataError if it
     changes while it is read.
     """
@@ -30,20 +30,22 @@ def file_digest(file: DataFile, memory: Path | None = None) -> str:
         content = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     else:
         with readable(file):
-            content = content_digest(Path(file.path), memory)
+            content = content_digest(Path(file.path), folder)
     return hashlib.sha256(f"{read_as} {content}".encode()).hexdigest()
 
 
-def content_digest(path: Path, memory: Path | None) -> str:
-    """Return the sha256 of a file's bytes, cached in the folder `memory` as in `file_digest`.
+def content_digest(path: Path, folder: Path | None) -> str:
+    """Return the sha256 of a file's bytes, cached in `folder` as in `file_digest`.
 
     Raises OSError if the file cannot be read, DataError if it changes while it is read.
     """
     path = path.absolute()
     state = _state(path)
-    known = None if memory is None else memory / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
-    if known is not None:
-        match cached_json(known):
+    cached = (
+        None if folder is None else folder / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
+    )
+    if cached is not None:
+        match cached_json(cached):
             case {"state": then, "sha256": str(content)} if then == state:
                 return content
     started = time.time_ns()
@@ -51,11 +53,11 @@ def content_digest(path: Path, memory: Path | None) -> str:
         content = hashlib.file_digest(opened, "sha256").hexdigest()
     if _state(path) != state:
         raise DataError(
-            "a file changes while it is read:",
-            [Problem(str(path), "has another size or time now than before; wait until it is written")],
+            "a file changed while it was read:",
+            [Problem(str(path), "has another size or time than before; start again when it is complete")],
         )
-    if known is not None and started - path.stat().st_mtime_ns > _RACY_NS:
-        cache_json(known, {"state": state, "sha256": content})
+    if cached is not None and started - path.stat().st_mtime_ns > _RACY_NS:
+        cache_json(cached, {"state": state, "sha256": content})
     return content
 
 

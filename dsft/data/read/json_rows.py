@@ -17,6 +17,7 @@ from dsft.data.read.lines import (
     BYTE_ORDER_MARK,
     DAMAGED,
     MAX_LINE,
+    STOPS,
     TOO_LONG,
     damaged,
     decode_line,
@@ -28,10 +29,9 @@ from dsft.data.rows import Line
 
 WHITE_SPACE = " \t\n\r"  # RFC 8259, section 2
 _WHITE_SPACE = re.compile(f"[{WHITE_SPACE}]*")
-_NOT_FURTHER = "the file is not read further"
 _OPENED = {
-    "{": f"an object over several lines; write one a line, or a list of them as .json; {_NOT_FURTHER}",
-    "[": f"a list over several lines; give the file the ending .json; {_NOT_FURTHER}",
+    "{": f"an object over several lines; write one object per line, or a list in a .json file{STOPS}",
+    "[": f"a list over several lines; rename the file to .json{STOPS}",
 }
 
 
@@ -84,46 +84,46 @@ class _Decoder:
     """A json.JSONDecoder that records what Python's parser accepts although it is not JSON."""
 
     def __init__(self) -> None:
-        self.faults: list[str] = []
+        self.mistakes: list[str] = []
         self._decoder = json.JSONDecoder(
             object_pairs_hook=self._object, parse_constant=self._constant, strict=True
         )
 
     def decode(self, text: str, start: int) -> tuple[object, int, str | None]:
         """Return the value at `start`, the position after it, and what is wrong with it, if anything."""
-        self.faults.clear()
+        self.mistakes.clear()
         value, end = self._decoder.raw_decode(text, start)
-        return value, end, self.faults[0] if self.faults else None
+        return value, end, self.mistakes[0] if self.mistakes else None
 
     def _constant(self, name: str) -> None:
-        self.faults.append(f"{name} is not JSON; write null or leave the row out")
+        self.mistakes.append(f"{name} is not JSON; write null, or remove the row")
 
     def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
         result = dict(pairs)
         if len(result) < len(pairs):
             keys = [key for key, _ in pairs]
             repeated = next(key for key in keys if keys.count(key) > 1)
-            self.faults.append(f'the key "{repeated}" stands twice in one object')
+            self.mistakes.append(f'the key "{repeated}" appears twice in one object')
         return result
 
 
-def _line(number: int, value: object, fault: str | None) -> Line:
-    if fault is None and not isinstance(value, dict):
-        fault = f"the row is {json_type(value)}, not an object of columns and values"
-    return Line(number, mistake=fault) if fault is not None else Line(number, row=value)  # type: ignore[arg-type]
+def _line(number: int, value: object, mistake: str | None) -> Line:
+    if mistake is None and not isinstance(value, dict):
+        mistake = f"the row is {json_type(value)}, not an object of columns and values"
+    return Line(number, mistake=mistake) if mistake is not None else Line(number, row=value)  # type: ignore[arg-type]
 
 
 def _json_line(decoder: _Decoder, number: int, text: str) -> Line:
     try:
-        value, end, fault = decoder.decode(text, _skip(text, 0))
+        value, end, mistake = decoder.decode(text, _skip(text, 0))
     except RecursionError:
         return Line(number, mistake="nested too deeply to be read")
     except ValueError as error:
         return Line(number, mistake=_syntax(error, text))
     after = _skip(text, end)
-    if fault is None and after < len(text):
-        fault = f"more text after the object, at column {after + 1}; a line holds one object"
-    return _line(number, value, fault)
+    if mistake is None and after < len(text):
+        mistake = f"more text after the object, at column {after + 1}; write one object per line"
+    return _line(number, value, mistake)
 
 
 def _syntax(error: ValueError, text: str) -> str:
@@ -149,19 +149,19 @@ def _elements(text: str) -> Iterator[Line]:
     number = 1 + text.count("\n", 0, position)
     while text[position : position + 1] != "]":
         try:
-            value, end, fault = decoder.decode(text, position)
+            value, end, mistake = decoder.decode(text, position)
         except RecursionError:
-            yield Line(number, mistake=f"nested too deeply to be read; {_NOT_FURTHER}")
+            yield Line(number, mistake=f"nested too deeply to be read{STOPS}")
             return
         except ValueError as error:
             reason = _syntax(error, text)
             if isinstance(error, json.JSONDecodeError) and not reason.startswith("cut off"):
                 number = error.lineno
-            yield Line(number, mistake=f"{reason}; {_NOT_FURTHER}")
+            yield Line(number, mistake=f"{reason}{STOPS}")
             return
         if end - position > MAX_LINE:
-            fault = TOO_LONG.format(f"the element has {end - position:,} characters")
-        yield _line(number, value, fault)
+            mistake = TOO_LONG.format(f"the element has {end - position:,} characters")
+        yield _line(number, value, mistake)
         after = _skip(text, end)
         number += text.count("\n", position, after)
         position, character = after, text[after : after + 1]
@@ -172,9 +172,9 @@ def _elements(text: str) -> Iterator[Line]:
             number += text.count("\n", after, position)
             if text[position : position + 1] != "]":
                 continue
-            reason = f"a comma before the closing ]; {_NOT_FURTHER}"
+            reason = f"a comma before the closing ]{STOPS}"
         elif character:
-            reason = f'"{character}" where "," or "]" is expected; {_NOT_FURTHER}'
+            reason = f'"{character}" where "," or "]" is expected{STOPS}'
         else:
             reason = "cut off: the list has no closing ]"
         yield Line(number, mistake=reason)

@@ -15,7 +15,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # U+FEFF in UTF-8, as some editors write at t
 BLOCK_BYTES = 32 << 20
 MAX_LINE = 32 << 20
 """Maximum bytes of a row: about eight million tokens."""
-TOO_LONG = f"{{}}, and a row may have {MAX_LINE:,}; make several rows of it"
+TOO_LONG = f"{{}}, but a row may have {MAX_LINE:,} at most; split it into several rows"
+STOPS = "; the rest of the file is not read"
 DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)
 """Errors that reading a compressed file raises if it is truncated, damaged or of another kind."""
 _CHUNK = 1 << 20
@@ -86,7 +87,7 @@ def damaged(error: Exception) -> str:
     """Return the reason why a compressed file cannot be read further."""
     if isinstance(error, EOFError):
         return "cut off: the compressed file ends before it is complete"
-    return f"not gzip, or damaged: {error}; the file is not read further"
+    return f"not gzip, or damaged: {error}{STOPS}"
 
 
 def decode_line(raw: bytes) -> tuple[str, str | None]:
@@ -99,7 +100,7 @@ def decode_line(raw: bytes) -> tuple[str, str | None]:
         text = raw.decode("utf-8", "replace")
         reason = f"not UTF-8: byte {error.start + 1} is 0x{raw[error.start]:02x}; save the file as UTF-8"
     if b"\0" in raw:
-        reason = f"a NUL byte at byte {raw.index(0) + 1}; the file was torn, or is not text"
+        reason = f"a NUL byte at byte {raw.index(0) + 1}; the file is damaged, or is not text"
     return text, reason
 
 

@@ -44,7 +44,7 @@ FAULTS = {
     "missing_key": Fault(b'{"txt": "row 17"}', '"text" is missing; the row has "txt"'),
     "not_a_number": Fault(b'{"text": "row 17", "score": NaN}', "NaN is not JSON"),
     "long_line": Fault(
-        b'{"text": "' + b"x" * (64 << 20) + b'"}', "the line has 67,108,877 bytes, and a row may"
+        b'{"text": "' + b"x" * (64 << 20) + b'"}', "the line has 67,108,877 bytes, but a row may"
     ),
 }
 

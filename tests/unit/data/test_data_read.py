@@ -190,7 +190,7 @@ def test_a_mistake_in_a_list_has_its_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(b'[{"a": 1},\n  {"a": 2}, {"a" 3},\n {"a": 4}]')
     found = list(json_rows.json_list(path))
-    expected = "not JSON: expecting ':' delimiter at column 18; the file is not read further"
+    expected = "not JSON: expecting ':' delimiter at column 18; the rest of the file is not read"
     assert found[-1] == Line(2, mistake=expected)
     assert len(found) == 3
 
@@ -230,7 +230,7 @@ def test_a_row_of_csv_stands_where_it_starts(tmp_path: Path) -> None:
         (7, None),
         (8, {"x": "3", "y": "4"}),
     ]
-    assert found[4].number == 9 and "1 field, and the header has 2" in str(found[4].mistake)
+    assert found[4].number == 9 and "1 field, but the header has 2" in str(found[4].mistake)
 
 
 # --- parquet and arrow ------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_columns_in_blocks_of_any_size(tmp_path: Path, monkeypatch: Any, name: s
     assert read(blocks(file_at(path))) == expected
     for size, together in ((1, 100), (5000, 1), (2000, 1 << 20)):
         monkeypatch.setattr(columns, "BLOCK_BYTES", size)
-        monkeypatch.setattr(columns, "_AT_ONCE", together)
+        monkeypatch.setattr(columns, "_BYTES_AT_ONCE", together)
         found = blocks(file_at(path))
         parts = 16 if name == "a.parquet" else 1  # a large row group is several blocks, a batch is not
         assert len(found) > 1 and (size > 1 or len(found) == 16 * parts)  # 1000 rows in groups of 64
@@ -297,7 +297,7 @@ def test_an_altered_offset_is_not_followed(tmp_path: Path) -> None:
     path.write_bytes(content.replace(offsets, struct.pack("<4i", 0, 5, 1 << 30, 15)))
     found = read(blocks(file_at(path)))
     assert [line.row for line in found] == [{"text": "aaaaa"}, None, None]
-    assert all("not to be read" in str(line.mistake) for line in found[1:])
+    assert all("cannot be read" in str(line.mistake) for line in found[1:])
 
 
 def test_values_that_python_has_not_are_mistakes_of_their_rows(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_values_that_python_has_not_are_mistakes_of_their_rows(tmp_path: Path) -
     pyarrow.parquet.write_table(pyarrow.table({"text": binary}), path)
     found = read(blocks(file_at(path)))
     assert [line.row for line in found] == [{"text": "good"}, None, {"text": "good too"}]
-    assert "not to be read" in str(found[1].mistake)
+    assert "cannot be read" in str(found[1].mistake)
 
 
 def test_values_of_other_kinds_come_as_python_has_them(tmp_path: Path) -> None:
@@ -322,4 +322,4 @@ def test_a_column_that_stands_twice(tmp_path: Path) -> None:
     with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
         writer.write_table(table)
     (line,) = read(blocks(file_at(path)))
-    assert line.mistake == 'the column "text" stands twice in the file; the file is not read further'
+    assert line.mistake == 'the column "text" appears twice in the file; the rest of the file is not read'

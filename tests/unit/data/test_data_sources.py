@@ -371,5 +371,5 @@ def test_a_file_that_changes_meanwhile_is_refused(monkeypatch: pytest.MonkeyPatc
         return real(opened, kind)
 
     monkeypatch.setattr(digest, "hashlib", SimpleNamespace(file_digest=change, sha256=digest.hashlib.sha256))
-    with pytest.raises(DataError, match="a.jsonl: has another size or time now than before"):
+    with pytest.raises(DataError, match="a.jsonl: has another size or time than before"):
         digest_of("a.jsonl")
