@@ -42,7 +42,7 @@ Table = list[list[str]]
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     """What the folder of a run holds: metrics, and the contents of its JSON and YAML files ({} if absent)."""
 
     folder: Path
@@ -79,13 +79,13 @@ def write_report(names: Sequence[str], prompts: Sequence[str], out: Path | None)
     return path
 
 
-def _read(folder: Path) -> Run:
+def _read(folder: Path) -> RunFolder:
     records = read_metrics(folder / "metrics.jsonl")
     if not records:
         raise MissingInputError(f"{folder} has no step in metrics.jsonl yet: there is nothing to report")
     names = ("memory.json", "data.json", "spec.yaml", "versions.json")
     memory, data, spec, versions = (_mapping_in(folder / name) for name in names)
-    return Run(folder, folder.resolve().name, records, memory, data, spec, versions)
+    return RunFolder(folder, folder.resolve().name, records, memory, data, spec, versions)
 
 
 def _mapping_in(path: Path) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _mapping_in(path: Path) -> dict[str, Any]:
 # --- the page ---------------------------------------------------------------------------------------------
 
 
-def page(runs: Sequence[Run], answers: Sequence[Table]) -> str:
+def page(runs: Sequence[RunFolder], answers: Sequence[Table]) -> str:
     """Return the HTML of the page. answers: a table of each run, or none."""
     title = " and ".join(run.name for run in runs)
     body = [f"<h1>{_text(title)}</h1>", _section("Results", _table(results(runs)))]
@@ -132,9 +132,9 @@ def page(runs: Sequence[Run], answers: Sequence[Table]) -> str:
     return "\n".join([*head, *filter(None, body), "</body></html>\n"])
 
 
-def results(runs: Sequence[Run]) -> Table:
+def results(runs: Sequence[RunFolder]) -> Table:
     """Return a table with a column for each run."""
-    figures: dict[str, Callable[[Run], str]] = {
+    figures: dict[str, Callable[[RunFolder], str]] = {
         "steps": lambda run: f"{int(run.records[-1]['train/global_step']):,}",
         "training loss, first step": lambda run: _number(_values(run, "train/loss")[:1]),
         "training loss, last step": lambda run: _number(_values(run, "train/loss")[-1:]),
@@ -150,7 +150,7 @@ def results(runs: Sequence[Run]) -> Table:
     return [["", *(run.name for run in runs)], *(row for row in rows if any(row[1:]))]
 
 
-def differing(runs: Sequence[Run]) -> Table:
+def differing(runs: Sequence[RunFolder]) -> Table:
     """Return the keys of the specs whose values differ, a column for each run."""
     leaves = [dict(flatten(run.spec)) for run in runs]
     keys = sorted({key for found in leaves for key in found})
@@ -158,7 +158,7 @@ def differing(runs: Sequence[Run]) -> Table:
     return [["key", *(run.name for run in runs)], *(row for row in rows if len(set(row[1:])) > 1)]
 
 
-def memory(run: Run) -> Table:
+def memory(run: RunFolder) -> Table:
     """Return measured and planned bytes of each phase, the largest over all ranks."""
     rows = []
     for phase, kinds in run.memory.get("phases", {}).items():
@@ -169,7 +169,7 @@ def memory(run: Run) -> Table:
     return [["phase", "measured", "above the start", "planned"], *rows] if rows else []
 
 
-def ledger(run: Run) -> Table:
+def ledger(run: RunFolder) -> Table:
     """Return what became of the rows, a column for each data set, without counts that are 0 everywhere."""
     totals = {
         name: part["total"] for name, part in run.data.items() if isinstance(part, dict) and "total" in part
@@ -183,7 +183,7 @@ def ledger(run: Run) -> Table:
     return [["", *totals], *rows] if rows else []
 
 
-def _answers(run: Run, prompts: Sequence[str]) -> Table:
+def _answers(run: RunFolder, prompts: Sequence[str]) -> Table:
     """Return the answers of the base model (if it is in a folder) and of the export to the prompts."""
     from dsft.commands.chat import Sampling, load
 
@@ -203,7 +203,7 @@ def _answers(run: Run, prompts: Sequence[str]) -> Table:
 # --- parts ------------------------------------------------------------------------------------------------
 
 
-def _values(run: Run, key: str) -> list[float]:
+def _values(run: RunFolder, key: str) -> list[float]:
     return series(run.records, key)[1]
 
 
@@ -211,18 +211,18 @@ def _number(values: Sequence[float]) -> str:
     return f"{values[0]:.4f}" if values else ""
 
 
-def _lowest(run: Run, key: str) -> str:
+def _lowest(run: RunFolder, key: str) -> str:
     steps, values = series(run.records, key)
     best = min(values, default=None)
     return "" if best is None else f"{best:.4f} at step {steps[values.index(best)]:,}"
 
 
-def _median(run: Run, key: str, spec: str) -> str:
+def _median(run: RunFolder, key: str, spec: str) -> str:
     values = _values(run, key)
     return format(statistics.median(values), spec) if values else ""
 
 
-def _skipped(run: Run) -> int:
+def _skipped(run: RunFolder) -> int:
     return sum(not math.isfinite(record.get("train/grad_norm", 0.0)) for record in run.records)
 
 
