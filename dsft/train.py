@@ -216,7 +216,7 @@ def score_only(
         spec = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict).spec
     set_environment(spec, launched)
     with known_accelerator():
-        from dsft.run.reference_only import score_only as score
+        from dsft.run.main import score_only as score
 
     way_on = "the same command without --reference_only trains"
     if options.any_ranks:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsft.rank.ninja import has_ninja
+from dsft.rank.process_setup import has_ninja
 from dsft.rank.software import version_of
 
 if TYPE_CHECKING:

@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from dsft.rank.ancestors import watch
 from dsft.rank.environment import Launched
 from dsft.rank.heartbeat import LOGS, SOCKET, Heartbeat, keep_log
-from dsft.rank.ninja import end_ninja
 from dsft.rank.stopping import Stopping
 
 
@@ -52,3 +57,30 @@ class _Unbroken(io.FileIO):
             os.dup2(nothing, self.fileno())
             os.close(nothing)
             return memoryview(data).nbytes
+
+
+def has_ninja(environ: MutableMapping[str, str] = os.environ) -> bool:
+    """Return whether ninja is on PATH. If it is only in this Python's folder, append that folder to PATH
+    first."""
+    path = environ.get("PATH", os.defpath)
+    if shutil.which("ninja", path=path) is not None:
+        return True
+    folder = str(Path(sys.executable).parent)
+    if shutil.which("ninja", path=folder) is None:
+        return False
+    environ["PATH"] = os.pathsep.join([path, folder])
+    return True
+
+
+def end_ninja() -> None:
+    """Send SIGTERM to a ninja that this process has started (ninja then removes half-written files) and to
+    its compilers. Call right before this process ends: otherwise its main thread sees a failed build."""
+    found = []
+    with suppress(psutil.Error):
+        for child in psutil.Process().children():
+            if child.name() == "ninja":
+                found += [child.pid, *(each.pid for each in child.children(recursive=True))]
+    sys.setswitchinterval(60)  # seconds: no other thread runs before this one has ended the process
+    for pid in found:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)

@@ -172,29 +172,20 @@ class Window:
             self.sources[f"data/{name}/epoch"] = share.epoch
 
 
-@dataclass(frozen=True)
-class Unread:
-    """A record whose sums are still being copied from the device to the host. read: waits for them; can_wait:
-    nothing before the next step depends on it."""
-
-    read: Callable[[], Record]
-    can_wait: bool
-
-
 @dataclass
 class Late:
     """Reports each record before that of a later step begins. On a GPU a record is read once the next step is
     launched, so that the device is not idle while the host writes."""
 
     report: Callable[[Record], None]
-    unread: Unread | None = None
+    unread: Callable[[], Record] | None = None  # waits for sums that are being copied to the host
 
     def read(self) -> Record:
         """Report the pending record and return it; return {} if none is pending."""
         if self.unread is None:
             return {}
-        unread, self.unread = self.unread, None
-        record = unread.read()
+        read, self.unread = self.unread, None
+        record = read()
         self.report(record)
         return record
 
@@ -249,9 +240,11 @@ def _fit(
         if planned.saves or stop or due(progress.step, schedule.log_every) or not result.applied:
             saves = bool(planned.saves or stop)
             pauses = saves or planned.evaluates or not result.applied
-            late.unread = training_record(window, objective, run, progress, saves=saves, pauses=pauses)
+            late.unread, can_wait = training_record(
+                window, objective, run, progress, saves=saves, pauses=pauses
+            )
             # In fp16 overflows with a finite loss are normal: the loss scale is found by them.
-            loss = math.nan if late.unread.can_wait else late.read()["train/loss"]
+            loss = math.nan if can_wait else late.read()["train/loss"]
             if not result.applied and (progress.nonfinite_in_a_row or not math.isfinite(loss)):
                 named = run.skipped(progress.step, batch, micro_batches, loss)
             window = Window()
@@ -330,12 +323,13 @@ def position(progress: Progress) -> Record:
 
 def training_record(
     window: Window, objective: Objective, run: Run, progress: Progress, *, saves: bool, pauses: bool
-) -> Unread:
-    """Begin the one collective of a record and return the unread record: the window's loss and metrics (its
-    sums ÷ its counts) and its speed, the last step's gradient norm and learning rate.
+) -> tuple[Callable[[], Record], bool]:
+    """Begin the one collective of a record. Return a function that waits for it and returns the record: the
+    window's loss and metrics (its sums ÷ its counts) and its speed, the last step's gradient norm and
+    learning rate; and whether nothing before the next step depends on it.
 
-    saves: a checkpoint follows; pauses: the next step does not follow at once. `read` raises WorldError if
-    replicated weights differ between ranks.
+    saves: a checkpoint follows; pauses: the next step does not follow at once. The function raises WorldError
+    if replicated weights differ between ranks.
     """
     assert window.sums is not None and window.last is not None, "a record is made after a step"
     watch, replicas, none = run.watch, run.replicas, window.sums.new_zeros(0)
@@ -374,7 +368,7 @@ def training_record(
             | loss_scale_record(result)
         )
 
-    return Unread(read, can_wait)
+    return read, can_wait
 
 
 def on_gpu(sums: Tensor) -> bool:

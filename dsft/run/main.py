@@ -23,11 +23,16 @@ from dsft.engine.initialize import check_precision, set_tf32
 from dsft.engine.ops import prepare_ops
 from dsft.engine.world import Ring, World, join
 from dsft.errors import DsftError, StoppedError, WorldError
-from dsft.identity import process_identity
-from dsft.rank.launched import counted
+from dsft.identity import build_identity, input_identity, process_identity
+from dsft.inputs import read_inputs
+from dsft.plan.reference import reference_layout
+from dsft.rank.heartbeat import Heartbeat
+from dsft.rank.launched import Launched, counted
 from dsft.rank.places import RANKS, check_places, devices_lines, rank_map, rank_map_json
 from dsft.rank.software import versions_line
 from dsft.rank.stopping import Stopping
+from dsft.reference.precomputed import precompute
+from dsft.reference.score import micro_batch_size
 from dsft.report.jsonl import STEP, read_metrics
 from dsft.report.sinks import check_installed
 from dsft.run.finish import finish
@@ -35,6 +40,7 @@ from dsft.run.job import Job, Log
 from dsft.run.loop import Progress
 from dsft.run.resolve import swap_folders
 from dsft.run.train import train
+from dsft.spec.schema import Spec
 from dsft.system.files import write_error
 from dsft.system.lock import lock_folder
 
@@ -46,7 +52,7 @@ _MOMENT = 0.5  # seconds by which a failed collective may be noticed earlier tha
 def run(job: Job) -> None:
     """Train, from the newest whole checkpoint if there is one, and export the model. Raises DsftError."""
     spec = job.spec
-    log: Log = (lambda text: print(text, flush=True)) if job.launched.rank == 0 else (lambda text: None)
+    log = log_of(job.launched)
     job.heartbeat.mark("load")
     world = join(job.launched, job.layout, log, process_identity(spec, job.config), spec.accelerator)
     log_places(job, world, log)
@@ -82,6 +88,34 @@ def run(job: Job) -> None:
         job.heartbeat.mark("export")
         if world.rank == 0:  # alone, after the group is closed: a large model takes long
             finish(spec, job.folder, saved, log)
+
+
+def score_only(spec: Spec, launched: Launched, stopping: Stopping, heartbeat: Heartbeat, way_on: str) -> None:
+    """Carry out `--reference_only`: score all pairs into the store, then print where it is and what to type
+    next. A collective of all launched ranks, of any world size that the reference's pipeline stages divide.
+    way_on: what to type next.
+
+    Raises SpecError where the stages do not divide the ranks, and whatever a training run would raise at its
+    start for the same data and reference.
+    """
+    log = log_of(launched)
+    places = reference_layout(spec, launched.world_size)
+    heartbeat.mark("load")
+    world = join(launched, places, log, process_identity(spec, {}), spec.accelerator)
+    with watch_ranks(stopping, world) as ranks:
+        world.each(lambda: check_precision(spec.train.precision))
+        set_tf32(spec.train.tf32, world.device)
+        inputs = world.each(lambda: read_inputs(spec, log, first=world.rank == 0))
+        world.check_same(world.each(lambda: input_identity(spec, inputs, build_identity(inputs))))
+        precompute(spec, micro_batch_size(spec, places.data_parallel), inputs, world, log, recheck=True)
+        log(f"next: {way_on}")
+        ranks.leave()
+        world.close()
+
+
+def log_of(launched: Launched) -> Log:
+    """Return a function that prints a line on rank 0 and does nothing on other ranks."""
+    return (lambda text: print(text, flush=True)) if launched.rank == 0 else (lambda text: None)
 
 
 def log_places(job: Job, world: World, log: Log) -> None:

@@ -16,7 +16,6 @@ OF_A_FILE, LONG_FILES = (
     400,
     {
         "dsft/cli.py": 461,
-        "dsft/run/loop.py": 411,
         "dsft/spec/schema.py": 454,
     },
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsft.rank.ninja import has_ninja
+from dsft.rank.process_setup import has_ninja
 
 PROGRAM = """
 import sys
