@@ -73,8 +73,8 @@ def run(job: Job) -> None:
         saved = None
         if not done:
             with swap_folders(job, world, log) as config:
-                config = prepare_ops(spec, config, world, log)
-                saved = train(job, config, world, start, progress, log, lock)
+                job = replace(job, config=prepare_ops(spec, config, world, log))
+                saved = train(job, world, start, progress, log, lock)
         job.stopping.stage = "end"
         if saved is None:
             assert start is not None, "a run has at least one step"

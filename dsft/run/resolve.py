@@ -51,14 +51,14 @@ class Resolved:
     cut: Cut
 
 
-def resolve(job: Job, config: Config, inputs: Inputs, world: World, log: Log) -> Resolved:
+def resolve(job: Job, inputs: Inputs, world: World, log: Log) -> Resolved:
     """Count the model, bind this process to its own cores, and complete the configuration. A key that the
     user's DeepSpeed JSON sets stays as it is. A collective, before the model is built. Raises DsftError."""
     cuts = job.layout.pipeline_stages > 1
     counted = world.first(lambda: census_from(take_census(job.spec.model, inputs.facts, cuts=cuts)))
     for line in untrained_rows(job.spec.model, inputs, counted):
         log(line)
-    config = _with_bucket_sizes(job, config, counted, log)
+    config = _with_bucket_sizes(job, job.config, counted, log)
     cut = cut_of(job.spec.parallel, counted)
     if cut.stages > 1:
         log(f"pipeline cut: {', '.join(map(str, cut.counts))} layers")

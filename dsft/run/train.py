@@ -27,7 +27,7 @@ from dsft.report.profile import StepTrace, traced_step
 from dsft.run.artifacts import describe, open_memory, open_report
 from dsft.run.build import bring_to, build, held_out_evaluation, prove, stored_values, train_steps
 from dsft.run.hooks import Hooks, mfu_of, watch_hosts
-from dsft.run.job import Config, Job, Log
+from dsft.run.job import Job, Log
 from dsft.run.loop import Progress, Schedule, fit
 from dsft.run.memory_probe import explain_out_of_memory, probe_memory
 from dsft.run.resolve import resolve
@@ -36,13 +36,7 @@ from dsft.system.lock import FolderLock
 
 
 def train(
-    job: Job,
-    config: Config,
-    world: World,
-    start: CheckpointReader | None,
-    progress: Progress,
-    log: Log,
-    lock: FolderLock,
+    job: Job, world: World, start: CheckpointReader | None, progress: Progress, log: Log, lock: FolderLock
 ) -> Path | None:
     """Read the data, build the engine, load `start` into it, and train to the last step. Return the
     checkpoint that the last step wrote, or None where no step is left. Raises what `lock.check` does where
@@ -54,7 +48,7 @@ def train(
         return None
     traced = None if job.profile is None else traced_step(job.profile or None, progress.step + 1, last_step)
 
-    resolved = resolve(job, config, inputs, world, log)
+    resolved = resolve(job, inputs, world, log)
     for line in world.first(lambda: describe(job, resolved.config, inputs, start)):
         log(line)
     largest = longest(inputs, job.batch, spec.train, last_step)
@@ -92,12 +86,11 @@ def train(
     memory.enter("steady")
     steps = train_steps(job, inputs, world)
     try:
+        plan = schedule(spec, last_step, job.batch)
         complete = reference.ahead if reference else unchanged
         prefetcher = Prefetcher(steps.step, last_step, world.device, complete)
         with explain_out_of_memory(memory.meter), prefetcher:
-            end = fit(
-                engine, built.objective, prefetcher, schedule(spec, last_step, job.batch), hooks, progress
-            )
+            end = fit(engine, built.objective, prefetcher, plan, hooks, progress)
     finally:
         report.close(hooks.latest | memory.record() | inputs.loaded.summary)
     return step_folder(folder, end.step)
