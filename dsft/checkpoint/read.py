@@ -306,7 +306,8 @@ def verify(path: Path) -> str:
     checkpoint.verify()
     size = sum(written.size for written in checkpoint.files.values())
     elements = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
+    kinds = ", ".join(checkpoint.state["kinds"])
     return (
-        f"{path} is whole: step {checkpoint.step}, {len(checkpoint.files)} files, {size} bytes, "
-        f"{len(checkpoint.shapes)} parameters of {elements} elements ({', '.join(checkpoint.state['kinds'])})"
+        f"{path} is whole: step {checkpoint.step}, {len(checkpoint.files)} files, {size:,} bytes, "
+        f"{len(checkpoint.shapes)} parameters of {elements:,} elements ({kinds})"
     )

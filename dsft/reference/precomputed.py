@@ -119,6 +119,6 @@ def _take_lock(folder: Path, world: World, lock: ExitStack, log: Log) -> None:
 
 def _summary(scored: int, stored: int, rechecked: int, seconds: float) -> str:
     parts = [f"{scored:,} pairs scored in {seconds:.1f} s"] if scored else []
-    parts += [f"{stored:,} already stored"] if stored else []
+    parts += [f"{stored:,} pairs already stored"] if stored else []
     parts += [f"{rechecked} of these scored again, with the same result"] if rechecked else []
     return f"reference: {', '.join(parts)}"

@@ -98,7 +98,7 @@ def test_it_goes_on_where_it_was_killed(
     monkeypatch.setattr(precomputed, "score", whole)
     said: list[str] = []
     found, _ = made(folder, say=said.append)
-    assert "4 pairs scored" in said[1] and "3 already stored" in said[1]
+    assert "4 pairs scored" in said[1] and "3 pairs already stored" in said[1]
     assert not list(found.folder.glob("*.tmp"))
     assert np.array_equal(found.logps[0], values(0, np.arange(SIZES[0])))
 
