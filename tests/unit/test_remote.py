@@ -17,6 +17,7 @@ import pytest
 from dsft.errors import WorldError
 from dsft.remote import ROOT, Channel, NoAnswer, forwarded, is_this_machine, module_command
 from dsft.spec.schema import Cluster
+from tests.launching import LATE, allowed
 
 SERVER = """
 import os, sys, time
@@ -56,7 +57,7 @@ def server(silence: float = 60.0) -> list[str]:
 
 
 def wait_gone(pid: int) -> bool:
-    until = time.monotonic() + 5
+    until = time.monotonic() + allowed(5)
     while psutil.pid_exists(pid) and time.monotonic() < until:
         time.sleep(0.02)
     return not psutil.pid_exists(pid)
@@ -104,7 +105,7 @@ def test_a_module_answers_has_the_environment_and_ends_with_its_input(
 
     async def talk() -> tuple[dict[str, Any], list[str]]:
         async with await Channel.open(server(), given) as channel:
-            found = await channel.ask({"do": "environ"}, 20)
+            found = await channel.ask({"do": "environ"}, LATE)
             assert psutil.pid_exists(channel.pid)
             while not channel.errors:
                 assert channel.code is None
@@ -127,7 +128,7 @@ def test_messages_of_any_size_go_both_ways_in_order() -> None:
             assert [await channel.receive() for _ in range(5000)] == [{"number": n} for n in range(5000)]
         async with await Channel.open([sys.executable, "-c", PROGRAM], {}) as channel:
             large = {"text": "ü\n" * 500_000}
-            assert await channel.ask(large, 20) == {"echo": large}
+            assert await channel.ask(large, LATE) == {"echo": large}
 
     asyncio.run(talk())
 
@@ -135,23 +136,23 @@ def test_messages_of_any_size_go_both_ways_in_order() -> None:
 def test_the_end_of_the_input_ends_a_module_that_is_still_at_work() -> None:
     async def talk() -> tuple[int, float]:
         channel = await Channel.open(server(), {})
-        pid = (await channel.ask({"do": "sleep"}, 20))["pid"]
+        pid = (await channel.ask({"do": "sleep"}, LATE))["pid"]
         began = time.monotonic()
         await channel.close(seconds=10)
         assert channel.code == 0
         return pid, time.monotonic() - began
 
     pid, seconds = asyncio.run(talk())
-    assert wait_gone(pid) and seconds < 5
+    assert wait_gone(pid) and seconds < allowed(5)
 
 
 def test_silence_ends_a_module_but_not_while_it_works() -> None:
     async def talk() -> None:
         async with await Channel.open(server(0.5), {}) as channel:
-            assert await asyncio.wait_for(channel.receive(), 20) is None
+            assert await asyncio.wait_for(channel.receive(), LATE) is None
             assert await channel.reason() == '{"a": "banner"} and half a line' and channel.code == 0
         async with await Channel.open(server(0.5), {}) as channel:
-            await channel.ask({"do": "sleep"}, 20)
+            await channel.ask({"do": "sleep"}, LATE)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(channel.receive(), 3)
 
@@ -179,7 +180,7 @@ def test_why_there_is_no_answer_is_said() -> None:
 def test_a_fault_of_the_work_is_an_answer_and_the_next_message_is_answered_too() -> None:
     async def talk() -> list[dict[str, Any]]:
         async with await Channel.open(server(), {}) as channel:
-            return [await channel.ask({"do": do, "to": 1}, 20) for do in ("nothing", "count")]
+            return [await channel.ask({"do": do, "to": 1}, LATE) for do in ("nothing", "count")]
 
     assert asyncio.run(talk()) == [{"fault": "ValueError: what?"}, {"number": 0}]
 
@@ -190,7 +191,7 @@ def test_what_a_stuck_host_does_not_read_neither_waits_nor_grows() -> None:
             began = time.monotonic()
             for _ in range(20_000):
                 channel.send({"text": "x" * 1000}, may_drop=True)
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < allowed(5)
             assert channel._writer.transport.get_write_buffer_size() < 2 * 2**20
 
     asyncio.run(talk())

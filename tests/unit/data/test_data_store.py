@@ -35,6 +35,7 @@ from dsft.spec.schema import Source
 from dsft.system import lock
 from dsft.system.host import cores
 from dsft.system.lock import lock_folder
+from tests.launching import LATE
 
 ROOT = Path(__file__).resolve().parents[3]
 RENDERER = Renderer(byte_level_tokenizer())
@@ -235,11 +236,11 @@ def test_the_others_are_told_whom_they_wait_for(data: Path, tmp_path: Path) -> N
     def hold() -> None:
         with lock_folder(folder):
             holds.set()
-            done.wait(20)
+            done.wait(LATE)
 
     other = threading.Thread(target=hold)
     other.start()
-    holds.wait(20)
+    holds.wait(LATE)
 
     def say(text: str) -> None:
         told.append(text)

@@ -19,6 +19,7 @@ from dsft.launcher import command
 from dsft.launcher.attempt import Requests
 from dsft.launcher.launch_plan import LaunchPlan
 from dsft.launcher.verdict import Failure, Outcome
+from tests.launching import LATE
 
 ONE, TWO = "specs/one_node.yaml", "specs/two_nodes.yaml"
 
@@ -93,7 +94,7 @@ def test_a_signal_from_the_first_line_on_ends_it_with_75(
         assert any(line.startswith(at) for line in said)
         command.send_signal(asked)
         rest = list(said)
-        assert command.wait(60) == 75, rest
+        assert command.wait(LATE) == 75, rest
     if (
         asked == signal.SIGUSR1 or at == "step"
     ):  # a rank that has begun a step by then saves after SIGTERM too
@@ -113,7 +114,7 @@ def test_a_terminal_that_is_closed_does_not_end_what_nohup_started(tmp_path: Pat
         assert all(next(said).startswith("step") for _ in range(5))
         command.send_signal(signal.SIGTERM)
         rest = list(said)
-        assert command.wait(60) == 75, rest
+        assert command.wait(LATE) == 75, rest
     assert "saved\n" in rest
 
 

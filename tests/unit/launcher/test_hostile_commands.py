@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from dsft.launcher.launch_plan import HostCommand
+from tests.launching import LATE
 from tests.unit.plan.hostile import argument, armed
 
 QUICK = settings(
@@ -41,7 +42,7 @@ def test_an_order_arrives_as_it_was_given(
         for message in ({"environ": {}}, {"command": asdict(command)}):
             agent.stdin.write(b"dsft:" + json.dumps(message).encode() + b"\n")
         agent.stdin.flush()
-        assert agent.wait(60) == 0  # its input stays open: an end of it would end what it runs
+        assert agent.wait(LATE) == 0  # its input stays open: an end of it would end what it runs
     finally:
         agent.kill()
         agent.communicate()

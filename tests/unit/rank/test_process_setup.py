@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from dsft.rank.process_setup import has_ninja
+from tests.launching import LATE
 
 PROGRAM = """
 import sys
@@ -38,7 +39,7 @@ def test_a_run_goes_on_when_its_reader_is_gone(tmp_path: Path) -> None:
         program.stderr.close()
         program.stdin.write("go on\n")
         program.stdin.close()
-        assert program.wait(30) == 0
+        assert program.wait(LATE) == 0
     assert (tmp_path / "saved").read_text() == "saved"
 
 
@@ -70,8 +71,8 @@ def test_what_compiles_ends_with_a_rank_that_is_stopped(tmp_path: Path, asked: s
             time.sleep(0.02)
         started = psutil.Process(rank.pid).children(recursive=True)
         rank.send_signal(asked)
-        left = psutil.wait_procs(started, timeout=30)[1]
+        left = psutil.wait_procs(started, timeout=LATE)[1]
         for each in left:
             each.kill()
-        rank.communicate(timeout=30)
+        rank.communicate(timeout=LATE)
     assert rank.returncode == 75 and len(started) > 1 and not left

@@ -24,6 +24,7 @@ from dsft.reference.precomputed import PrecomputedReference, precompute
 from dsft.reference.score import ScoringPass
 from dsft.reference.source import RunStart
 from dsft.system.lock import lock_folder
+from tests.launching import LATE
 from tests.unit.reference.small import ALONE, model, rows, spec
 
 SIZES = (5, 2)
@@ -111,7 +112,7 @@ def test_two_jobs_at_once_make_one_store(
 
     def slow(*given: Any) -> None:
         began.set()
-        waits.wait(60)
+        waits.wait(LATE)
         whole(*given)
 
     def say(line: str) -> None:
@@ -124,7 +125,7 @@ def test_two_jobs_at_once_make_one_store(
     found: list[PrecomputedReference] = []
     other = threading.Thread(target=lambda: found.append(made(folder)[0]))
     other.start()
-    assert began.wait(60)
+    assert began.wait(LATE)
     mine, _ = made(folder, say=say)
     other.join()
     assert len(passes) == 1 and mine.key.digest == found[0].key.digest
