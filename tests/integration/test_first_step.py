@@ -19,7 +19,7 @@ CAUSES = {
     "other weights, pipeline": WEIGHTS,
     "one weight in bf16": WEIGHTS,
     "another template": WEIGHTS,
-    "other rows": "the others are of other rows",
+    "other rows": "the others were scored from other rows",
     "an adapter that the reference lacks": "the policy without its adapter",
 }
 
