@@ -97,7 +97,7 @@ def test_a_killed_build_goes_on_and_leaves_no_worker(data: Path, tmp_path: Path)
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_workers_end(data: Path, tmp_path: Path, interrupted: bool) -> None:
     """With Ctrl-C; and with one of them, killed as a full memory does it, while blocks are left to make."""
-    data.write_text(20 * data.read_text())
+    data.write_text(5 * data.read_text())
     workers: list[Any] = []
 
     def progress(pace: TokenizeProgress) -> None:
