@@ -88,7 +88,7 @@ def shorten(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # First what starts processes, in few and long tests: no worker of xdist is left alone with one at the end.
+    # First the few and long tests that start processes: no worker is left alone with one at the end.
     items.sort(key=lambda item: not LAUNCHED & set(item.path.parts))
     is_long = "long" in config.option.markexpr
     for item in items:
