@@ -33,7 +33,7 @@ def pipeline_obstacle(config: Mapping[str, Any]) -> str | None:
     prevents it."""
     kind = config.get("model_type")
     if kind in PER_LAYER_INPUTS:
-        return f"a {kind} model cannot be cut into stages, since each of its layers looks tokens up again"
+        return f"a {kind} model cannot be cut into stages, since each of its layers looks up tokens again"
     if isinstance(kind, str) and kind not in PIPELINE_MODEL_TYPES:
         return f"cutting a {kind} model into stages has not been tested (docs/models.md lists tested models)"
     if config.get("num_kv_shared_layers"):

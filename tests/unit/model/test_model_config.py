@@ -89,7 +89,7 @@ def test_a_vocabulary_smaller_than_a_pretrained_models_is_fine() -> None:
     ("keys", "stages", "words"),
     [
         (LLAMA | {"num_hidden_layers": 4}, 2, "a cut of 5 layers is not one of 4"),
-        ({"model_type": "gemma4_text", "num_hidden_layers": 5}, 2, "looks tokens up again"),
+        ({"model_type": "gemma4_text", "num_hidden_layers": 5}, 2, "looks up tokens again"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(keys: dict[str, object], stages: int, words: str) -> None:
