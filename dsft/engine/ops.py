@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from socket import gethostname
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -34,7 +34,9 @@ from dsft.errors import BuildError, StorageError
 from dsft.spec.schema import Spec
 from dsft.system.lock import NAME, holder
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from dsft.engine.world import World  # which imports this module
+
 Log = Callable[[str], None]
 
 CPU_ADAM = "zero_force_ds_cpu_optimizer"
@@ -49,18 +51,7 @@ _BUILDERS = {"cpu_adam": CPUAdamBuilder, "pin_memory": PinMemoryBuilder, "async_
 _WAY_OUT = "or set parallel.allow_torch_adam: true, and torch's AdamW steps on the CPU instead."
 
 
-class Ranks(Protocol):
-    """The part of `World` that this module uses."""
-
-    @property
-    def local_rank(self) -> int: ...
-
-    def gather(self, mine: T) -> list[T]: ...
-
-    def hosts_first(self, work: Callable[[], object]) -> None: ...
-
-
-def prepare_ops(spec: Spec, config: Mapping[str, Any], ranks: Ranks, log: Log) -> dict[str, Any]:
+def prepare_ops(spec: Spec, config: Mapping[str, Any], world: World, log: Log) -> dict[str, Any]:
     """Load the ops that the spec needs on all ranks, and return the configuration with `CPU_ADAM` set. A
     collective.
 
@@ -71,7 +62,7 @@ def prepare_ops(spec: Spec, config: Mapping[str, Any], ranks: Ranks, log: Log) -
     decided = dict(config)
     for op in needed_ops(spec):
         try:
-            load_everywhere(_BUILDERS[op](), ranks, log)
+            load_everywhere(_BUILDERS[op](), world, log)
         except (BuildError, StorageError) as error:
             if op != "cpu_adam" or spec.parallel.offload_optimizer.device == "nvme":
                 raise
@@ -86,15 +77,15 @@ def prepare_ops(spec: Spec, config: Mapping[str, Any], ranks: Ranks, log: Log) -
     return decided
 
 
-def load_everywhere(builder: Any, ranks: Ranks, log: Log) -> None:
+def load_everywhere(builder: Any, world: World, log: Log) -> None:
     """Load the op on all ranks, on one of each host first. A collective. `log` gets a line before and after a
     compile. Raises on all ranks what `load_op` raises on one."""
     is_here = is_compiled(builder.name, _accelerator())
-    lacking = [host for host in ranks.gather(None if is_here or ranks.local_rank else gethostname()) if host]
+    lacking = [host for host in world.gather(None if is_here or world.local_rank else gethostname()) if host]
     if lacking:
         log(f"building {builder.name} on {', '.join(lacking)}, about a minute, once per host")
     start = time.monotonic()
-    ranks.hosts_first(lambda: load_op(builder, log))
+    world.hosts_first(lambda: load_op(builder, log))
     if lacking:
         log(f"built {builder.name} in {time.monotonic() - start:.0f} s")
 

@@ -36,16 +36,7 @@ from dsft.spec.schema import Model
 
 WHERE = "model.from_config"
 
-DECODERS = (
-    "falcon",
-    "gpt2",
-    "gpt_bigcode",
-    "hunyuan_v1_dense",
-    "nemotron",
-    "opt",
-    "persimmon",
-    "stablelm",
-)
+DECODERS = ("falcon", "gpt2", "gpt_bigcode", "hunyuan_v1_dense", "nemotron", "opt", "persimmon", "stablelm")
 """Model types that are tested to be trained right (tests/architectures), though they have no
 `base_model_pp_plan`."""
 

@@ -141,9 +141,7 @@ def _mapped(
     return TensorMap(unchanged, list(conversions.values()), unexpected)
 
 
-def _by_kind(
-    transforms: Iterable[WeightTransform],
-) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+def _by_kind(transforms: Iterable[WeightTransform]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
     every = list(transforms)
     renamings = [one for one in every if isinstance(one, WeightRenaming)]
     return renamings, [one for one in every if isinstance(one, WeightConverter)]

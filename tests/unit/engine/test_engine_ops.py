@@ -92,7 +92,7 @@ def test_it_is_built_once_and_said(
     extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builder = Small(tmp_path)
-    load_everywhere(builder, Alone(), told.append)
+    load_everywhere(builder, Alone(), told.append)  # type: ignore[arg-type]
     assert [line.split()[:2] for line in told] == [["building", builder.name], ["built", builder.name]]
     assert (build_folder() / builder.name / f"{builder.name}.so").exists()
     assert build_folder().parent == extensions == Path(os.environ["TORCH_EXTENSIONS_DIR"])
@@ -100,7 +100,7 @@ def test_it_is_built_once_and_said(
     OpBuilder._loaded_ops.pop(builder.name)
     told.clear()
     monkeypatch.setattr("dsft.engine.ops.lacking_tool", lambda *_: pytest.fail("tries the compiler again"))
-    load_everywhere(builder, Alone(), told.append)
+    load_everywhere(builder, Alone(), told.append)  # type: ignore[arg-type]
     assert told == [], "what is there is not announced as being built"
     assert builder.name in OpBuilder._loaded_ops, "DeepSpeed finds it loaded, and takes no lock"
 
@@ -241,7 +241,7 @@ def test_a_folder_that_cannot_be_looked_at_is_told_by_whoever_would_compile(
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / ("x" * 300)))
     with pytest.raises(StorageError, match="File name too long"):
-        load_everywhere(Small(tmp_path), Alone(), told.append)
+        load_everywhere(Small(tmp_path), Alone(), told.append)  # type: ignore[arg-type]
 
 
 def test_a_lock_that_a_killed_build_left_is_removed(
