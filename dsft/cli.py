@@ -309,21 +309,16 @@ def reference(
 
 @app.command()
 def report(
-    runs: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Names or folders of runs.", show_default=False)
-    ],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or folders of runs.")],
     ask: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="TEXT", help="A question that the base model and the export answer; may be repeated."
-        ),
+        typer.Option(metavar="TEXT", help="Question for the base model and the export; may be repeated."),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The page; by default RUN/report.html.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Page to write; by default RUN/report.html.")
     ] = None,
 ) -> None:
-    """Write an HTML page on a run, or on several side by side: curves, memory, rows, answers, spec."""
+    """Write an HTML page about one run or several. It has curves, memory, rows, answers and the spec."""
     from dsft.commands.report import write_report
 
     print(f"wrote {write_report(runs, ask or (), out)}")
