@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -12,6 +13,7 @@ from dsft.data.formats.detect import Format, check_row
 from dsft.data.formats.message import (
     OPENAI,
     SHAREGPT,
+    Dialect,
     alpaca_turns,
     conversation,
     row_tools,
@@ -51,15 +53,9 @@ def _text(fields: Fields) -> Row:
     return Row((Text(((fields.string("text"), True),)),))
 
 
-def _messages(fields: Fields) -> Row:
-    name = fields.name("messages")
-    messages = with_system(fields, turns(fields.get("messages"), name, OPENAI))
-    return Row((conversation(messages, row_tools(fields), name=name),))
-
-
-def _sharegpt(fields: Fields) -> Row:
-    name = fields.name("conversations")
-    messages = with_system(fields, turns(fields.get("conversations"), name, SHAREGPT))
+def _messages(fields: Fields, key: str = "messages", dialect: Dialect = OPENAI) -> Row:
+    name = fields.name(key)
+    messages = with_system(fields, turns(fields.get(key), name, dialect))
     return Row((conversation(messages, row_tools(fields), name=name),))
 
 
@@ -71,7 +67,7 @@ def _alpaca(fields: Fields) -> Row:
 _CONVERT: Mapping[str, Callable[[Fields], Row]] = {
     "text": _text,
     "messages": _messages,
-    "sharegpt": _sharegpt,
+    "sharegpt": partial(_messages, key="conversations", dialect=SHAREGPT),
     "alpaca": _alpaca,
     "prompt_completion": prompt_completion,
     "kto": kto,

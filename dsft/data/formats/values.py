@@ -33,14 +33,11 @@ class Fields:
         return self.columns.get(key, key) in self.row
 
     def string(self, key: str) -> str:
-        name = self.columns.get(key, key)
-        return string(self.row.get(name), name)
+        return string(self.get(key), self.name(key))
 
     def optional(self, key: str) -> str:
         """Return a string; "" if the row has none."""
-        name = self.columns.get(key, key)
-        value = self.row.get(name)
-        return "" if value is None else string(value, name)
+        return "" if self.get(key) is None else self.string(key)
 
 
 def string(value: object, place: str) -> str:

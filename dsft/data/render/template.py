@@ -163,25 +163,24 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, name: str | Path | None)
 
     Raises MissingInputError if the name is none of these.
     """
-    if name is not None:
-        tokenizer.chat_template = _template_text(tokenizer, name)
-
-
-def _template_text(tokenizer: PreTrainedTokenizerBase, name: str | Path) -> str:
-    own: Any = tokenizer.chat_template
-    if isinstance(own, dict) and str(name) in own:
-        return str(own[str(name)])
-    if str(name) in CHAT_TEMPLATES:
-        return named_template(str(name))
+    if name is None:
+        return
+    own: Any = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     try:
-        return Path(name).read_text(encoding="utf-8")
+        if str(name) in own:
+            text = str(own[str(name)])
+        elif str(name) in CHAT_TEMPLATES:
+            text = named_template(str(name))
+        else:
+            text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        named = f"the tokenizer's {', '.join(sorted(own))}, or " if isinstance(own, dict) else ""
+        names = f"the tokenizer's {', '.join(sorted(own))}, or " if own else ""
         raise MissingInputError(
             f"data.chat_template {name}: cannot be read ({reason}); give a file with a Jinja template, or "
-            f"the name of one: {named}dsft's {', '.join(CHAT_TEMPLATES)}"
+            f"the name of one: {names}dsft's {', '.join(CHAT_TEMPLATES)}"
         ) from error
+    tokenizer.chat_template = text
 
 
 def named_template(name: str) -> str:

@@ -182,10 +182,11 @@ def byte_level_tokenizer() -> PreTrainedTokenizerBase:
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     tokenizer_class: Any = PreTrainedTokenizerFast
-    characters = _byte_characters()
-    model: Any = models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[])
+    characters = bytes_to_unicode()  # byte -> the printable character for it, as in GPT-2's vocabulary
+    model: Any = models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[])
     backend: Any = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -198,13 +199,3 @@ def byte_level_tokenizer() -> PreTrainedTokenizerBase:
         chat_template=named_template("chatml"),
         clean_up_tokenization_spaces=False,
     )
-
-
-def _byte_characters() -> list[str]:
-    """Return the printable character that represents each byte in byte-level vocabularies, in byte order.
-
-    Printable bytes represent themselves, the others are characters from U+0100 on, as in GPT-2's encoder.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
