@@ -185,7 +185,8 @@ def byte_level_tokenizer() -> PreTrainedTokenizerBase:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     tokenizer_class: Any = PreTrainedTokenizerFast
-    characters = bytes_to_unicode()  # byte -> the printable character for it, as in GPT-2's vocabulary
+    untyped: Any = bytes_to_unicode
+    characters = untyped()  # byte -> the printable character for it, as in GPT-2's vocabulary
     model: Any = models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[])
     backend: Any = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
