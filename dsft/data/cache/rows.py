@@ -222,7 +222,7 @@ def _account(
             notes.append(f"{name}: {head.format.reason}")
         else:
             blocks = [(0, head.account)]
-            notes += [f"{name}: holds no row"] if head.refusal is None else []
+            notes += [f"{name}: has no rows"] if head.refusal is None else []
         notes += _spelled(name, blocks)
         bad += [(f"{name}:{first + n}", printable(why)) for first, block in blocks for n, why in block.bad]
         found += [block for _, block in blocks]

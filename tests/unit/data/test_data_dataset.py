@@ -105,7 +105,7 @@ def test_sources_follow_each_other_and_an_empty_one_is_told(tmp_path: Path) -> N
     sources = [Source(path=str(tmp_path / f"{name}.jsonl")) for name in "abc"]
     dataset = load_all(*sources, task="pretrain", max_length=9)
     assert decoded(dataset) == ["one<|im_end|>", "two<|im_end|>"]
-    assert dataset.lines[1].endswith("b.jsonl: holds no row")
+    assert dataset.lines[1].endswith("b.jsonl: has no rows")
     assert ledger_of(dataset).blank_lines == 1
 
 
