@@ -42,6 +42,7 @@ def test_the_bare_command_runs_the_quickstart_from_any_folder(tmp_path: Path) ->
         "versions.json",
         "command.txt",
         "metrics.jsonl",
+        "curves.png",
         "checkpoints",
         "export",
         "logs",
