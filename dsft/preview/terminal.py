@@ -50,7 +50,7 @@ def as_text(
         legacy_windows=False,
     )
     for line in _lines(view, whole, figures, in_color=colors is not None):
-        console.print(line, highlight=False, markup=False, soft_wrap=colors is None)
+        console.print(line, highlight=False, markup=False, emoji=False, soft_wrap=colors is None)
     return out.getvalue()
 
 

@@ -73,7 +73,7 @@ class Console:
     def _print(self, text: str) -> None:
         """Print above the bar, if there is one."""
         if self._terminal.is_terminal:
-            self._terminal.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._terminal.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
         else:
             print(text, file=self._terminal.file, flush=True)
 

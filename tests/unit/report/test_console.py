@@ -32,7 +32,7 @@ def said(is_terminal: bool, log: io.StringIO | None = None) -> str:
     out = io.StringIO()
     terminal = Terminal(file=out, force_terminal=is_terminal, width=100)
     console = Console(total_steps=10, first_step=2, log=log, terminal=terminal)
-    console.line("batch 64 = 2 × 4 × 8 [per rank]")
+    console.line("batch 64 = 2 × 4 × 8 [per rank] :smile:")
     console.metrics({STEP: 6} | TRAINING)
     console.metrics({STEP: 6, "eval/loss": 2.0, "eval/perplexity": 7.389})
     console.line("a line in between")
@@ -45,7 +45,7 @@ def test_plain_lines_in_a_log() -> None:
     text = said(is_terminal=False)
     assert "\x1b" not in text and "\r" not in text
     lines = text.splitlines()
-    assert lines[0] == "batch 64 = 2 × 4 × 8 [per rank]"
+    assert lines[0] == "batch 64 = 2 × 4 × 8 [per rank] :smile:"
     assert lines[1].startswith("step 6/10  loss 2.3457  lr 5e-05  12,346 tokens/s")
     assert re.search(r"\d+:\d\d:\d\d left$", lines[1])
     assert lines[2] == "step 6/10  held-out loss 2.0000  held-out perplexity 7.389"
@@ -69,7 +69,7 @@ def test_a_bar_on_a_terminal() -> None:
     assert "\x1b[" in text and "━" in text  # it is drawn in place
     assert "10/10" in text and "loss 2.3457" in text and "12,346 tokens/s" in text
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).splitlines()
-    for whole in ("batch 64 = 2 × 4 × 8 [per rank]", "a line in between"):
+    for whole in ("batch 64 = 2 × 4 × 8 [per rank] :smile:", "a line in between"):
         assert any(line.strip() == whole for line in lines)
 
 
