@@ -20,6 +20,7 @@ NEEDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("chosen", "rejected"),
         ("messages", "rejected_response"),
         ("messages", "rejected_messages"),
+        ("chosen_messages", "rejected_messages"),
     ),
     "kto": tuple(
         (*keys, label)

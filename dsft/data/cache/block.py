@@ -41,7 +41,7 @@ from safetensors.numpy import save_file
 from dsft.data.rows import Rendered
 from dsft.system.files import TEMPORARY
 
-VERSION = 5
+VERSION = 6
 """Version of the cache. Increase it when the same file, format, chat template and tokenizer give different
 rows, tokens or masks, or when the arrays of a block change: blocks of other versions are not read.
 tests/unit/data/test_data_version.py checks it."""

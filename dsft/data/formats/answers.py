@@ -42,7 +42,8 @@ def prompt_completion(fields: Fields) -> Row:
 def preference(fields: Fields, task: str = "dpo") -> Row:
     """Return the chosen and the rejected sample, which have the same prompt; for sft, only the chosen one."""
     if fields.get("chosen") is None and fields.get("rejected_messages") is not None:
-        names = {"chosen": fields.name("messages"), "rejected": fields.name("rejected_messages")}
+        ours = "messages" if fields.get("chosen_messages") is None else "chosen_messages"
+        names = {"chosen": fields.name(ours), "rejected": fields.name("rejected_messages")}
         fields = Fields(fields.row, {**fields.columns, **names})
     if fields.get("chosen") is None and fields.get("rejected_response") is not None:
         prompt, chosen = _last_answer(fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,9 @@ _EXCLUDED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 _QUESTIONS = ("prompt", "question", "query", "problem", "instruction", "input")
 _ANSWERS = ("completion", "response", "answer", "solution", "output")
 """Names of questions and answers in files, in lower case."""
+_CHOSEN = re.compile(r"chosen|prefer|accept|win|good|positive", re.IGNORECASE)
+_REJECTED = re.compile(r"reject|non_?prefer|dispref|lose|bad|negative", re.IGNORECASE)
+"""Names of the better and the worse answer of a pair in files; the second is tried first."""
 _SUGGESTIONS: tuple[tuple[tuple[str, ...], str], ...] = (
     (
         ("input", "preferred_output", "non_preferred_output"),
@@ -118,7 +122,7 @@ def _detected(lines: Sequence[Line], columns: Mapping[str, str], task: str) -> F
             name = _format_for(fits, task)
             by = f"line {number} is {name}"
             return Format(name, f"detected {name}: {_why(name, fields)}", by, columns, task)
-    raise BadRowError(_no_format(rows[0][1]))
+    raise BadRowError(_no_format(rows[0][1], task))
 
 
 def _fitting(fields: Fields) -> list[str]:
@@ -189,12 +193,12 @@ def _as_text(name: str, fields: Fields) -> str:
     return "; the strings are used as they are, without a chat template" if is_text else ""
 
 
-def _no_format(fields: Fields) -> str:
+def _no_format(fields: Fields, task: str) -> str:
     row, columns = fields.row, fields.columns
     missing = [theirs for theirs in columns.values() if theirs not in row]
     if missing:
         return f"columns names {quoted(missing)}, but the row has {quoted(row) or 'no keys'}"
-    suggestion = _suggestion(row)
+    suggestion = _suggestion(row, task)
     if suggestion:
         return f"no format fits the keys {quoted(row)}; did you mean {suggestion}?"
     formats = "; ".join(f"{name} needs {quoted(needs[0])}" for name, needs in NEEDS.items())
@@ -202,11 +206,16 @@ def _no_format(fields: Fields) -> str:
     return f"no format fits the keys {quoted(row)}: {formats}; {renamed}"
 
 
-def _suggestion(row: Mapping[str, Any]) -> str:
+def _suggestion(row: Mapping[str, Any], task: str) -> str:
     """Return what the spec should say for the keys that the row has; "" if they are unknown."""
     for keys, write in _SUGGESTIONS:
         if all(key in row for key in keys):
             return write
+    if task == "dpo":
+        rejected = [key for key in row if _REJECTED.search(key)]
+        chosen = [key for key in row if _CHOSEN.search(key) and key not in rejected]
+        if len(chosen) == len(rejected) == 1:
+            return f"columns: {_columns({'chosen': chosen[0], 'rejected': rejected[0]})}"
     for key, value in row.items():
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, dict) and key not in column_names(None):

@@ -48,7 +48,7 @@ _SHAREGPT_ROLES = {
     **_OPENAI_ROLES,
 }
 _SHAREGPT_HINT = "for ShareGPT messages, set format: sharegpt, columns: {{conversations: {column}}}"
-_FLAGS = ("train", "weight", "loss")
+_FLAGS = ("train", "weight", "loss", "loss_weight")
 _TEXT_KEYS = ("name", "tool_call_id")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Synonyms; `prepare_messages` passes the value to templates under each of them."""
@@ -134,7 +134,7 @@ def turn(value: object, place: str, dialect: Dialect) -> Turn:
         message["reasoning_content"] = string(given[reasoning], f"{place}.{reasoning}")
     message |= {key: string(given[key], f"{place}.{key}") for key in _TEXT_KEYS if key in given}
     key = single_key(_FLAGS, given, place)
-    rule = "0 or 1" if key == "weight" else "true or false"
+    rule = "0 or 1" if key in ("weight", "loss_weight") else "true or false"
     return Turn(place, message, None if key is None else boolean(given[key], f"{place}.{key}", rule))
 
 
@@ -211,8 +211,10 @@ def _text_part(value: object, place: str) -> str:
     kind = string(part.get("type"), f"{place}.type")
     if kind != "text":
         raise BadRowError(f'"{place}" is a part of type "{kind[:40]}"; only parts of type text are supported')
-    check_keys(part, ("type", "text"), place)
-    return string(part.get("text"), f"{place}.text")
+    check_keys(part, ("type", "text", "value"), place)
+    given = {name: one for name, one in part.items() if one is not None}
+    key = single_key(("text", "value"), given, place) or "text"
+    return string(part.get(key), f"{place}.{key}")
 
 
 # --- several messages -------------------------------------------------------------------------------------

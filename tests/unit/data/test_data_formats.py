@@ -426,6 +426,56 @@ def test_content_of_parts_and_reasoning() -> None:
         assert sample.messages == (said("user", "ab"), said("assistant", "c", reasoning_content="why"))
 
 
+def test_a_weight_between_0_and_1_is_refused_by_name() -> None:
+    row = chat(ASKED, said("assistant", "b", loss_weight=0.5))
+    assert refusal(row) == '"messages[1].loss_weight" is 0.5; it must be 0 or 1'
+    assert '"train" and "loss_weight"' in refusal(
+        chat(ASKED, said("assistant", "b", loss_weight=1.0, train=True))
+    )
+
+
+def version_1(role: str, content: str, weight: float) -> dict[str, Any]:
+    """A message of LLaMA-Factory's version 1."""
+    return said(role, [{"type": "text", "value": content}], loss_weight=weight)
+
+
+def test_rows_of_llama_factory_version_1() -> None:
+    prompt = [version_1("system", "s", 0.0), version_1("user", "a", 0.0)]
+    chosen, rejected = (version_1("assistant", content, 1.0) for content in "bc")
+    row = talk(chat(*prompt, chosen))
+    assert row.messages == (said("system", "s"), ASKED, ANSWERED)
+    assert row.trained == (False, False, True)
+    pair = {"chosen_messages": [*prompt, chosen], "rejected_messages": [*prompt, rejected]}
+    assert (
+        found(pair, "dpo").reason
+        == 'detected preference: every row has "chosen_messages" and "rejected_messages"'
+    )
+    first, second = meant(pair, "dpo").samples
+    assert isinstance(first, Conversation) and isinstance(second, Conversation)
+    assert first == row
+    assert second.messages == (*row.messages[:2], said("assistant", "c"))
+    assert second.trained == row.trained
+    assert meant(pair, "sft", "preference").samples == (first,)
+
+
+def test_a_part_has_text_or_value() -> None:
+    parts = [{"type": "text", "value": "a", "text": None}, {"type": "text", "text": "b", "value": None}]
+    assert talk(chat(ASKED, said("assistant", parts))).messages[1]["content"] == "ab"
+    both = [{"type": "text", "value": "a", "text": "b"}]
+    assert '"text" and "value"; give one of them' in refusal(chat(ASKED, said("assistant", both)))
+    assert "is a part of type" in refusal(
+        chat(ASKED, said("assistant", [{"type": "reasoning", "value": "a"}]))
+    )
+
+
+def test_the_answers_of_a_pair_under_other_names() -> None:
+    row = {"chosen_answer": list(PAIR), "lose": [ASKED, said("assistant", "c")]}
+    assert refusal(row, "dpo").endswith("did you mean columns: {chosen: chosen_answer, rejected: lose}?")
+    assert len(meant(row, "dpo", chosen="chosen_answer", rejected="lose").samples) == 2
+    assert refusal(row).endswith("did you mean columns: {messages: chosen_answer}?")
+    assert "needs" in refusal({"good": "a", "better": "b"}, "dpo")
+
+
 def test_roles_of_other_files() -> None:
     names = ("developer", "human", "model", "user", "function_call", "function_response", "gpt")
     values = ("s", "a", "b", "c", '{"name": "f", "arguments": {}}', "1", "d")
@@ -440,9 +490,11 @@ def test_a_call_written_in_the_answer_itself() -> None:
     assert len(talk(row).messages) == 4
 
 
-@pytest.mark.parametrize("key", ["train", "weight", "loss"])
-def test_flags(key: str) -> None:
-    off, on = (0, 1) if key == "weight" else (False, True)
+@pytest.mark.parametrize(
+    ("key", "off", "on"),
+    [("train", False, True), ("weight", 0, 1), ("loss", False, True), ("loss_weight", 0.0, 1.0)],
+)
+def test_flags(key: str, off: object, on: object) -> None:
     last = said("assistant", "d", **{key: on})
     row = chat(ASKED, said("assistant", "b", **{key: off}), said("user", "c"), last)
     assert talk(row).trained == (None, False, None, True)

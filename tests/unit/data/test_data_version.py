@@ -52,6 +52,12 @@ MESSAGES: list[Any] = [
     {"messages": [*TALK[:-1], answer(" c", reasoning_content="so")]},
     {"messages": [user("a"), answer("b", train=False), *TALK]},
     {"messages": [{**user("a"), "content": [{"type": "text", "text": "part"}]}, answer("b")]},
+    {
+        "messages": [
+            user("a"),
+            {**answer("b"), "content": [{"type": "text", "value": "v"}], "loss_weight": 1.0},
+        ]
+    },
     {"messages": [user("a"), answer("b"), user("c")]},  # ends with a question
     {"messages": [user("a"), {"role": "assistant"}]},
     {"messages": "none"},
