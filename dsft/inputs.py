@@ -25,7 +25,7 @@ from dsft.plan.batch import BatchSizes
 from dsft.report.console import task_progress
 from dsft.spec.schema import Spec, Train
 
-LOOKED_AT = 200
+SAMPLE_ROWS = 200
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Inputs:
     @cached_property
     def turn_end(self) -> int | None:
         """The token with which the chat template ends an answer; None where rows are not trained on it, as in
-        plain texts. Checks about LOOKED_AT rows, spread over all sources."""
+        plain texts. Checks about SAMPLE_ROWS rows, spread over all sources."""
         token = Renderer(self.tokenizer).turn_end()
-        every = max(1, len(self.train) // LOOKED_AT)
+        every = max(1, len(self.train) // SAMPLE_ROWS)
         rows = (self.train[index] for index in range(0, len(self.train), every))
         return (
             token if token is not None and any(token in row.input_ids[row.trained] for row in rows) else None

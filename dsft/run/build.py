@@ -112,7 +112,7 @@ def build(
             f"dropout: {' and '.join(switched_off)} set to 0, since policy and reference are compared "
             "without dropout"
         )
-    for line in sorted({line for said in world.gather(attention) for line in said}):
+    for line in sorted({line for lines in world.gather(attention) for line in lines}):
         start.log(line)
     files: dict[str, bytes] = {}
 
@@ -154,12 +154,12 @@ def prove_start(job: Job, inputs: Inputs, world: World, built: Built, reference:
     """Check on pairs of the first step that the untrained policy equals its reference. For a precomputed
     reference, check random pairs too, different ones at each start."""
     spec, policy, pad = job.spec, built.policy, inputs.pad_id
-    looked_at = train_steps(job, inputs, world).step(0).micro_batches[:NUM_BATCHES]
+    checked = train_steps(job, inputs, world).step(0).micro_batches[:NUM_BATCHES]
     if reference.is_stored:
         ids = world.broadcast(random_pairs(len(inputs.train), dpo_of(spec).recheck_rows))
         if len(ids):
-            looked_at += tuple(micro_batches_of(inputs.train, ids, job.batch, world.data_rank, pad))
-    micro_batches = reference.refers[0](looked_at)
+            checked += tuple(micro_batches_of(inputs.train, ids, job.batch, world.data_rank, pad))
+    micro_batches = reference.refers[0](checked)
     # Not under ZeRO 3, where every pass must use the same modules as the one before.
     bare = partial(adapter_off, policy) if spec.model.lora and spec.parallel.zero_stage < 3 else None
     first = StartCheck(dpo_of(spec), inputs.train, micro_batches, pad, bare)

@@ -106,11 +106,13 @@ def advice(longest: MicroBatch, measured: list[PeakMemory], limit: int, error: s
     rows_each = 1 if longest.pairs is None else 2
     what = f"{rows} × {length:,} tokens" if longest.lengths is None else f"{length:,} packed tokens"
     reason = " ".join(error.split())[:200]
-    said = f"The longest micro-batch of this run, {what}, does not fit into {limit / GIB:.1f} GiB ({reason})"
+    problem = (
+        f"The longest micro-batch of this run, {what}, does not fit into {limit / GIB:.1f} GiB ({reason})"
+    )
     smaller = "; ".join(f"{t.tokens:,} tokens took {t.peak / GIB:.2f} GiB" for t in measured)
     fit = tokens_that_fit(measured, limit)
     if fit is None:
-        return f"{said}; not even a quarter of it fits. Use {LESS}, or a smaller model."
+        return f"{problem}; not even a quarter of it fits. Use {LESS}, or a smaller model."
     fit = min(fit, rows * length - 1)  # the whole did not fit
     if longest.lengths is not None:
         way_out = f"set data.max_tokens_per_micro_batch to {fit} or less"
@@ -118,4 +120,4 @@ def advice(longest: MicroBatch, measured: list[PeakMemory], limit: int, error: s
         way_out = f"set train.micro_batch_size to {fit // (rows_each * length)} or less"
     else:
         way_out = f"set train.micro_batch_size to 1 and data.max_length to {fit // rows_each} or less"
-    return f"{said}; {smaller}, so about {fit:,} tokens would fit: {way_out}, or use {LESS}."
+    return f"{problem}; {smaller}, so about {fit:,} tokens would fit: {way_out}, or use {LESS}."

@@ -147,15 +147,15 @@ def swap_folders(job: Job, world: World, log: Log) -> Iterator[Config]:
     for lines in world.gather(world.each(lambda: check() if leads else [])):
         for line in lines:
             log(line)
-    with ExitStack() as held:
+    with ExitStack() as locks:
 
-        def hold() -> dict[Path, Path]:
+        def lock() -> dict[Path, Path]:
             return {
-                path: held.enter_context(shared_swap_folder(path, nonce, job.folder.absolute()))
+                path: locks.enter_context(shared_swap_folder(path, nonce, job.folder.absolute()))
                 for path in sorted(set(paths.values()))
             }
 
-        folders = world.each(hold)
+        folders = world.each(lock)
         config = job.config
         for key, path in paths.items():
             config = _with_section(config, key, {"nvme_path": str(folders[path])})
@@ -210,13 +210,13 @@ def _measured(folders: list[Path], world: World, leads: bool, log: Log) -> Mappi
         return [rates(folder) for folder in folders] if leads else []
 
     found = world.each(measure)
-    told = [disk for host in world.gather(found) for disk in host]
-    best = fastest([disk for disk, _ in told])
-    reads, writes = (min(disk[best][way] for disk, _ in told) / 1e9 for way in (0, 1))
+    disks = [disk for host in world.gather(found) for disk in host]
+    best = fastest([disk for disk, _ in disks])
+    reads, writes = (min(disk[best][way] for disk, _ in disks) / 1e9 for way in (0, 1))
     settings = SETTINGS[best]
-    how = "measured now" if any(now for _, now in told) else "measured at an earlier start"
+    how = "measured now" if any(now for _, now in disks) else "measured at an earlier start"
     log(
-        f"aio: the slowest of {len(told)} swap disk(s) reads {reads:.2f} GB/s and writes {writes:.2f} GB/s "
+        f"aio: the slowest of {len(disks)} swap disk(s) reads {reads:.2f} GB/s and writes {writes:.2f} GB/s "
         f"with block_size {settings['block_size']:,}, queue_depth {settings['queue_depth']} and "
         f"intra_op_parallelism {settings['intra_op_parallelism']} ({how})"
     )
