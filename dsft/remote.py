@@ -311,11 +311,16 @@ def serve(answer: Callable[[Message], Iterable[Message]], silence: float = 60.0)
 
 
 async def _serve(answer: Callable[[Message], Iterable[Message]], silence: float) -> None:
-    connection, loop = await own_connection(), asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
+    try:
+        connection = await asyncio.wait_for(own_connection(), silence)
+    except TimeoutError:
+        return
 
     def work(message: Message) -> None:
         try:
             for each in answer(message):
+                json.dumps(each)  # in the loop, what is not JSON would be neither sent nor a fault
                 loop.call_soon_threadsafe(connection.send, each)
         except Exception as error:  # a system that differs from the tested ones
             loop.call_soon_threadsafe(connection.send, {"fault": f"{type(error).__name__}: {error}"})

@@ -73,7 +73,7 @@ class TrainingEngine(ABC):
     _engine: Any  # DeepSpeed's
 
     def __init__(self, policy: Policy, world: World, objective: Objective) -> None:
-        """Set up all but DeepSpeed, which a subclass starts with `_start`."""
+        """Set up all but DeepSpeed, which a subclass starts with `_initialize`."""
         self._world, self._objective = world, objective
         self._causal_lm, self._trained = policy.causal_lm, policy.named_trained()
         self._shapes = {name: full_shape(p) for name, p in self._trained.items()}

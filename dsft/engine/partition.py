@@ -1,4 +1,4 @@
-"""Sharding this rank's share of a model while it is being filled: all of it, or its partition under ZeRO 3.
+"""Keep this rank's share of a model while it is being filled: all of it, or its partition under ZeRO 3.
 
 ZeRO 3 partitions one parameter after the other, so that no rank ever has the whole model.
 `zero.Init(module=…)` would send each whole parameter from rank 0 to all; here the ranks read their own

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shlex
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,6 +33,8 @@ def answer(message):
         time.sleep(600)
     elif message["do"] == "count":
         yield from ({"number": number} for number in range(message["to"]))
+    elif message["do"] == "bytes":
+        yield {"name": b"a GPU"}
     else:
         raise ValueError("what?")
 
@@ -159,6 +162,11 @@ def test_silence_ends_a_module_but_not_while_it_works() -> None:
     asyncio.run(talk())
 
 
+def test_a_module_to_which_nothing_is_ever_sent_ends() -> None:
+    with subprocess.Popen(server(0.5), cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as module:
+        assert module.wait(LATE) == 0  # its input stays open
+
+
 def test_why_there_is_no_answer_is_said() -> None:
     async def why(argv: list[str], seconds: float = 20) -> NoAnswer:
         with pytest.raises(NoAnswer) as caught:
@@ -180,9 +188,10 @@ def test_why_there_is_no_answer_is_said() -> None:
 def test_a_fault_of_the_work_is_an_answer_and_the_next_message_is_answered_too() -> None:
     async def talk() -> list[dict[str, Any]]:
         async with await Channel.open(server(), {}) as channel:
-            return [await channel.ask({"do": do, "to": 1}, LATE) for do in ("nothing", "count")]
+            return [await channel.ask({"do": do, "to": 1}, LATE) for do in ("nothing", "bytes", "count")]
 
-    assert asyncio.run(talk()) == [{"fault": "ValueError: what?"}, {"number": 0}]
+    no_json = "TypeError: Object of type bytes is not JSON serializable"
+    assert asyncio.run(talk()) == [{"fault": "ValueError: what?"}, {"fault": no_json}, {"number": 0}]
 
 
 def test_what_a_stuck_host_does_not_read_neither_waits_nor_grows() -> None:

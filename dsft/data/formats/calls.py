@@ -24,7 +24,7 @@ from dsft.data.rows import BadRowError
 
 
 def tools(value: object, place: str) -> tuple[Mapping[str, Any], ...]:
-    """Return a row's tools, each as {"type": "function", "function": {...}}; JSON text is parse_json."""
+    """Return a row's tools, each as {"type": "function", "function": {...}}; JSON text is parsed."""
     if isinstance(value, str) and value.strip():
         value = json_text(value, place)
     if is_empty(value) or isinstance(value, str):
