@@ -48,6 +48,7 @@ from dsft.rank.software import RANGES, outside, version_of
 from dsft.rank.stopping import Stopping, unblock_signals
 from dsft.rank.torchrun import flags, torchrun_argv
 from dsft.report.redact import print_fault, redact, redact_command, redact_threads, redact_values
+from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec
 from dsft.system.process import end
 
@@ -182,6 +183,9 @@ def train(
         merged = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict)
         spec, config, notes, decided = merged.spec, merged.config, merged.notes, merged.decided
 
+    if launched.rank == 0:
+        for warning in warnings(spec):
+            print(f"warning: {warning}", flush=True)
     share = set_environment(spec, launched)
     with known_accelerator():
         from dsft.run import Job, run  # torch and deepspeed are imported from here on

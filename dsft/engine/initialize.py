@@ -32,6 +32,7 @@ from dsft.errors import WorldError
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
+from dsft.spec.usual import NEEDS_AMPERE
 
 
 @dataclass(frozen=True)
@@ -177,12 +178,17 @@ def _restored_counters(engine: Any) -> Iterator[None]:
 
 
 def check_precision(precision: str) -> None:
-    """Raise WorldError for fp16 where DeepSpeed reports that the device does not support it."""
+    """Raise WorldError for fp16 where DeepSpeed reports that the device does not support it, and for bf16 on
+    NVIDIA GPUs that only emulate it."""
     if precision == "fp16" and not get_accelerator().is_fp16_supported():
         raise WorldError(
             f"train.precision: fp16 cannot be computed on this {get_accelerator().device_name()}; use bf16 "
             "or fp32."
         )
+    if precision == "bf16" and torch.version.cuda and get_accelerator().device_name() == "cuda":
+        capability, name = torch.cuda.get_device_capability(), torch.cuda.get_device_name()
+        if capability < (8, 0):
+            raise WorldError(f"train.precision: bf16 {NEEDS_AMPERE.format(name)}; use fp16 or fp32.")
 
 
 def set_tf32(tf32: bool, device: torch.device) -> None:

@@ -32,6 +32,7 @@ from dsft.data.tokenizer.load import num_ids
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.vocabulary import NewRows
 from dsft.older import can_use_sdpa
+from dsft.spec.architecture import quantization
 from dsft.spec.schema import Model
 
 WHERE = "model.from_config"
@@ -99,8 +100,11 @@ def new_rows(model: Model, facts: TokenFacts) -> NewRows | None:
 
 def _check_kind(config: PreTrainedConfig) -> None:
     """Raise SpecError unless the model is a causal language model of text alone, reads from left to right,
-    and is tested to be trained right."""
+    is not quantized, and is tested to be trained right."""
     kind = config.model_type
+    quantized = quantization(vars(config))
+    if quantized is not None:
+        raise _error("model", quantized)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _error("model", f"{kind} is not a causal language model of transformers; choose another model")
     if config.sub_configs:

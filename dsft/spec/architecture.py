@@ -43,15 +43,23 @@ def pipeline_obstacle(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def model_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield findings that follow from the model's config: quantized weights, too few positions, a pipeline
-    that is impossible."""
+def quantization(config: Mapping[str, Any]) -> str | None:
+    """Return the message about a model whose weights are quantized; None if they are not."""
     for key in ("quantization_config", "compression_config"):
         if config.get(key):
             method = config[key].get("quant_method") if isinstance(config[key], Mapping) else None
             named = f"{key} ({quote(method)})" if method else key
             message = f"the model's config has {named}, so its weights are quantized and cannot be trained; "
-            yield Finding(("model",), f"{message}use the model from which it was quantized", MODEL)
+            return f"{message}use the model from which it was quantized"
+    return None
+
+
+def model_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield findings that follow from the model's config: quantized weights, too few positions, a pipeline
+    that is impossible."""
+    quantized = quantization(config)
+    if quantized is not None:
+        yield Finding(("model",), quantized, MODEL)
     positions = config.get("max_position_embeddings")
     if _is_count(positions) and spec.data.max_length > positions:
         message = f"tokens are more than the model's {positions} positions; set it to {positions} or less"

@@ -15,6 +15,7 @@ from dsft.spec.held_out import evaluates, name_findings
 from dsft.spec.hosts import environment_findings, host_findings
 from dsft.spec.preferences import preference_findings
 from dsft.spec.schema import Optim, Schedule, Spec
+from dsft.spec.usual import bf16_findings
 
 WITHOUT_WARMUP: tuple[Schedule, ...] = ("constant",)
 
@@ -330,6 +331,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _schedule,
     _batch_scale,
     _fp16,
+    bf16_findings,
     _optimizer,
     _groups,
     _data,

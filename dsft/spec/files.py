@@ -6,8 +6,10 @@ Rows are read later, by `dsft.data`. Hub ids are not looked up.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
 from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,14 @@ from dsft.spec.sources import BUILTIN, BUILTIN_PAIRS, BUILTIN_PREFIX, hub_data
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
+_TOKENIZER = re.compile(r"(tokenizer|tekken|vocab|merges|spiece|sentencepiece).*|.*\.(model|tiktoken|spm)")
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+
+NO_TOKENIZER = (
+    "has no tokenizer files (such as tokenizer.json); copy them from the model that it was made from, or set "
+    "model.tokenizer to that model"
+)
 
 CHAT_TEMPLATES = tuple(
     """
@@ -56,6 +65,8 @@ def file_findings(spec: Spec) -> Iterator[Finding]:
         value = getattr(spec.model, key)
         if value is not None:
             yield from _folder(("model", key), value, one_of)
+    if spec.model.tokenizer is None and lacks_tokenizer(spec.model.name_or_path or ""):
+        yield finding("model.name_or_path", f"{quote(spec.model.name_or_path)} {NO_TOKENIZER}")
     lora = spec.model.lora
     if lora is not None and lora.path is not None:
         yield from _folder(("model", "lora", "path"), lora.path, ("adapter_config.json",), hub=False)
@@ -141,9 +152,29 @@ def _folder(path: KeyPath, name: str, one_of: tuple[str, ...], *, hub: bool = Tr
     elif isfile(folder):
         if path != ("model", "tokenizer") or folder.suffix != ".model":  # sentencepiece's
             yield Finding(path, f"{quote(name)} is a file, but a folder is needed; give its folder")
+    elif hub and isdir(folder.parent) and folder.parent != Path() and not is_in_hub_cache(name):
+        beside = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
+        near = get_close_matches(folder.name, beside, n=1, cutoff=0.5)
+        meant = f"write {folder.parent / near[0]}" if near else "correct the path"
+        message = f"{quote(name)} does not exist, although {folder.parent} is a folder here; {meant}, or, if "
+        yield Finding(path, f"{message}the model is on the hub, download it first: hf download {name}")
     elif not (hub and _HUB_ID.fullmatch(name)):
         kind = "neither a folder nor a hub id such as owner/name" if hub else "not a folder"
         yield Finding(path, f"{quote(name)} is {kind}{_searched(name)}; correct the path")
+
+
+def lacks_tokenizer(name: str) -> bool:
+    """Return whether this is a folder with a model's config but no file of a tokenizer, for which
+    transformers would make a tokenizer without tokens."""
+    return isfile(Path(name, "config.json")) and not any(map(_TOKENIZER.fullmatch, os.listdir(name)))
+
+
+def is_in_hub_cache(name: str) -> bool:
+    """Return whether the hub's cache of this machine has a model, found as huggingface_hub finds its cache,
+    whose import takes longer than the rest of a check."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = os.environ.get("HF_HUB_CACHE") or Path(home, "hub")
+    return Path(cache, f"models--{name.replace('/', '--')}").expanduser().is_dir()
 
 
 def _searched(name: str) -> str:

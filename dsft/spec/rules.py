@@ -14,6 +14,7 @@ from typing import Literal
 from dsft.spec.document import quote
 from dsft.spec.findings import Finding, finding, value_at
 from dsft.spec.schema import Spec
+from dsft.spec.usual import rate_warnings
 
 Verdict = Literal["refused", "warned"]
 
@@ -156,4 +157,4 @@ def rule_findings(spec: Spec) -> Iterator[Finding]:
 def warnings(spec: Spec) -> tuple[str, ...]:
     """Return the warnings for this spec, one sentence each."""
     warned = (rule for rule in RULES if rule.verdict == "warned" and rule.applies(spec))
-    return tuple(f"{rule.keys[0]}: {rule.message(spec)}" for rule in warned)
+    return (*(f"{rule.keys[0]}: {rule.message(spec)}" for rule in warned), *rate_warnings(spec))

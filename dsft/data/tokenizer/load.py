@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dsft.data.render.template import named_template
 from dsft.data.tokenizer.spm import MODEL_FILE, bare_model, load_sentencepiece
 from dsft.errors import MissingInputError
+from dsft.spec.files import NO_TOKENIZER, lacks_tokenizer
 from dsft.spec.schema import Model
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     """
     if (model := bare_model(name_or_path)) is not None:
         return load_sentencepiece(model)
+    if lacks_tokenizer(str(name_or_path)):
+        raise MissingInputError(f"tokenizer {name_or_path}: the folder {NO_TOKENIZER}")
     try:
         if (light := _without_torch(Path(name_or_path))) is not None:
             import transformers

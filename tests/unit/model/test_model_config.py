@@ -81,6 +81,13 @@ def test_refused_in_one_sentence(keys: dict[str, object], words: str) -> None:
     assert "Traceback" not in message
 
 
+def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
+    config = LLAMA | {"quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SpecError, match=r"has quantization_config \('gptq'\), so its weights are quantized"):
+        resolve_config(Model(name_or_path=str(tmp_path)), FACTS)
+
+
 def test_a_vocabulary_smaller_than_a_pretrained_models_is_fine() -> None:
     assert resolve_config(Model(from_config=LLAMA | {"vocab_size": 128}), FACTS).vocab_size == 128
 
