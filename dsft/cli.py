@@ -259,6 +259,24 @@ def hostfile(  # noqa: PLR0913, PLR0917  an argument is an option
 
 
 @app.command()
+def train(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    num_gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--num_gpus", "--num-gpus", min=1, help="Number of processes; by default one per GPU, else one."
+        ),
+    ] = None,
+) -> None:
+    """Train on this machine, on all of its GPUs or else on the CPU. If one process fails, all are ended."""
+    from dsft.launcher.command import Options
+    from dsft.launcher.command import launch as start
+
+    raise typer.Exit(start(spec, overrides or (), Options(num_gpus=num_gpus, only_here=True)))
+
+
+@app.command()
 def launch(  # noqa: PLR0913, PLR0917  an argument is an option
     spec: SpecPath,
     overrides: Overrides = None,

@@ -2,8 +2,8 @@
 
     deepspeed --hostfile hostfiles/two_nodes dsft/train.py [SPEC] [key=value …] [--deepspeed_config FILE]
 
-Without SPEC it runs specs/quickstart.yaml, which trains on any world size. Errors in the spec or the world
-are reported within the first second, before torch and deepspeed are imported.
+Without SPEC it runs specs/quickstart.yaml of a checkout, which trains on any world size. Errors in the spec
+or the world are reported within the first second, before torch and deepspeed are imported.
 """
 
 from __future__ import annotations
@@ -137,6 +137,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )  # passed by the deepspeed launcher; LOCAL_RANK is used instead
     options = parser.parse_intermixed_args(arguments)
     has_spec = bool(options.words) and "=" not in options.words[0]
+    if not has_spec and not QUICKSTART.exists():  # dsft was installed from a wheel
+        parser.error("give a SPEC; `dsft init NAME` writes one")
     options.spec = Path(options.words[0]) if has_spec else QUICKSTART
     options.overrides = options.words[has_spec:]
     return options

@@ -1,4 +1,4 @@
-"""Run `dsft launch`: start a run on all of its hosts, watch it to its end, restart it if asked to, and return
+"""Run `dsft launch` and `dsft train`: start a run on all of its hosts, watch it to its end, restart it if asked to, and return
 the exit code."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dsft.plan.load import load
 from dsft.rank.launched import master_port
 from dsft.rank.promise import check_hosts
 from dsft.rank.slurm import allocation
-from dsft.remote import Channel, NoAnswer, forwarded
+from dsft.remote import Channel, NoAnswer, forwarded, is_this_machine
 from dsft.report.redact import redact, redact_command
 from dsft.spec.schema import Spec
 from dsft.system.lock import lock_folder
@@ -41,12 +41,16 @@ OF_OTHER_STARTS = frozenset({"port", "programs", "hostfile"})
 """The doctor's checks that do not concern `dsft launch`: pdsh, its hostfile, and a fixed port (here rank 0's
 host finds a free one)."""
 
-DEVICES = "from deepspeed.accelerator import get_accelerator as a; print('devices', a().device_count())"
+DEVICES = (
+    "from deepspeed.accelerator import get_accelerator as a; "
+    "print('devices', a().device_name(), a().device_count())"
+)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line, beside the spec and its overrides."""
+    """Options of the command line, beside the spec and its overrides. only_here: `dsft train`, which uses no
+    other host."""
 
     launcher: str | None = None
     restarts: int = 0
@@ -54,6 +58,7 @@ class Options:
     num_gpus: int | None = None
     dry_run: bool = False
     doctor: bool = True
+    only_here: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,8 @@ def run(settings: LaunchSettings) -> int:
 
 def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> LaunchSettings:
     spec = load(path, overrides)
-    launcher = options.launcher or (spec.cluster.launcher if spec.cluster else "dsft")
+    named = spec.cluster.launcher if spec.cluster and not options.only_here else "dsft"
+    launcher = options.launcher or named
     if launcher not in LAUNCHERS:
         raise SpecError(
             "The command line cannot be used.",
@@ -124,7 +130,8 @@ def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Launch
 def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
     """Return host -> slots: from --hostfile, the Slurm job or the spec, else all devices of this machine.
 
-    Raises SpecError if --num_gpus has no effect, WorldError if the spec promises other hosts.
+    Raises SpecError if --num_gpus has no effect, WorldError if the spec promises other hosts, or `dsft train`
+    cannot reach them.
     """
     others = "--hostfile" if options.hostfile else "the Slurm job" if slurm else "cluster.hosts"
     if options.num_gpus is not None and (options.hostfile or slurm or spec.cluster):
@@ -144,8 +151,14 @@ def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
     if slurm:
         return of_slurm(spec, os.environ)
     if spec.cluster is not None:
+        elsewhere = [host for host in spec.cluster.hosts if options.only_here and not is_this_machine(host)]
+        if elsewhere:
+            raise WorldError(
+                f"cluster.hosts names other machines than this one ({', '.join(elsewhere)}), and dsft train uses "
+                "this one alone; start the run with dsft launch, or remove the section cluster to train here."
+            )
         return dict(spec.cluster.hosts)
-    return {"localhost": options.num_gpus or devices_here()}
+    return {"localhost": options.num_gpus or devices_here(one_on_cpu=options.only_here)}
 
 
 def of_slurm(spec: Spec, environ: Mapping[str, str]) -> dict[str, int]:
@@ -165,17 +178,18 @@ def of_slurm(spec: Spec, environ: Mapping[str, str]) -> dict[str, int]:
     return dict(zip(given, promised.values(), strict=True))
 
 
-def devices_here() -> int:
+def devices_here(*, one_on_cpu: bool) -> int:
     """Return the number of devices that `deepspeed dsft/train.py` would use, from DeepSpeed in a separate
-    process."""
+    process. Of a CPU these are its NUMA nodes; one_on_cpu: count them as one."""
     try:
         found = subprocess.run([sys.executable, "-c", DEVICES], capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         found = None
-    counts = [line.split()[1] for line in (found.stdout if found else "").splitlines() if "devices " in line]
-    if not counts or not counts[-1].isdecimal() or int(counts[-1]) < 1:
+    lines = [line for line in (found.stdout if found else "").splitlines() if line.startswith("devices ")]
+    name, count = lines[-1].split()[1:] if lines else ("", "0")
+    if not count.isdecimal() or int(count) < 1:
         raise WorldError("DeepSpeed finds no device on this machine; give --num_gpus, or cluster.hosts.")
-    return int(counts[-1])
+    return 1 if one_on_cpu and name == "cpu" else int(count)
 
 
 def examine(settings: LaunchSettings) -> None:

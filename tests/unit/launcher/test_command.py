@@ -51,6 +51,21 @@ def test_what_would_go_unheard_or_break_the_promise_is_refused(
     assert getattr(error, "exit_code", None) == code and said in str(error), done.output
 
 
+def test_train_uses_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many processes as GPUs, one on a CPU of any number of NUMA nodes, and no other host."""
+    here = command.Options(only_here=True)
+    two_nodes = "cluster.hosts={localhost: 2, node2: 2}"
+    with pytest.raises(WorldError, match=r"other machines than this one \(node2\).*dsft launch"):
+        command.prepared(Path(TWO), (two_nodes,), here)
+    assert command.prepared(Path(ONE), (), here).plan.hosts == {"localhost": 8}
+    for devices, hosts in (("cuda 4", 4), ("cpu 4", 1)):
+        monkeypatch.setattr(command, "DEVICES", f"print('a line'); print('devices {devices}')")
+        assert command.prepared(Path("specs/zero2.yaml"), (), here).plan.hosts == {"localhost": hosts}
+    monkeypatch.setattr(command, "DEVICES", "print('devices cuda 0')")
+    with pytest.raises(WorldError, match="DeepSpeed finds no device"):
+        command.prepared(Path("specs/zero2.yaml"), (), here)
+
+
 def test_a_hostfile_of_other_names_with_the_same_numbers_is_taken(tmp_path: Path) -> None:
     hostfile = tmp_path / "two"
     hostfile.write_text("a slots=8\nb slots=8\n")
