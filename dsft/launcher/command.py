@@ -1,5 +1,5 @@
-"""Run `dsft launch` and `dsft train`: start a run on all of its hosts, watch it to its end, restart it if asked to, and return
-the exit code."""
+"""Run `dsft launch` and `dsft train`: start a run on all of its hosts, watch it to its end, restart it if
+asked to, and return the exit code."""
 
 from __future__ import annotations
 
@@ -154,8 +154,9 @@ def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
         elsewhere = [host for host in spec.cluster.hosts if options.only_here and not is_this_machine(host)]
         if elsewhere:
             raise WorldError(
-                f"cluster.hosts names other machines than this one ({', '.join(elsewhere)}), and dsft train uses "
-                "this one alone; start the run with dsft launch, or remove the section cluster to train here."
+                f"cluster.hosts names other machines than this one ({', '.join(elsewhere)}), and dsft train "
+                "uses this one alone; start the run with dsft launch, or remove the section cluster to train "
+                "here."
             )
         return dict(spec.cluster.hosts)
     return {"localhost": options.num_gpus or devices_here(one_on_cpu=options.only_here)}
