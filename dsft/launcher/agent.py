@@ -51,7 +51,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         # Sent by a terminal or scheduler; the supervisor decides. Not SIG_IGN, which ranks would inherit.
         signal.signal(number, lambda number, frame: None)
-    is_short = len(tempfile.gettempdir()) < 80  # a socket's path has 107 bytes at most
+    is_short = len(os.fsencode(tempfile.gettempdir())) < 78  # a socket's path has 107 bytes at most
     scratch = Path(tempfile.mkdtemp(prefix="dsft-agent-", dir=None if is_short else "/tmp"))  # noqa: S108
     try:
         asyncio.run(Agent(scratch).run())

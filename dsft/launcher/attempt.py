@@ -99,7 +99,7 @@ class _Host:
 
 @dataclass
 class _Rank:
-    """A rank, and its last heartbeat, which arrived at `heard`."""
+    """A rank, and its last heartbeat, which arrived at `received_at`."""
 
     host: str
     pid: int | None = None
