@@ -87,13 +87,22 @@ def dsft(
 def init(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the run.")],
     task: Annotated[str, typer.Option(help="sft, pretrain or dpo.")] = "sft",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Hub id or folder of your model; by default a tiny one with builtin rows."),
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option(help="Your data file, folder or hub data set; may be repeated.")
+    ] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train adapters instead of all weights.")] = False,
     out: SpecOut = None,
 ) -> None:
     """Write a new spec with comments. Its JSON Schema, for editors, is written to the same folder."""
     from dsft.spec.template import write_template
 
-    for file in write_template(name, task, out or Path("specs") / f"{name}.yaml"):
-        print(f"wrote {file}")
+    path = out or Path("specs") / f"{name}.yaml"
+    for file in write_template(name, task, path, model, data or (), lora=lora):
+        _print(f"wrote {file}")
 
 
 @app.command()

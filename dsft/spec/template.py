@@ -1,21 +1,34 @@
-"""Write the spec of `dsft init`.
-
-It is valid and runs unchanged on one CPU core: a small model with fresh weights, and builtin or generated
-rows.
-"""
+"""Write the spec of `dsft init`: for the user's own model and data, or one that runs unchanged on one CPU
+core, with a small model with fresh weights and builtin or generated rows."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from dsft.errors import Problem, SpecError, StorageError
 from dsft.spec.document import quote, read_document
+from dsft.spec.load import load_spec
 from dsft.spec.schema import NAME_PATTERN, Spec
 from dsft.spec.task import TASKS
 
 SCHEMA_FILE = "dsft.schema.json"
+
+_TINY_MODEL = """\
+  # A newly initialized model; `dsft init --model PATH --data PATH` writes a spec for a pretrained one.
+  from_config: {model_type: llama, hidden_size: 128, intermediate_size: 384, num_hidden_layers: 4,
+                num_attention_heads: 4, num_key_value_heads: 4, max_position_embeddings: 1024,
+                tie_word_embeddings: false}
+  gradient_checkpointing: false      # true recomputes activations and saves memory
+"""
+
+_OWN_MODEL = """\
+  name_or_path: {model}
+  gradient_checkpointing: true       # recomputes activations; false is faster and needs more memory
+  {lora}lora: {{rank: 16, alpha: 32}}{space}# train adapters; learning_rate: about {rate}
+"""
 
 _SFT_DATA = """\
   train: [{path: "builtin:quickstart"}]          # e.g. [{path: data/train.jsonl}]; docs/formats.md
@@ -37,6 +50,21 @@ _DPO_DATA = """\
   max_length: 256                    # tokens of a prompt and one answer
   on_too_long: error                 # error | drop | truncate
   packing: true                      # several pairs in one row, without padding; same loss
+"""
+
+_OWN_DATA = """\
+  train:
+{sources}
+  # eval_fraction: 0.02              # hold out this part of the rows; or eval: [{{path: data/eval.jsonl}}]
+  max_length: {max_length:<4}                   # tokens{of}
+{too_long}  packing: true                      # {packing}
+"""
+
+_TOO_LONG = """\
+  on_too_long: error                 # error | drop | truncate
+"""
+
+_DPO = """\
 
 dpo:                                 # docs/dpo.md
   beta: 0.1                          # strength of the pull towards the reference
@@ -52,13 +80,7 @@ name: {name}
 task: {task}
 
 model:
-  # A newly initialized model; for a pretrained one write instead: name_or_path: {pretrained}
-  from_config: {{model_type: llama, hidden_size: 128, intermediate_size: 384, num_hidden_layers: 4,
-                num_attention_heads: 4, num_key_value_heads: 4, max_position_embeddings: 1024,
-                tie_word_embeddings: false}}
-  gradient_checkpointing: false      # true recomputes activations and saves memory
-  # lora: {{rank: 16, alpha: 32}}      # adapters instead of all weights, for a pretrained model
-
+{model}
 data:
 {data}
 parallel:
@@ -67,32 +89,42 @@ parallel:
   offload_optimizer: {{device: none}}  # none | cpu, with zero_stage 1 to 3 | nvme, with 3: docs/offload.md
 
 train:                               # give two of the three batch keys; the third follows
-  micro_batch_size: 8                # {examples} per forward pass of a rank
-  accumulation_steps: 1              # micro-batches per optimizer step
-  # global_batch_size: 64            # {examples} per optimizer step, over all ranks
-  num_train_epochs: 1
-  max_steps: 100                     # optimizer steps; null for num_train_epochs
-  log_every: 1                       # optimizer steps
+{batch}
+  log_every: 10                      # optimizer steps
   precision: bf16                    # bf16 | fp32 | fp16
   max_grad_norm: 1.0                 # 0 switches clipping off
   seed: 42
 
 optim:
-  learning_rate: 1e-3                # for a pretrained model: about {small_rate}
+  learning_rate: {rate}                # {about_rate}
   weight_decay: 0.0
   lr_scheduler_type: cosine          # linear | cosine | constant | constant_with_warmup | ...
-  warmup_ratio: 0.1                  # fraction of all steps
+  warmup_ratio: {warmup}                 # fraction of all steps
 
-checkpoint: {{every: 50, keep_last: 2, resume: auto}}
+checkpoint: {{every: {every}, keep_last: 2, resume: auto}}
 
 # cluster: {{hosts: {{node1: 8, node2: 8}}, interface: eth0}}   # with other hosts the run stops
 
-wandb: {{project: dsft, mode: auto}}   # auto | online | offline | disabled
+# wandb: {{project: dsft}}             # also records the run with Weights & Biases
 output_dir: runs
 """
 
-_ROW_EXAMPLES = {"pretrained": "meta-llama/Llama-3.1-8B", "examples": "examples", "small_rate": "1e-5"}
-_PAIR_EXAMPLES = {"pretrained": "runs/SFT/export", "examples": "pairs", "small_rate": "5e-7"}
+_TINY_BATCH = """\
+  micro_batch_size: 8                # {examples} per forward pass of a rank
+  accumulation_steps: 1              # micro-batches per optimizer step
+  # global_batch_size: 64            # {examples} per optimizer step, over all ranks
+  num_train_epochs: 1
+  max_steps: 100                     # optimizer steps; null for num_train_epochs"""
+
+_OWN_BATCH = """\
+  global_batch_size: 32              # {examples} per optimizer step, over all ranks
+  micro_batch_size: 1                # {examples} per forward pass of a rank; more is faster, if memory allows
+  # accumulation_steps: 4            # micro-batches per optimizer step
+  num_train_epochs: {epochs}
+  # max_steps: 1000                  # optimizer steps, instead of num_train_epochs"""
+
+_RATES = {"sft": ("1e-5", "1e-4"), "pretrain": ("1e-5", "1e-4"), "dpo": ("5e-7", "5e-6")}
+"""Usual learning rates of a pretrained model by task: of all weights, and of adapters."""
 
 _TEXTS = (
     "The tide pools of the north shore fill twice a day. Crabs hide under the weed until the water is back.",
@@ -111,20 +143,35 @@ def schema_text() -> str:
     )  # an editor would show the line breaks of a description as paragraphs
 
 
-def write_template(name: str, task: str, path: Path) -> tuple[Path, ...]:
-    """Write the spec, for pretraining some rows, and the schema beside the spec. Return the written files in
-    this order.
+def write_template(
+    name: str,
+    task: str,
+    path: Path,
+    model: str | None = None,
+    data: Sequence[str] = (),
+    *,
+    lora: bool = False,
+) -> tuple[Path, ...]:
+    """Write the spec, for pretraining without `data` some rows, and the schema beside the spec. Return the
+    written files in this order. model, data: the user's own, both or neither; lora: train adapters of it.
 
-    Raise SpecError if the task or the name is not possible or a file (other than the schema) would be
-    overwritten, StorageError if writing fails.
+    Raise SpecError if the task, the name, the model or the data is not possible or a file (other than the
+    schema) would be overwritten, StorageError if writing fails.
     """
     if task not in TASKS:
         raise _refuse("--task", f"{quote(task)} is not a task; use sft, pretrain or dpo")
     if re.fullmatch(NAME_PATTERN, name) is None:
         rule = "use at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"
         raise _refuse("NAME", f"{quote(name)} cannot be the name of a run; {rule}")
-    files = {path: _spec_text(name, task, path)}
-    if not TASKS[task].answers:
+    if bool(model) != bool(data):
+        missing, given = ("--data", "--model") if model else ("--model", "--data")
+        raise _refuse(
+            missing, f"it is missing beside {given}; give both, or neither for a tiny model on builtin rows"
+        )
+    if lora and not model:
+        raise _refuse("--lora", "adapters need a pretrained model; give --model and --data too")
+    files = {path: _own_spec(name, task, path, str(model), data, lora) if model else _tiny(name, task, path)}
+    if not model and not TASKS[task].answers:
         files[_text_file(path)] = "".join(json.dumps({"text": text}) + "\n" for text in _TEXTS)
     for file in files:
         if file.exists() or file.is_symlink():
@@ -138,18 +185,85 @@ def write_template(name: str, task: str, path: Path) -> tuple[Path, ...]:
         raise StorageError(
             f"{quote(str(path))} cannot be written ({error.strerror}); choose another place"
         ) from error
+    if model:
+        _check(path)
     return tuple(files)
 
 
-def _spec_text(name: str, task: str, path: Path) -> str:
+def _check(path: Path) -> None:
+    """Remove the spec and raise its SpecError where it is not valid, such as for a file that is not there."""
+    try:
+        load_spec(path)
+    except SpecError as error:
+        path.unlink()
+        problems = [Problem(problem.where, problem.message) for problem in error.problems]
+        raise SpecError(
+            "dsft init has written nothing, because the spec would not be valid:", problems
+        ) from None
+
+
+def _tiny(name: str, task: str, path: Path) -> str:
+    """Return the spec of a tiny model."""
     data = {
         "sft": _SFT_DATA,
         "pretrain": _PRETRAIN_DATA.format(text_file=json.dumps(str(_text_file(path)))),
         "dpo": _DPO_DATA,
     }
-    words = _PAIR_EXAMPLES if TASKS[task].unit == "pair" else _ROW_EXAMPLES
+    return _filled(
+        name, task, path, _TINY_MODEL, data[task], _TINY_BATCH.format(examples=_examples(task)),
+        rate="1e-3", about_rate=f"for a pretrained model: about {_RATES[task][0]}", warmup="0.1 ", every="50",
+    )  # fmt: skip
+
+
+def _own_spec(name: str, task: str, path: Path, model: str, data: Sequence[str], lora: bool) -> str:
+    """Return the spec of the user's own model and data."""
+    full, adapters = _RATES[task]
+    kind = TASKS[task]
+    own_model = _OWN_MODEL.format(
+        model=_quoted(model), lora="" if lora else "# ", space=" " * (8 if lora else 6), rate=adapters
+    )
+    own_data = _OWN_DATA.format(
+        sources="\n".join(f"    - {{path: {_quoted(source)}}}" for source in data),
+        max_length=_max_length(model),
+        of=" of a prompt and one answer" if kind.preference else "",
+        too_long=_TOO_LONG if kind.answers else "",
+        packing=f"several {_examples(task)} in one row, without padding; same loss"
+        if kind.answers
+        else "rows of exactly max_length; false: a row per document",
+    )
+    return _filled(
+        name, task, path, own_model, own_data,
+        _OWN_BATCH.format(examples=_examples(task), epochs=3 if task == "sft" else 1),
+        rate=adapters if lora else full,
+        about_rate=f"{'all weights' if lora else 'adapters (lora)'}: about {full if lora else adapters}",
+        warmup="0.03", every="200",
+    )  # fmt: skip
+
+
+def _filled(name: str, task: str, path: Path, model: str, data: str, batch: str, **words: str) -> str:
     quoted = name if read_document(name).data == name else json.dumps(name)  # such as 123 and null
-    return _TEMPLATE.format(name=quoted, task=task, data=data[task], path=path, schema=SCHEMA_FILE, **words)
+    section = _DPO if TASKS[task].preference else ""
+    return _TEMPLATE.format(
+        name=quoted, task=task, path=path, schema=SCHEMA_FILE, model=model, data=data + section, batch=batch,
+        examples=_examples(task), **words,
+    )  # fmt: skip
+
+
+def _max_length(model: str) -> int:
+    """Return 2048, or the model's number of positions where it is a folder with fewer."""
+    try:
+        positions = json.loads(Path(model, "config.json").read_text("utf-8"))["max_position_embeddings"]
+        return min(2048, int(positions))
+    except (OSError, ValueError, KeyError, TypeError):  # of the hub, or of another form
+        return 2048
+
+
+def _examples(task: str) -> str:
+    return "pairs" if TASKS[task].unit == "pair" else "examples"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _text_file(path: Path) -> Path:

@@ -118,6 +118,41 @@ def test_what_init_writes_is_valid_and_has_its_schema_beside_it(dsft, write: Wri
     assert max(map(len, text.splitlines())) <= 110
 
 
+@pytest.mark.parametrize(
+    ("words", "rate"),
+    [
+        (["--task", "sft"], 1e-5), (["--task", "sft", "--lora"], 1e-4), (["--task", "pretrain"], 1e-5),
+        (["--task", "dpo"], 5e-7), (["--task", "dpo", "--lora"], 5e-6),
+    ],
+)  # fmt: skip
+def test_init_for_the_users_own_model_and_data(dsft, write: Write, words: list[str], rate: float) -> None:  # noqa: ANN001
+    write()
+    task, name = words[1], "my, mödel: 1"
+    Path(name).mkdir()
+    config = {"model_type": "llama", "vocab_size": 512, "max_position_embeddings": 1024, "hidden_size": 64}
+    Path(name, "config.json").write_text(json.dumps(config), encoding="utf-8")
+    Path(name, "tokenizer.json").write_text("{}", encoding="utf-8")
+    code, out, err = dsft(
+        "init", "mine", *words, "--model", name, "--data", "rows.jsonl", "--data", "owner/name"
+    )
+    assert code == 0 and "wrote specs/mine.yaml" in out, err
+    text = Path("specs/mine.yaml").read_text(encoding="utf-8")
+    spec = load_spec("specs/mine.yaml")
+    assert (spec.task, spec.model.name_or_path, spec.optim.learning_rate) == (task, name, rate)
+    assert [source.path for source in spec.data.train] == ["rows.jsonl", "owner/name"]
+    assert spec.model.gradient_checkpointing and spec.data.max_length == 1024
+    assert (spec.model.lora is not None) is ("--lora" in words)
+    assert "from_config" not in text and "builtin" not in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_init_writes_nothing_that_is_not_valid(dsft, write: Write) -> None:  # noqa: ANN001
+    write()
+    code, _, err = dsft("init", "mine", "--model", "owner/name", "--data", "no.jsonl")
+    assert code == 2 and "data.train.0.path: 'no.jsonl' does not exist" in err and "line" not in err
+    assert not Path("specs/mine.yaml").exists()
+
+
 @pytest.mark.parametrize("name", ["123", "null", "1e5", "true", "0x1F"])
 def test_init_writes_a_name_that_yaml_would_take_for_something_else(dsft, write: Write, name: str) -> None:  # noqa: ANN001
     write()
@@ -134,7 +169,18 @@ def test_init_overwrites_nothing(dsft, write: Write) -> None:  # noqa: ANN001
     assert Path("specs/fresh.yaml").read_text(encoding="utf-8") == "mine"
 
 
-@pytest.mark.parametrize("arguments", [["../x"], ["a/b"], ["x", "--task", "chat"], [""]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["../x"],
+        ["a/b"],
+        ["x", "--task", "chat"],
+        [""],
+        ["x", "--model", "m"],
+        ["x", "--data", "rows.jsonl"],
+        ["x", "--lora"],
+    ],
+)
 def test_init_refuses(dsft, write: Write, arguments: Sequence[str]) -> None:  # noqa: ANN001
     write()
     before = set(Path().rglob("*"))
