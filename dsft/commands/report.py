@@ -60,14 +60,19 @@ class RunFolder:
     @property
     def base(self) -> str | None:
         """The pretrained model that was trained; None for fresh weights."""
-        name = self.spec.get("model", {}).get("name_or_path")
+        name = _mapping(self.spec.get("model")).get("name_or_path")
         return name if isinstance(name, str) else None
 
 
 def write_report(names: Sequence[str], prompts: Sequence[str], out: Path | None) -> Path:
     """Write the page and return its path, by default report.html in the folder of the first run. Raises
     MissingInputError if a run does not exist, StorageError if the page cannot be written."""
-    runs = [_read(folder_of(name)) for name in names]
+    folders = list({folder.resolve(): folder for folder in map(folder_of, names)}.values())
+    last = [folder.resolve().name for folder in folders]
+    runs = [
+        _read(folder, name if last.count(name) == 1 else str(folder))
+        for folder, name in zip(folders, last, strict=True)
+    ]
     path = out or runs[0].folder / PAGE
     text = page(runs, [_answers(run, prompts) for run in runs] if prompts else [])
     try:
@@ -79,13 +84,13 @@ def write_report(names: Sequence[str], prompts: Sequence[str], out: Path | None)
     return path
 
 
-def _read(folder: Path) -> RunFolder:
+def _read(folder: Path, name: str) -> RunFolder:
     records = read_metrics(folder / "metrics.jsonl")
     if not records:
         raise MissingInputError(f"{folder} has no step in metrics.jsonl yet: there is nothing to report")
     names = ("memory.json", "data.json", "spec.yaml", "versions.json")
     memory, data, spec, versions = (_mapping_in(folder / name) for name in names)
-    return RunFolder(folder, folder.resolve().name, records, memory, data, spec, versions)
+    return RunFolder(folder, name, records, memory, data, spec, versions)
 
 
 def _mapping_in(path: Path) -> dict[str, Any]:
@@ -94,8 +99,13 @@ def _mapping_in(path: Path) -> dict[str, Any]:
         found = (
             read_json(path) if path.suffix == ".json" else yaml.safe_load(path.read_text(encoding="utf-8"))
         )
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
+    return _mapping(found)
+
+
+def _mapping(found: Any) -> dict[str, Any]:
+    """Return {} instead of anything else: a file may be damaged, or edited."""
     return found if isinstance(found, dict) else {}
 
 
@@ -161,9 +171,9 @@ def differing(runs: Sequence[RunFolder]) -> Table:
 def memory(run: RunFolder) -> Table:
     """Return measured and planned bytes of each phase, the largest over all ranks."""
     rows = []
-    for phase, kinds in run.memory.get("phases", {}).items():
-        for kind, found in kinds.items():
-            if isinstance(found, Mapping) and "measured" in found:
+    for phase, kinds in _mapping(run.memory.get("phases")).items():
+        for kind, found in _mapping(kinds).items():
+            if "measured" in _mapping(found):
                 above, planned = found.get("above_start"), found.get("planned")
                 rows.append([f"{phase}, {kind}", *map(_gib, (found["measured"], above, planned))])
     return [["phase", "measured", "above the start", "planned"], *rows] if rows else []
@@ -172,7 +182,9 @@ def memory(run: RunFolder) -> Table:
 def ledger(run: RunFolder) -> Table:
     """Return what became of the rows, a column for each data set, without counts that are 0 everywhere."""
     totals = {
-        name: part["total"] for name, part in run.data.items() if isinstance(part, dict) and "total" in part
+        name: {count: value for count, value in part["total"].items() if isinstance(value, int)}
+        for name, part in run.data.items()
+        if _mapping(_mapping(part).get("total"))
     }
     names = [
         name for name in next(iter(totals.values()), {}) if any(total.get(name) for total in totals.values())

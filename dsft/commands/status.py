@@ -146,11 +146,12 @@ def lock_holder(lock: Path, log_age: float | None) -> str | None:
     """Return the process that the lock names, if it still runs; else None. A process of another host is taken
     to run as long as the run writes output."""
     age = _age(lock)
-    if age is None:
+    try:
+        named = lock.read_text(errors="replace").strip()
+    except OSError:  # there is none, or it is another user's
         return None
-    named = lock.read_text(errors="replace").strip()
     match = _HOLDER.fullmatch(named)
-    if match is None:
+    if match is None or age is None:
         return None
     if match[2] == socket.gethostname():
         return named if _runs(match[1], age) else None

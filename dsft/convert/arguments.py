@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from os.path import isfile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -303,7 +304,7 @@ def parallel(draft: Draft) -> None:
         draft.folder / name,
         *(parent / name for parent in draft.folder.resolve().parents),
     ):
-        if path.is_file():
+        if isfile(path):
             deepspeed(draft, read_json(path), path.name)
             return
     stage = next((int(digit) for digit in "3210" if f"z{digit}" in name or f"zero{digit}" in name), None)

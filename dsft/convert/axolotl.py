@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os.path import exists
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def _path(draft: Draft, where: str, entry: Mapping[str, Any]) -> str:
     if path is None:
         raise mistake(where, "it has no path")
     name = str(path)
-    if name.startswith((".", "/")) or Path(name).exists() or (draft.folder / name).exists():
+    if name.startswith((".", "/")) or exists(name) or exists(draft.folder / name):
         return name
     if files:
         draft.left[f"{where}.data_files"] = (

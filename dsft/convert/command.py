@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,15 +67,15 @@ def convert_file(
     kind = tool or recognized(given)
     if kind not in (*TOOLS, _DEEPSPEED):
         raise mistake("--from", f"{quote(kind)} is not known; use one of {', '.join((*TOOLS, _DEEPSPEED))}")
-    if kind == _DEEPSPEED:
-        title, draft = "DeepSpeed", _from_deepspeed(given, path, task)
-    else:
-        title = TOOLS[kind].title
-        draft = Draft(given, TOOLS[kind].defaults, path.parent)
-        try:
+    title = TOOLS[kind].title if kind in TOOLS else "DeepSpeed"
+    try:
+        if kind == _DEEPSPEED:
+            draft = _from_deepspeed(given, path, task)
+        else:
+            draft = Draft(given, TOOLS[kind].defaults, path.parent)
             TOOLS[kind].convert(draft, task, dataset_info)
-        except (TypeError, ValueError, AttributeError, KeyError) as error:
-            raise mistake(str(path), f"a value is not of the kind that {title} takes ({error!r})") from error
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise mistake(str(path), f"a value is not of the kind that {title} takes ({error!r})") from error
     _name(draft, path)
     if model is not None:
         draft.put("model.name_or_path", model, "--model")
@@ -112,10 +114,14 @@ def recognized(given: Mapping[str, Any]) -> str:
 def _read(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML or JSON file."""
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = yaml.safe_load(text)
     except OSError as error:
         raise MissingInputError(f"{quote(str(path))} cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: also the date 2026-13-01
         raise mistake(str(path), f"it is neither YAML nor JSON ({' '.join(str(error).split())})") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise mistake(str(path), "it is no mapping of keys to values")
@@ -206,7 +212,7 @@ def listed(left: Mapping[str, str]) -> list[str]:
 
 
 def _write(path: Path, text: str) -> None:
-    if path.exists() or path.is_symlink():
+    if os.path.lexists(path):
         raise mistake("--out", f"{quote(str(path))} is there already and stays; choose another file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

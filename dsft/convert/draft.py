@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from os.path import isfile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -142,7 +143,7 @@ class Draft:
         here, folder = Path.cwd(), self.folder.resolve()
         for place in (here, folder, *folder.parents):
             path = place / name
-            if path.is_file():
+            if isfile(path):
                 return path.relative_to(here) if path.is_relative_to(here) else path
         return None
 
@@ -162,7 +163,7 @@ class Draft:
 
     def text(self, head: list[str]) -> str:
         """Return the spec as YAML, sections in the order of the schema, after the comment lines `head`."""
-        lines = [f"# {line}".rstrip() for line in head]
+        lines = [f"# {_one_line(line)}".rstrip() for line in head]
         for key in Spec.model_fields:
             if key in self.spec:
                 lines += ["", *self._lines(key, self.spec[key], 0)]
@@ -170,8 +171,7 @@ class Draft:
 
     def _lines(self, path: str, value: Any, depth: int) -> list[str]:
         indent, name = "  " * depth, path.rpartition(".")[2]
-        comment = self.comments.get(path, "")
-        tail = f"  # {comment}" if comment else ""
+        tail = self._tail(path)
         if isinstance(value, dict) and depth < 2 and value:
             below = [self._lines(f"{path}.{key}", inner, depth + 1) for key, inner in value.items()]
             return [f"{indent}{name}:{tail}", *(line for part in below for line in part)]
@@ -184,7 +184,7 @@ class Draft:
         return [f"{indent}{name}: {_flow(value)}{tail}"]
 
     def _tail(self, path: str) -> str:
-        return f"  # {self.comments[path]}" if path in self.comments else ""
+        return f"  # {_one_line(self.comments[path])}" if path in self.comments else ""
 
     def _find(self, names: tuple[str, ...]) -> tuple[str, Any]:
         self.read.update(names)
@@ -202,6 +202,11 @@ def _no_key_for(name: str, value: Any) -> str:
     if feature is not None:
         return feature.clause()
     return f"see {ours}" if ours is not None else "dsft has no key for it (docs/limits.md)"
+
+
+def _one_line(comment: str) -> str:
+    """Return a comment that cannot end its line: keys and values of the config are quoted in it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in comment)
 
 
 def _flow(value: Any) -> str:
@@ -226,7 +231,7 @@ def number(value: Any) -> float:
         raise ValueError("a number is needed")
     try:
         found = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.inf
     if not math.isfinite(found):
         raise ValueError("a number is needed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os.path import exists
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def _source(entry: Any) -> dict[str, Any]:
     """Return the source of `PATH` or `ID[:SUBSET][#ROWS]`."""
     name, _, rows = str(entry).partition("#")
     source: dict[str, Any] = {"path": name.removeprefix("HF::").removeprefix("MS::")}
-    if ":" in source["path"] and not Path(source["path"]).exists():
+    if ":" in source["path"] and not exists(source["path"]):
         source["path"] += ":train"
     if rows:
         source["max_rows"] = whole(rows)

@@ -96,7 +96,7 @@ def figure(name: str, records: Sequence[Mapping[str, float]]) -> Any:
     if any(key.endswith(REWARDS[0]) for record in records for key in record):
         rows, heights = [rows[0], list(REWARDS), rows[1]], [1.6, 1.0, 1.0]
     axes = drawn.subplot_mosaic(rows, height_ratios=heights)
-    drawn.suptitle(name, fontsize=13, fontweight="bold")
+    drawn.suptitle(_plain(name), fontsize=13, fontweight="bold")
     _losses(axes["loss"], records)
     for key in REWARDS:
         if key in axes:
@@ -144,8 +144,13 @@ def _rewards(axis: Any, records: Sequence[Mapping[str, float]], key: str) -> Non
         axis.legend(frameon=False, fontsize=9)
 
 
+def _plain(name: str) -> str:
+    """Return the name as matplotlib shows it: as text, not as a formula between dollar signs."""
+    return name.replace("$", r"\$")
+
+
 def _last(name: str, values: Sequence[float]) -> str:
-    return f"{name} {values[-1]:.4f}" if values else name
+    return f"{_plain(name)} {values[-1]:.4f}" if values else _plain(name)
 
 
 def _line(axis: Any, points: Points, title: str) -> None:

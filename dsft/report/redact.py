@@ -85,8 +85,8 @@ def redact_tree(value: Any, environ: Mapping[str, str]) -> Any:
 
 def one_line(error: Exception) -> str:
     """Return the text of an error in one line of at most 200 characters, without secrets."""
-    words = " ".join(str(error).split()) or type(error).__name__
-    return redact(words if len(words) <= 200 else f"{words[:199]}…", os.environ)
+    words = redact(" ".join(str(error).split()), os.environ) or type(error).__name__
+    return words if len(words) <= 200 else f"{words[:199]}…"  # cut last: half a secret is not recognized
 
 
 def _values(environ: Mapping[str, str]) -> set[str]:

@@ -83,6 +83,26 @@ def test_what_files_hold_is_text() -> None:
     assert "<script" not in text and "\x1b" not in text and "&lt;script&gt;" in text
 
 
+def test_names_are_no_formulas_and_stay_apart() -> None:
+    run("a$\\frac{$b", [1.0])
+    run("other/same", [2.0])
+    run("same", [3.0])
+    page = report.write_report(["a$\\frac{$b", "same", "runs/other/same", "runs/same"], [], None).read_text()
+    assert ["training loss, last step", "1.0000", "3.0000", "2.0000"] in cells(page)
+    assert ["", "a$\\frac{$b", "runs/same", "runs/other/same"] in cells(page)
+
+
+@pytest.mark.parametrize(
+    "content", [3, [1], {"phases": [1]}, {"phases": {"x": 1}}, {"train": {"total": {"a": "x"}}}]
+)
+def test_a_damaged_file_counts_as_absent(content: Any) -> None:
+    folder = run("x", [1.0], spec="model: 3\n", memory=content, data=content)
+    text = report.write_report(["x"], [], None).read_text()
+    assert "<h2>Results" in text and "<h2>Memory" not in text
+    (folder / "spec.yaml").write_text("a: " + "[" * 5000)
+    assert "spec.yaml of x" not in report.write_report(["x"], [], None).read_text()
+
+
 def test_a_run_without_files_is_reported_as_far_as_it_got() -> None:
     folder = run("bare", [float("nan")])
     for name in ("memory.json", "data.json", "spec.yaml"):

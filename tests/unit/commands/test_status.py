@@ -191,6 +191,11 @@ def test_files_that_are_torn_are_left_out(run: Path) -> None:
     assert last_checkpoint(run) == "step-100"
 
 
+def test_a_lock_that_cannot_be_read_names_nobody(run: Path) -> None:
+    (run / ".lock").mkdir()
+    assert status_of(run).state == "stopped"
+
+
 @pytest.mark.parametrize("unit", ["[", '{"a":'])
 def test_a_status_or_a_record_that_is_nested_without_end_is_passed_over(run: Path, unit: str) -> None:
     (run / "logs/status.json").write_text(unit * 50_000)

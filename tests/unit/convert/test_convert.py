@@ -304,7 +304,7 @@ def test_what_cannot_be_converted_is_refused(config: dict[str, Any], wanted: str
 def test_files_that_are_no_config() -> None:
     with pytest.raises(MissingInputError, match="cannot be read"):
         convert_file(Path("nothing.yaml"))
-    for text in ("[1, 2]", "a: [", "1: 2", "\x00", "&a [*a]"):
+    for text in ("[1, 2]", "a: [", "1: 2", "\x00", "&a [*a]", "a: 2026-13-01"):
         Path("bad.yaml").write_text(text)
         with pytest.raises(SpecError, match=r"bad\.yaml"):
             convert_file(Path("bad.yaml"))
@@ -312,6 +312,21 @@ def test_files_that_are_no_config() -> None:
         converted(LLAMA_FACTORY, "tool")
     with pytest.raises(SpecError, match="--task: 'rl' is not offered"):
         converted(LLAMA_FACTORY, task="rl")
+
+
+def test_a_json_may_be_indented_with_tabs() -> None:
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}, indent="\t"))
+    done = convert_file(Path("ds.json"), model="a/b", data=["data/identity.json"])
+    assert load_spec(done.path, check_files=False).parallel.zero_stage == 2
+
+
+@pytest.mark.parametrize("key", ["optim", "lr_scheduler_type", "deepspeed", "template", "a\nseed: 1"])
+def test_no_value_of_the_config_ends_a_comment(key: str) -> None:
+    config = {**LLAMA_FACTORY, key: "zero3\nname: other\x85\ud800"}
+    Path("config.json").write_text(json.dumps(config))
+    done = convert_file(Path("config.json"), out=Path("spec.yaml"))
+    assert done.mistakes is None
+    assert not [line for line in Path("spec.yaml").read_text().split("\n") if line.startswith("name: other")]
 
 
 def test_a_file_is_never_overwritten() -> None:
@@ -322,10 +337,14 @@ def test_a_file_is_never_overwritten() -> None:
         convert_file(Path("config.yaml"))
 
 
-@pytest.mark.parametrize("value", ["x", [1], {"a": 1}, -1, float("nan"), True, "1e400", ""])
+@pytest.mark.parametrize(
+    "value", ["x", [1], {"a": 1}, -1, float("nan"), True, "1e400", "", 10**400, "x" * 300]
+)
 def test_a_value_of_another_type_gives_no_traceback(value: Any) -> None:
     """Each key of a config in turn has a value that it cannot have."""
-    for config in (LLAMA_FACTORY, AXOLOTL):
+    deepspeed = {"zero_optimization": {"stage": 2}, "optimizer": {}, "bf16": {}, "fp16": {}}
+    trl = {"model_name_or_path": "a/b", "dataset_name": "x/y"}
+    for config in (LLAMA_FACTORY, AXOLOTL, deepspeed, trl):
         for name in config:
             Path("config.yaml").write_text(yaml.safe_dump({**config, name: value}))
             Path("spec.yaml").unlink(missing_ok=True)
