@@ -107,7 +107,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="dsft/train.py", description="Train the model that SPEC describes.", parents=[flags()]
     )
     parser.add_argument(
-        "words", nargs="*", metavar="[SPEC] [key=value …]", help="a spec, then values that replace its own"
+        "words", nargs="*", metavar="[SPEC] [key=value …]", help="a spec, then keys with new values"
     )
     parser.add_argument(
         "--deepspeed_config", type=Path, metavar="FILE", help="a DeepSpeed JSON that decides how to train"

@@ -173,7 +173,7 @@ def other_rows(then: Any, now: Mapping[str, Mapping[str, Any]], unit: str = "row
             was, is_ = (
                 f"{one['rows']:,} {unit} of {one['tokens']:,} tokens" for one in (then[name], now[name])
             )
-            yield f"{name} had {was}, now {is_ if was != is_ else f'as many other {unit}'}"
+            yield f"{name} had {was}, now {is_ if was != is_ else f'the same number of different {unit}'}"
 
 
 def may_differ(key: str) -> bool:

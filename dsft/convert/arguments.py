@@ -72,7 +72,7 @@ def _optimizer(draft: Draft) -> None:
         note = "" if exact else f"; {name} there, full-precision AdamW here"
         draft.put("optim.name", "adamw", (given if draft.is_given(given) else f"default of {given}") + note)
     else:
-        draft.put("optim.name", "adamw", f"{name} is not offered: look for another learning rate")
+        draft.put("optim.name", "adamw", f"{name} is not offered; AdamW may need another learning rate")
         draft.leave(given, f"{quote(name)} is not offered; optim.name has adamw and sgd")
     draft.carry("optim.learning_rate", "learning_rate", to=number)
     draft.carry("optim.weight_decay", "weight_decay", to=number)

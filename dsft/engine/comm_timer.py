@@ -79,7 +79,8 @@ class CommunicationTimer:
             self._seconds += time.perf_counter() - began
 
     def _between_events(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Time a call on any thread: the thread of the backward pass does not run beside the step's own."""
+        """Time a call, on whichever thread it is made. The backward pass calls from a thread of autograd, but
+        never at the same time as the step's thread, so one `_inside` is enough for both."""
         if self._inside:
             return call(*args, **kwargs)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -55,11 +55,11 @@ def check_groups(trained: Mapping[str, nn.Parameter], spec: Spec, world: World) 
         raise SpecError(WRONG, [Problem("parallel.pipeline_stages", message)])
     if len(set(counts)) > 1 and spec.parallel.zero_stage > 0:
         # DeepSpeed sums the norm of each group over the stages (stage_1_and_2.py, get_grad_norm_direct)
-        kinds = ", ".join(str(counts[rank]) for rank in range(0, len(counts), world.layout.shards))
+        numbers = " and ".join(str(counts[rank]) for rank in range(0, len(counts), world.layout.shards))
         message = (
-            f"the stages have {kinds} different settings of learning rate and weight decay, and ZeRO 1 in a "
-            "pipeline needs the same number in each; set parallel.zero_stage to 0, or choose groups that "
-            "every stage has parameters of"
+            f"the stages have {numbers} parameter groups (one for each different learning rate and weight "
+            "decay), and ZeRO 1 in a pipeline needs the same number in every stage; set parallel.zero_stage "
+            "to 0, or give every stage parameters of each of optim.groups"
         )
         raise SpecError(WRONG, [Problem("parallel.zero_stage", message)])
 

@@ -179,7 +179,8 @@ class LocalRank:
     """A rank of this host.
 
     log_start  bytes in its log before this start
-    process    None if a launcher is the rank's parent
+    process    None if a launcher that the agent started has started the rank in turn (as torchrun does); the
+               rank is then known from its first heartbeat
     """
 
     log: Path

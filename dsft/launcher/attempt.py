@@ -329,7 +329,8 @@ class Attempt:
                 self._fail(failure)
 
     def _activity(self) -> list[RankActivity]:
-        """Return the last reported ages of living ranks that have sent heartbeats."""
+        """Return step, phase and ages as last reported by each living rank. Ranks that have sent no heartbeat
+        yet are left out."""
         return [
             RankActivity(number, rank.host, beat["step"], beat["phase"], beat["silent"], beat["idle"])
             for number, rank in self.ranks.items()

@@ -172,7 +172,7 @@ def of_slurm(spec: Spec, environ: Mapping[str, str]) -> dict[str, int]:
     if len(given) != len(promised):
         raise WorldError(
             f"cluster.hosts has {len(promised)} host(s), but the Slurm job has {len(given)} "
-            f"({environ['SLURM_JOB_NODELIST']}); ask Slurm for as many, or change cluster.hosts."
+            f"({environ['SLURM_JOB_NODELIST']}); ask Slurm for {len(promised)}, or change cluster.hosts."
         )
     if set(given) == set(promised):
         return dict(promised)

@@ -173,8 +173,8 @@ def error_in(lines: Sequence[str]) -> str | None:
 
 @dataclass(frozen=True)
 class RankActivity:
-    """Ages of one rank's reports. silent, idle: seconds since its last heartbeat, and since its last
-    progress."""
+    """What a rank last reported, and how long ago. silent: seconds since its last heartbeat; idle: seconds
+    since it last made progress."""
 
     rank: int
     host: str

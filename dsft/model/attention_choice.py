@@ -1,8 +1,8 @@
-"""Choose which attention function packed rows get on a device, in a type.
+"""Choose the attention function for packed rows, by device and by type of the parameters.
 
-Candidates are tried on the device, forward and backward, with all that the model asks of its attention, and
-compared with the definition; the first that agrees is chosen: FlashAttention 3 and 2 behind torch's
-varlen_attn, the package flash-attn, the loop.
+Each candidate runs forward and backward on the device with the head sizes, scales, windows, soft-cap and
+dropout of the model, and is compared with attention computed from its definition. The first that agrees is
+chosen, in this order: FlashAttention 3 and 2 behind torch's varlen_attn, the package flash-attn, the loop.
 """
 
 from __future__ import annotations

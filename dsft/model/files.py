@@ -157,8 +157,8 @@ def weight_files(name_or_path: str) -> list[Path]:
     absent = [name for name in names if not (folder / name).exists()]
     if absent:
         raise MissingInputError(
-            f"model.name_or_path {name_or_path!r} has no {', '.join(absent)}, which {INDEX} names; give the "
-            "folder whole."
+            f"model.name_or_path {name_or_path!r} has no {', '.join(absent)}, which {INDEX} names; "
+            "download or copy the missing files too."
         )
     return [folder / name for name in names]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import NO_TARGET
-from dsft.model.products import aligned_empty, blocks, multiply, pieces, product, tile_of
+from dsft.model.products import aligned_empty, multiply, pieces, product, tile_of, vocab_slices
 from dsft.model.softmax import Shaping, Softmax, SoftmaxChoice, choose_softmax
 from dsft.plan.memory.sizes import SCORED_PARTS, chunk_limit, in_chunks, kept_rows
 
@@ -175,7 +175,7 @@ class Chunks:
             logps[rows], _, gradient = self.softmax.score(logits, targets[rows], weight.dtype)
             if by_bias is not None:
                 by_bias += gradient.sum(0, dtype=by_bias.dtype)
-            for vocab in blocks(weight):
+            for vocab in vocab_slices(weight):
                 if by_hidden is not None:
                     multiply(gradient[:, vocab], weight[vocab], by_hidden[rows], add=vocab.start > 0)
                 if by_weight is not None:
@@ -203,7 +203,7 @@ class Chunks:
         by_bias = torch.empty_like(bias) if bias is not None and needed[2] else None
         if by_hidden is not None:
             by_stored = by_hidden[: len(stored)]
-            for vocab in blocks(weight):
+            for vocab in vocab_slices(weight):
                 multiply(stored[:, vocab], weight[vocab], by_stored, add=vocab.start > 0)
             by_stored.mul_(pulls[:, None])
         for vocab in pieces(weight.shape[0], len(last), self.chunk_bytes, tile_of(weight)):

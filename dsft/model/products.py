@@ -52,7 +52,7 @@ def pieces(rows: int, width: int, limit: int, tile: int = 1) -> Iterator[slice]:
     return (slice(start, stop) for start, stop in zip(borders, borders[1:], strict=False))
 
 
-def blocks(weight: Tensor) -> tuple[slice, ...]:
+def vocab_slices(weight: Tensor) -> tuple[slice, ...]:
     """Return the slices of the vocabulary that are multiplied at once with a weight (V, H)."""
     return tuple(pieces(len(weight), 1, len(weight) * BYTES_PER_LOGIT, tile_of(weight)))
 
@@ -64,7 +64,7 @@ def product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.mm(hidden, weight.t()) if bias is None else torch.addmm(bias, hidden, weight.t())
     wide = torch.promote_types(weight.dtype, torch.float32)
     found = aligned_empty(hidden, len(hidden), len(weight), wide)
-    for vocab in blocks(weight):
+    for vocab in vocab_slices(weight):
         multiply(hidden, weight[vocab].t(), found[:, vocab])
     # Not by addmm: cuBLASLt adds a bias wrongly to a float32 product of 16-bit matrices (torch's Blas.cpp).
     return found if bias is None else found.add_(bias)

@@ -178,7 +178,7 @@ def layers_of(model: PreTrainedModel) -> str:
 def _outside(model: nn.Module, layers: str, above: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the largest modules that have parameters and do not contain the layers."""
     if next(model.parameters(recurse=False), None) is not None:
-        raise _Unfit(f"{above or 'the model'} has parameters of its own beside its layers")
+        raise _Unfit(f"{above or 'the model'} has parameters that are in none of its submodules")
     for child_name, child in model.named_children():
         name = f"{above}.{child_name}" if above else child_name
         if name == layers:

@@ -160,8 +160,8 @@ def check_finite(values: Tensor, what: str, shape: Iterable[int], start: int = 0
     dtype = str(values.dtype).removeprefix("torch.")
     too_large = "; or train in bf16 or fp32" if values.dtype == torch.float16 else ""
     raise MissingInputError(
-        f"{what} has the value {float(values[first])} at {place}, read as {dtype}, and weights that are not "
-        f"finite make losses that are not; give a copy without such values{too_large}."
+        f"{what} has the value {float(values[first])} at {place}, read as {dtype}; with a NaN or infinite "
+        f"weight the loss is not finite either: give a copy without such values{too_large}."
     )
 
 

@@ -10,9 +10,10 @@ from dsft.objective.api import Objective, Term
 
 
 def next_token(label_smoothing: float = 0.0) -> Objective:
-    """Return an objective of one term, counted in `tokens`: the targets of the step, over all ranks and
-    micro-batches. With label smoothing ε it is (1 - ε) times that plus ε times the mean over the vocabulary,
-    as in torch's cross_entropy."""
+    """Return an objective of one term: the sum of the targets' negative log-likelihoods, divided by the count
+    `tokens`, the number of targets of the step over all ranks and micro-batches. With label smoothing ε a
+    target's loss is (1 - ε) times its own plus ε times the mean over all tokens of the vocabulary, as in
+    torch's cross_entropy; the head computes this."""
     return Objective(terms=(Term("tokens"),), sums=_sums, uniform=True, label_smoothing=label_smoothing)
 
 

@@ -18,7 +18,8 @@ class Layout:
 
     world_size       number of ranks
     pipeline_stages  number of consecutive parts of the model, 1 without a pipeline
-    data_parallel    number of parts into which the rows of a step are divided, world_size ÷ pipeline_stages
+    data_parallel    number of parts into which the rows of a step are divided, world_size ÷ pipeline_stages;
+                     equal to `shards`, the number of ranks of a stage
     """
 
     world_size: int

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.load import on_too_long
-from dsft.data.sets.selection import PairRows, Selection, is_duplicate, longest_rows
+from dsft.data.sets.selection import PairRows, Selection, is_duplicate, limited_lengths
 from dsft.spec.schema import Data, Spec
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _masks(source: SourceSelections, spec: Spec) -> dict[str, Mask]:
     masks = {"empty": empty, "no_target": no_target, "no_end": ~rows.ended[:count] & ~empty & ~no_target}
     kind = _TOO_LONG.get(on_too_long(spec))
     if kind is not None:
-        masks[kind] = (longest_rows(rows)[:count] > spec.data.max_length) & ~no_target
+        masks[kind] = (limited_lengths(rows)[:count] > spec.data.max_length) & ~no_target
     for one in source:
         masks["no_end"][one.of("without_end")] = True
     return masks
@@ -136,7 +136,7 @@ def _reason(kind: str, source: SourceSelections, row: int, data: Data) -> str:
         case "no_end":
             return "its targets stop before the end of the turn or text"
         case _:
-            return f"{longest_rows(rows)[row]:,} tokens, data.max_length is {data.max_length:,}"
+            return f"{limited_lengths(rows)[row]:,} tokens, data.max_length is {data.max_length:,}"
 
 
 # --- the examples to look at first ------------------------------------------------------------------------

@@ -128,12 +128,12 @@ def _cause(promise: Promise, launched: Launched) -> str:
     if launched.launcher == "deepspeed" and promise.hostfile is None:
         return "its --hostfile was left out, or names other hosts or slots"
     ways = {
-        "torchrun": f"torchrun's --nnodes and --nproc_per_node say so; give --nnodes={count} and "
+        "torchrun": f"torchrun's --nnodes and --nproc_per_node decide that; give --nnodes={count} and "
         f"--nproc_per_node{each}",
-        "srun": f"srun's --nodes and --ntasks-per-node say so; give --nodes={count} and "
+        "srun": f"srun's --nodes and --ntasks-per-node decide that; give --nodes={count} and "
         f"--ntasks-per-node{each}",
-        "mpirun": "mpirun's -n and hostfile say so; give it the same hosts and slots",
-        "environment": "WORLD_SIZE says so; set it to the sum of the slots of all hosts",
+        "mpirun": "mpirun's -n and hostfile decide that; give it the same hosts and slots",
+        "environment": "WORLD_SIZE decides that; set it to the sum of the slots of all hosts",
     }
     way = ways.get(launched.launcher, "give the launcher the same hosts and slots")
     return f"{way}, or change cluster.hosts"

@@ -189,8 +189,8 @@ def _cause(off: Tensor, bound: Tensor) -> str:
     count = f"{int(same.sum())} of {len(same)} pairs are the same in both"
     if bool(same.any() and (same | far).all()):
         return (
-            f"{count}, so the weights and the template are the same, and the others were scored from other "
-            "rows; score the reference again on these data"
+            f"{count} and the others differ by far more, so not the weights or the chat template have "
+            "changed but the rows of the others; score the reference again on these data"
         )
     return (
         f"{count}: the reference has other weights than the policy starts from, or an adapter, or its rows "
@@ -301,9 +301,9 @@ class DriftCheck:
         return cls("files" if has_files else "config and seed", lambda: weights_of(spec, model))
 
     def proof(self, world: World) -> str | DsftError:
-        """Check the digest on all ranks. Return a line for the user; or, where it has changed or files are
-        gone, the error, the same on every rank, to be raised after the end of the run is saved. A
-        collective."""
+        """Compare the digest on all ranks with that of the start. Return a line for the user, or the error,
+        the same on every rank, if it has changed or files are gone; it is not raised, so that the caller can
+        save the end of the run first. A collective."""
         try:
             same = world.gather(world.each(self._digest) == self._then)
         except DsftError as error:

@@ -252,8 +252,8 @@ def _fit(
             raise NonFiniteError(
                 f"step {progress.step}: the gradient was not finite in {progress.nonfinite_in_a_row} steps "
                 f"in a row, the last on {named}; nothing was applied. Lower "
-                "optim.learning_rate, look at those rows, or go on from a checkpoint of step "
-                f"{progress.step - progress.nonfinite_in_a_row} or before, with the later ones moved away."
+                "optim.learning_rate, look at those rows, or move the checkpoints after step "
+                f"{progress.step - progress.nonfinite_in_a_row} away, to resume from an older one."
             )
 
         paused = time.perf_counter()

@@ -37,7 +37,7 @@ from dsft.plan.memory.offload import (
 from dsft.rank.swap import remove_stale_folders, shared_swap_folder
 from dsft.run.job import Config, Job, Log
 from dsft.spec.schema import Model
-from dsft.system.disk import check_disk, check_locked, check_space
+from dsft.system.disk import check_disk, check_locked, check_swap_space
 from dsft.system.host import host_memory
 
 
@@ -180,7 +180,7 @@ def with_measured_swap(job: Job, config: Config, counted: Census, world: World, 
         ranks = hosts.count(hosts[world.rank])
         for named in _by_disk(folders) if leads else ():
             needed = max(ranks * sum(parts[key] for key in named), MEASURED)
-            check_space(folders[named[0]], needed, f"parallel.{' and '.join(named)}.nvme_path")
+            check_swap_space(folders[named[0]], needed, f"parallel.{' and '.join(named)}.nvme_path")
 
     world.each(fits)
     buffer = (

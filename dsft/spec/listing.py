@@ -53,7 +53,7 @@ def _folder(name: str) -> tuple[list[Path], list[str]]:
         )
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return _saved(folder), [f"{name}: a data set saved by datasets"]
-    return _data_files(name, _walk(folder), "the folder")
+    return _data_files(name, _files_below(folder), "the folder")
 
 
 def _pattern(name: str) -> tuple[list[Path], list[str]]:
@@ -80,7 +80,7 @@ def _data_files(name: str, paths: Iterable[Path], what: str) -> tuple[list[Path]
     return files, notes
 
 
-def _walk(folder: Path) -> Iterator[Path]:
+def _files_below(folder: Path) -> Iterator[Path]:
     """Yield every file, and every hidden folder without its content. Links to folders are followed, and each
     folder is visited once."""
 

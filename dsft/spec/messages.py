@@ -22,7 +22,7 @@ def sentences(errors: Sequence[ErrorDetails], data: Any) -> list[tuple[KeyPath, 
         if error["type"] == "literal_error" and any(path == other[:-1] for other in paths if other):
             continue  # the key takes a word or a list, and the mistake is in an item of the list
         if error["type"] == "tuple_type" and path in found:
-            found[path] += ", or a list: [...]"
+            found[path] += f", or {_LISTS.get(key_of(path), 'a list: [...]')}"
         found.setdefault(path, _sentence(error, path))
     return list(found.items())
 
@@ -141,6 +141,8 @@ _WAYS_OUT = {
     "true or false": "write one of the two",
     "a string": "write a word or a path",
 }
+_LISTS = {"parallel.pipeline_cut": "the number of layers of each stage, such as [8, 8]"}
+"""Key that takes a word or a list -> what the list has."""
 _TRUE = {"yes", "on", "1", "y", "true"}
 _FALSE = {"no", "off", "0", "n", "false"}
 

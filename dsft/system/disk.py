@@ -59,7 +59,7 @@ def check_disk(folder: Path, key: str) -> None:
         raise StorageError(f"{here} cannot be written ({error.strerror}); name another folder.") from None
 
 
-def check_space(folder: Path, needed: int, key: str) -> None:
+def check_swap_space(folder: Path, needed: int, key: str) -> None:
     """Check that the folder's disk has `needed` bytes free, for all ranks of this host together."""
     free = shutil.disk_usage(folder).free
     if free < needed:

@@ -79,7 +79,8 @@ def lock_folder(
                 other = holder(folder, name)
                 if waiting is None:
                     raise LockedError(
-                        f"{folder} is used by {other}; wait until it ends, stop it, or choose another name."
+                        f"{folder} is used by {other}; wait until it ends, stop it, or choose another name "
+                        "for this run."
                     ) from None
                 waiting(other)
         found = path.stat()

@@ -19,7 +19,7 @@ CAUSES = {
     "other weights, pipeline": WEIGHTS,
     "one weight in bf16": WEIGHTS,
     "another template": WEIGHTS,
-    "other rows": "the others were scored from other rows",
+    "other rows": "changed but the rows of the others",
     "an adapter that the reference lacks": "the policy without its adapter",
 }
 

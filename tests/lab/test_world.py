@@ -64,7 +64,7 @@ def test_processes_of_mpirun_stop_before_torch(
     ]
     words += ["-x", "PYTHONPATH", sys.executable, str(TRAIN), str(spec)]
     ended = lab.run("node1", [*words, OTHER], env=without_torch)
-    assert f"{SAID.format('mpirun')}: mpirun's -n and hostfile say so" in ended.stderr
+    assert f"{SAID.format('mpirun')}: mpirun's -n and hostfile decide that" in ended.stderr
     assert ended.returncode == 69 and not lab.processes(str(TRAIN))
 
 
@@ -89,7 +89,7 @@ def test_what_no_variable_tells_is_found_when_all_have_met(lab: Lab, tmp_path: P
             ranks.append(lab.start(host, words, env=own, stderr=err))
     assert [rank.wait(LATE) for rank in ranks] == [69, 69]
     said = (tmp_path / "node1").read_text()
-    assert f"{SAID.format('environment')} on 2 hosts (1 + 1): WORLD_SIZE says so" in said
+    assert f"{SAID.format('environment')} on 2 hosts (1 + 1): WORLD_SIZE decides that" in said
     assert not (tmp_path / "runs").exists()
 
 

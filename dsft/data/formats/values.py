@@ -71,7 +71,8 @@ def is_text(value: object) -> bool:
 
 
 def json_copy(value: object, place: str, depth: int = 0) -> Any:
-    """Return a copy of a value, checked to be JSON of at most DEEPEST levels."""
+    """Return a copy of a value. Raise BadRowError if it is not JSON, or has more than DEEPEST levels. place:
+    its key in the row, for the message."""
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, str):

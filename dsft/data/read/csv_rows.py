@@ -30,7 +30,7 @@ def csv_rows(texts: Iterable[tuple[str, str | None]], delimiter: str) -> Iterato
         elif mistake is not None:
             yield Line(number, mistake=mistake)
         elif len(fields) != len(header):
-            hint = "quote fields with a delimiter or a line break"
+            hint = "write fields that contain a delimiter or a line break in double quotes"
             has = "1 field" if len(fields) == 1 else f"{len(fields)} fields"
             yield Line(number, mistake=f"{has}, but the header has {len(header)}; {hint}")
         else:

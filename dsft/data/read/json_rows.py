@@ -36,8 +36,8 @@ _OPENED = {
 
 
 def json_lines(texts: Iterable[tuple[str, str | None]]) -> Iterator[Line]:
-    """Yield the rows of a JSON Lines file, given what `lines` yields. A first line that is only a bracket or
-    brace begins JSON over several lines, which is one mistake instead of one per line."""
+    """Yield the rows of a JSON Lines file, given what `lines` yields. If the first line is only a bracket or
+    brace, the file is one JSON value over several lines: yield one mistake for it, not one for each line."""
     decoder, is_first = _Decoder(), True
     for number, (text, mistake) in enumerate(texts, start=1):
         if mistake is not None or is_blank(text):

@@ -102,7 +102,7 @@ class SampleEncoder:
     def _as_text(self, row: MaskedText) -> Rendered | str:
         """Tokenize a row so that tokens spelled in its contents become plain text: swap the stand-ins with
         the tokens that they represent, and use a twin tokenizer, whose tokens are named by the stand-ins."""
-        twin = self._twin(row.stand_ins)
+        twin = self._twin_encoder(row.stand_ins)
         if twin is None:
             spelled = [name for name, stand_in in row.stand_ins.items() if stand_in in row.text]
             return _NOT_AS_TEXT.format(names=" and ".join(map(repr, sorted(spelled))))
@@ -119,8 +119,9 @@ class SampleEncoder:
         rendered = twin.encode([row._replace(text=swapped(row.text), spans=spans)])[0]
         return rendered if isinstance(rendered, str) else replace(rendered, spelled=True)
 
-    def _twin(self, stand_ins: Mapping[str, str]) -> MaskedTextEncoder | None:
-        """Return the encoder of the twin tokenizer; None if the tokenizer's tokens cannot be renamed."""
+    def _twin_encoder(self, stand_ins: Mapping[str, str]) -> MaskedTextEncoder | None:
+        """Return the encoder of the twin: the same tokenizer, in which each token that a content spells has
+        the name of its stand-in and the same id. None if its tokens cannot be renamed."""
         key = frozenset(stand_ins.items())
         if key not in self._twins:
             self._twins[key] = self._build_twin(stand_ins) if self.tokenizer.is_fast else None

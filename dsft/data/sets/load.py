@@ -29,7 +29,7 @@ from dsft.data.sets.selection import (
     PairRows,
     Selection,
     divide,
-    longest_rows,
+    limited_lengths,
 )
 from dsft.errors import DataError, Problem
 from dsft.spec.preferences import shares_prompts
@@ -271,7 +271,7 @@ def _too_long(read: Sequence[Selection], options: CutOptions) -> DataError | Non
         return None
     problems: list[Problem] = []
     for one in read:
-        lengths = longest_rows(one.rows)
+        lengths = limited_lengths(one.rows)
         for row in one.of("dropped")[: MAX_SHOWN - len(problems)].tolist():
             rule = f"data.max_length is {options.max_length}; raise it or set data.on_too_long"
             problems.append(Problem(one.rows.source(row), f"{lengths[row]} tokens, {rule}"))

@@ -147,7 +147,7 @@ def cut_pairs(selection: Selection, options: CutOptions) -> Selection:
     QUARTER of max_length is left of the prompt; then both answers are cut to the same maximum length."""
     rows, pairs, max_length = selection.rows, selection.row_ids, options.max_length
     assert isinstance(rows, PairRows)
-    too_long = rows.longest[pairs] > max_length
+    too_long = rows.longer[pairs] > max_length
     dropped = NONE
     if options.how != "truncate":
         dropped, pairs = pairs[too_long], pairs[~too_long]

@@ -72,10 +72,10 @@ class PairRows:
         return lengths
 
     @cached_property
-    def longest(self) -> NDArray[np.int64]:
-        """(n,) tokens of the longer row."""
-        longest: NDArray[np.int64] = self.row_lengths.max(axis=1)
-        return longest
+    def longer(self) -> NDArray[np.int64]:
+        """(n,) tokens of each pair's longer row."""
+        longer: NDArray[np.int64] = self.row_lengths.max(axis=1)
+        return longer
 
     @cached_property
     def trained(self) -> NDArray[np.int64]:
@@ -102,9 +102,9 @@ class PairRows:
         return self.answers.source(2 * pair)
 
 
-def longest_rows(rows: TokenRows | PairRows) -> NDArray[np.int64]:
+def limited_lengths(rows: TokenRows | PairRows) -> NDArray[np.int64]:
     """Return the lengths (n,) that data.max_length limits: of each row, or of each pair's longer row."""
-    return rows.longest if isinstance(rows, PairRows) else rows.lengths
+    return rows.longer if isinstance(rows, PairRows) else rows.lengths
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,8 +29,8 @@ from dsft.spec.schema import Spec
 class ReferenceMemory:
     """Memory of the reference.
 
-    stages  one rank of each stage: activations of the largest layer, and logits as head, since a forward
-            keeps no more; empty if the policy's own engine scores
+    stages  one rank of each stage: `activations` of the largest layer alone and `head` the logits alone,
+            since a forward pass without backward keeps no more; empty if the policy's own engine scores
     hosts   host -> bytes during the reference's own pass; None if the reference runs beside the policy, whose
             memory then includes it
     """

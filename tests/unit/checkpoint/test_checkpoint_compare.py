@@ -126,7 +126,10 @@ def test_all_differences_at_once_with_the_batch_and_the_rows() -> None:
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (rows_of(a=10, fingerprint="other"), "a had 10 rows of 100 tokens, now as many other rows"),
+        (
+            rows_of(a=10, fingerprint="other"),
+            "a had 10 rows of 100 tokens, now the same number of different rows",
+        ),
         (rows_of(b=10), "data.train a is not there now; data.train b was not there"),
         (rows_of(a=10, b=3), "data.train b was not there"),
     ],

@@ -469,4 +469,4 @@ def test_row_30_a_changed_file_is_known_by_its_source(changed: str) -> None:
     told = {"a.jsonl": "data.train web had 40 rows of ", "test.jsonl": "data.eval had 1 rows of "}
     found = list(other_rows(json.loads(json.dumps(then)), now))
     assert len(found) == 1 and found[0].startswith(told[changed])
-    assert found[0].endswith("now as many other rows")
+    assert found[0].endswith("now the same number of different rows")

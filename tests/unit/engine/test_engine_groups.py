@@ -66,7 +66,7 @@ def test_stages_with_other_numbers_of_groups_are_refused_under_zero_1() -> None:
     group = OptimGroup(parameters="*norm.weight", learning_rate=1.0)
     check_groups(TRAINED, spec(0, group), world)
     with pytest.raises(
-        SpecError, match="the stages have 2, 1 different settings of learning rate and weight decay"
+        SpecError, match="the stages have 2 and 1 parameter groups .*the same number in every stage"
     ):
         check_groups(TRAINED, spec(1, group), world)
 

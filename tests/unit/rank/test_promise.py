@@ -56,7 +56,7 @@ def test_the_promised_world_passes() -> None:
         (launched(6, "srun", 3, 2, (3, 3)), r"but srun started 6 on 2 hosts \(3 \+ 3\): srun's --nodes"),
         (launched(6, "srun", 2, 3, (2, 2, 2)), r"but srun started 6 on 3 hosts \(2 \+ 2 \+ 2\)"),
         (launched(4, "mpirun", 4, 1), "but mpirun started 4 on 1 host: mpirun's -n and hostfile"),
-        (launched(2, "environment"), "but environment started 2: WORLD_SIZE says so"),
+        (launched(2, "environment"), "but environment started 2: WORLD_SIZE decides that"),
     ],
 )
 def test_other_hosts_or_slots_stop_though_the_processes_are_as_many(started: Launched, said: str) -> None:

@@ -162,7 +162,7 @@ CHANGES: list[tuple[str, Any, str]] = [
             "sources": {"data.train a.jsonl": {"rows": 9, "tokens": 90, "fingerprint": "g"}},
             "examples": ["g"],
         },
-        r"data.train a.jsonl had 9 pairs of 90 tokens, now as many other pairs",
+        r"data.train a.jsonl had 9 pairs of 90 tokens, now the same number of different pairs",
     ),
     ("data", COMPONENTS["data"] | {"examples": ["g"]}, "in another order"),
     ("precision", "fp32", "train.precision was bf16, now fp32"),

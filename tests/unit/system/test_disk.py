@@ -77,9 +77,9 @@ def test_a_folder_that_cannot_be_reached(tmp_path: Path) -> None:
 
 
 def test_space_is_held_against_what_all_ranks_swap(tmp_path: Path) -> None:
-    disk.check_space(tmp_path, 1, "nvme_path")
+    disk.check_swap_space(tmp_path, 1, "nvme_path")
     with pytest.raises(StorageError, match=r"free, but this run swaps up to 1048576\.00 GiB"):
-        disk.check_space(tmp_path, 2**50, "nvme_path")
+        disk.check_swap_space(tmp_path, 2**50, "nvme_path")
 
 
 def test_locked_memory_is_held_against_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
