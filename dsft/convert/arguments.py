@@ -352,12 +352,13 @@ def _reports(draft: Draft) -> None:
     reports = names_in(targets) if targets is not None else []
     wandb = "wandb" in reports or "all" in reports or bool(project) or draft.is_on("use_wandb")
     named = "report_to" if "wandb" in reports or not project else "wandb_project"
-    draft.put("wandb.mode", "auto" if wandb else "disabled", named if targets or project else "no report_to")
     if wandb:
+        draft.put("wandb.mode", "auto", named)
         draft.carry("wandb.project", "wandb_project")
         draft.carry("wandb.entity", "wandb_entity")
-    if draft.get("wandb_mode") in ("offline", "disabled"):
-        draft.put("wandb.mode", draft.get("wandb_mode"), "wandb_mode")
+    mode = draft.get("wandb_mode")
+    if mode == "disabled" or (mode == "offline" and wandb):
+        draft.put("wandb.mode", mode, "wandb_mode")
     if "tensorboard" in reports or draft.is_on("use_tensorboard"):
         draft.put("tensorboard", True, "report_to" if "tensorboard" in reports else "use_tensorboard")
     if "swanlab" in reports or draft.is_on("use_swanlab"):

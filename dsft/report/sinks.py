@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from dsft.errors import MissingInputError
 from dsft.report.jsonl import STEP, Record
 from dsft.report.redact import one_line, redact_tree
-from dsft.report.wandb_run import FINISH_SECONDS, WandbSink, mode_of
+from dsft.report.wandb_run import FINISH_SECONDS, WandbSink, mode_of, section_of
 from dsft.spec.schema import Spec, SwanLab
 
 PROBES = ("hardware", "runtime", "requirements", "conda", "git", "monitor")
@@ -96,12 +96,13 @@ def open_sinks(
     is shown of the run; secrets are removed here."""
     sinks = []
     shown = redact_tree(config, os.environ)
-    mode = mode_of(spec.wandb, os.environ)
-    if mode == "offline" and spec.wandb.mode == "online":
+    wandb = section_of(spec.wandb, os.environ)
+    mode = "disabled" if wandb is None else mode_of(wandb, os.environ)
+    if wandb is not None and mode == "offline" and wandb.mode == "online":
         log("W&B: wandb.mode is online, but there is no key (WANDB_API_KEY, wandb login); recording offline.")
-    if mode != "disabled":
+    if wandb is not None and mode != "disabled":
         rest = ", and `wandb sync` sends what is in the run's wandb folder"
-        run = partial(WandbSink, spec.wandb, run_dir, shown, mode)
+        run = partial(WandbSink, wandb, run_dir, shown, mode)
         sinks.append(BackgroundSink("W&B", run, log, rest))
     if spec.tensorboard:
         folder = run_dir / "tensorboard"

@@ -42,6 +42,15 @@ class WandbSink:
         self._run.finish()
 
 
+def section_of(section: Wandb | None, environ: Mapping[str, str]) -> Wandb | None:
+    """Return the spec's section; without one, the project of WANDB_PROJECT if there is a key too. None: the
+    run is not recorded."""
+    project = environ.get("WANDB_PROJECT", "").strip()
+    if section is not None or not project or not _has_key(environ):
+        return section
+    return Wandb(project=project, entity=environ.get("WANDB_ENTITY", "").strip() or None)
+
+
 def mode_of(section: Wandb, environ: Mapping[str, str]) -> str:
     """Return online, offline or disabled. With mode auto, WANDB_MODE decides where it is set; else the mode
     is online if there is a key."""

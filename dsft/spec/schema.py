@@ -412,8 +412,9 @@ class Spec(Section):
     """When checkpoints are written and which are kept."""
     cluster: Cluster | None = None
     """The hosts; without this section the run accepts any number of processes."""
-    wandb: Wandb = Wandb()
-    """Weights & Biases."""
+    wandb: Wandb | None = None
+    """Weights & Biases; without this section a run is recorded only if WANDB_PROJECT and an API key are
+    set."""
     tensorboard: bool = False
     """Also write TensorBoard's files, to OUTPUT_DIR/NAME/tensorboard."""
     swanlab: SwanLab | None = None

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dsft.report.wandb_run import mode_of, run_id_of
+from dsft.report.wandb_run import mode_of, run_id_of, section_of
 from dsft.spec.schema import Wandb
 from tests.launching import allowed
 
@@ -30,7 +30,8 @@ from dsft.spec.schema import Wandb
 
 folder, mode, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 config = {"task": "sft", "cluster": {"env": {"HF_TOKEN": "canary-config"}}}
-asked = SimpleNamespace(wandb=Wandb(mode=mode), tensorboard=False, swanlab=None)
+wandb = None if mode == "none" else Wandb(mode=mode)
+asked = SimpleNamespace(wandb=wandb, tensorboard=False, swanlab=None)
 report = Report.open(folder, 10, first, asked, config, enabled=True)
 longest = 0.0
 for step in range(first + 1, first + 6):
@@ -117,10 +118,34 @@ def test_offline_twice_is_one_run(tmp_path: Path) -> None:
     no_canary(folder)
 
 
-def test_disabled_imports_and_writes_nothing(tmp_path: Path) -> None:
-    said = report(tmp_path / "run", "disabled")
+@pytest.mark.parametrize(
+    ("mode", "environ"),
+    [("disabled", {}), ("none", {}), ("none", {"WANDB_API_KEY": KEY}), ("none", {"WANDB_PROJECT": "p"})],
+)
+def test_what_is_not_asked_for_imports_and_writes_nothing(
+    tmp_path: Path, mode: str, environ: dict[str, str]
+) -> None:
+    """A section asks for it, or a key and a project; neither of these alone."""
+    said = report(tmp_path / "run", mode, 0, **environ)
     assert "wandb imported False" in said and "W&B" not in said
     assert not (tmp_path / "run" / "wandb.json").exists()
+
+
+def test_a_key_and_a_project_in_the_environment_ask_for_it(tmp_path: Path) -> None:
+    absent = {"NETRC": str(tmp_path / "absent")}
+    both = absent | {"WANDB_API_KEY": KEY, "WANDB_PROJECT": "mine", "WANDB_ENTITY": "us"}
+    assert section_of(None, both) == Wandb(project="mine", entity="us")
+    assert section_of(None, both | {"WANDB_PROJECT": " "}) is None
+    assert section_of(None, absent | {"WANDB_PROJECT": "mine"}) is None
+    assert section_of(Wandb(project="of the spec"), both) == Wandb(project="of the spec")
+    folder = tmp_path / "run"
+    said = report(
+        folder, "none", WANDB_API_KEY=KEY, WANDB_PROJECT="mine", WANDB_BASE_URL="http://127.0.0.1:9"
+    )
+    assert "W&B: recording offline, http://127.0.0.1:9 cannot be reached (ConnectionError)." in said
+    assert {record.run.project for record in records(segments(folder)[0]) if record.HasField("run")} == {
+        "mine"
+    }
 
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
