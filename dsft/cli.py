@@ -348,7 +348,7 @@ def report(
     """Write an HTML page about one run or several. It has curves, memory, rows, answers and the spec."""
     from dsft.commands.report import write_report
 
-    print(f"wrote {write_report(runs, ask or (), out)}")
+    _print(f"wrote {write_report(runs, ask or (), out)}")
 
 
 @app.command()

@@ -338,7 +338,7 @@ def _offload_parameters(spec: Spec) -> Iterator[Row]:
 
 def _offloaded(key: str, offload: Offload, reason: str) -> Iterator[Row]:
     """Yield the keys of one offload section. If the hosts lack the memory for it, a run sets pin_memory to
-    false in its own deepspeed.json (job/resolve.py); generated files have true."""
+    false in its own deepspeed.json (run/resolve.py); generated files have true."""
     yield "device", offload.device, reason
     if offload.nvme_path is not None:
         yield "nvme_path", offload.nvme_path, f"parallel.{key}.nvme_path"
