@@ -135,13 +135,13 @@ def attention_for_packed(folder: Path) -> str:
 
 def try_packed(spec: Spec) -> None:
     """Raises DsftError where the attention cannot be exact, which it says in a packed row's first pass, or
-    where a changed neighbour shows it."""
+    where a changed neighbor shows it."""
     policy = build(spec, Sharding())
     one, other, row = ([1, 2, 3], [True] * 3), ([9, 8, 7], [True] * 3), ([4, 5, 6, 7, 8, 9], [True] * 6)
     with torch.no_grad():
-        before, after = (score(policy, packed([neighbour, row])) for neighbour in (one, other))
+        before, after = (score(policy, packed([neighbor, row])) for neighbor in (one, other))
     if not torch.allclose(before[0, 3:], after[0, 3:], rtol=0, atol=1e-5):
-        raise DsftError("a packed row's neighbour changes its loss")
+        raise DsftError("a packed row's neighbor changes its loss")
 
 
 def score(policy: Policy, batch: MicroBatch) -> Tensor:

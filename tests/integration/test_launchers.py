@@ -83,7 +83,7 @@ def test_a_deepspeed_json_decides_how(tmp_path: Path) -> None:
          "but deepspeed started 2: its --hostfile was left out"),
         (["python", TRAIN, "nowhere.yaml"], 66, "the spec 'nowhere.yaml' does not exist"),
         (["python", TRAIN, "{spec}", "train.micro_batch_size=5"], 2,
-         "12 = micro_batch_size 5 × accumulation_steps"),
+         "12 is not a multiple of micro_batch_size 5"),
         (["python", TRAIN, "{spec}", "parallel.pipeline_stages=2"], 2,
          "2 does not divide the 1 processes"),
         (["python", TRAIN, "{spec}", "--deepspeed_config", "nowhere.json"], 66,
