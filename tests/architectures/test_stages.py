@@ -24,7 +24,7 @@ from tests.selected import tiered
 
 BOUND = 1e-6
 ROWS = ([5, 9, 2, 7, 1, 8, 3], [4, 4, 6, 11], [3, 1, 12, 6, 2])
-REFUSED = {"gemma3n_text": "looks up tokens again", "gemma4_text": "looks tokens up again"}
+REFUSED = {"gemma3n_text": "looks up tokens again", "gemma4_text": "looks up tokens again"}
 
 
 def padded() -> MicroBatch:
