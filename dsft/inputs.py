@@ -68,7 +68,7 @@ def read_inputs(spec: Spec, log: Callable[[str], None], *, first: bool = True) -
     """Load the tokenizer, the config and the rows, tokenizing those that are not cached. The `first` rank
     shows a progress bar."""
     tokenizer, added = open_tokenizer(spec.model)
-    choose_template(tokenizer, spec.data.chat_template)
+    choose_template(tokenizer, spec.data.chat_template, spec.data.thinking)
     facts = token_facts(tokenizer, added.first_id)
     config = resolve_config(spec.model, facts)
     rows = new_rows(spec.model, facts)

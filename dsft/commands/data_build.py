@@ -27,7 +27,7 @@ def build(spec_path: Path, overrides: Sequence[str]) -> None:
     began = time.monotonic()
     spec = load(spec_path, overrides)
     tokenizer, _ = open_tokenizer(spec.model)
-    choose_template(tokenizer, spec.data.chat_template)
+    choose_template(tokenizer, spec.data.chat_template, spec.data.thinking)
     folder, sizes = cache_folder(spec), list[int]()
 
     def report(summary: CacheSummary) -> None:

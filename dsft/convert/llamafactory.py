@@ -36,6 +36,10 @@ _TEMPLATES = (
     "chatml", "cohere", "deepseek", "gemma", "llama2", "llama3", "mistral", "phi3", "zephyr",
 )  # fmt: skip
 """Names of templates that mean the same here."""
+_REASONING = (
+    "deepseekr1", "glm4_moe", "glm4_7", "glmz1", "mimo", "mimo_v2", "minimax2", "qwen3", "qwen3_5", "qwen3_6",
+)  # fmt: skip
+"""Names of templates whose answers have thoughts in <think>."""
 
 
 def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
@@ -57,6 +61,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
             "finetuning_type", f"{quote(kind)} is not offered; model.trainable trains a part of the weights"
         )
     _data(draft, task, dataset_info)
+    _thinking(draft, task)
     if task == "dpo":
         _preferences(draft)
     arguments.parallel(draft)
@@ -94,8 +99,25 @@ def _data(draft: Draft, task: str, dataset_info: Path | None) -> None:
     elif name is not None and task != "pretrain":
         reason = "which an instruct model has; for a base model set data.chat_template; look at dsft preview"
         draft.leave("template", f"{quote(name)}: dsft takes the tokenizer's own chat template, {reason}")
-    for key in ("default_system", "enable_thinking", "preserve_thinking", "tool_format"):
+    for key in ("default_system", "tool_format"):
         draft.leave(key, "the chat template decides it; a system turn can be in the rows")
+
+
+def _thinking(draft: Draft, task: str) -> None:
+    """Set data.thinking for templates that have thoughts there. Its training keeps those of all turns, unless
+    mask_history leaves one turn to train on."""
+    given = draft.get("enable_thinking"), draft.get("preserve_thinking")
+    name = str(draft.get("template"))
+    if task == "pretrain" or (name not in _REASONING and given == (None, None)):
+        return
+    if draft.is_given("enable_thinking") and not draft.is_on("enable_thinking"):
+        draft.put("data.thinking", "strip", "enable_thinking")
+    elif draft.is_on("preserve_thinking") or (task == "sft" and not draft.is_on("mask_history")):
+        draft.put("data.thinking", "keep", "enable_thinking, preserve_thinking, as there for this task")
+    else:
+        draft.put(
+            "data.thinking", "empty", "enable_thinking without preserve_thinking, as there for this task"
+        )
 
 
 def _packing(draft: Draft, task: str) -> None:

@@ -199,7 +199,7 @@ def collect(
     batch = batch_sizes(train, layout_of(spec.parallel, processes).data_parallel, spec.data, spec.task)
     tokenizer, added = open_tokenizer(spec.model)
     new_tokens = notes(tokenizer, added)
-    choose_template(tokenizer, spec.data.chat_template)
+    choose_template(tokenizer, spec.data.chat_template, spec.data.thinking)
     cache = Cache(cache_folder(spec), spec.data.num_workers, log, progress)  # the cache that the run will use
     loaded = load_data(spec, tokenizer, cache, refuse=False)
     return PreviewData(spec, tokenizer, batch, loaded, (*new_tokens, *loaded.lines))

@@ -43,6 +43,7 @@ _OTHER_NAMES = {
     "data.train_on: last": "mask_history",
     "data.train_on: all": "train_on_prompt train_on_inputs",
     "data.train_on: assistant": "assistant_only_loss completion_only_loss",
+    "data.thinking": "enable_thinking preserve_thinking",
     "max_rows of a source in data.train": "max_samples",
     "weight of each source in data.train": "interleave_probs mix_strategy",
     "data.num_workers": "preprocessing_num_workers dataset_num_proc",

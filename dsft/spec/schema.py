@@ -137,6 +137,10 @@ class Data(Section):
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Targets of a conversation: the tokens of all assistant turns (assistant), of the last one (last), or
     all tokens (all)."""
+    thinking: Literal["as_in_template", "empty", "strip", "keep"] = "empty"
+    """Thoughts of answers: as the chat template writes them (as_in_template); as it writes them, and an empty
+    one where its prompt opens a thought that the answer lacks (empty); none (strip); those of all turns, and
+    an empty one for answers without (keep)."""
     max_dropped_fraction: Share | None = None
     """Fraction of rows, 0 to 1, that may be left out (too long, bad, empty or without a target); with more,
     the run does not start."""

@@ -9,27 +9,22 @@ The row's own text is never searched.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
+from dsft.data.render.row import EXCERPT, WAY_OUT, Row, speaks_beside_calls, with_arguments
 from dsft.data.render.template import ChatTemplate, prepare_messages, strings, template_error
+from dsft.data.render.thoughts import Thinking, ThoughtMarkup, find_markup, split_thought, thought_in_content
 from dsft.data.rows import BadRowError, Conversation, EndlessTemplateError, Message
 from dsft.errors import DataError, Problem
 
 TrainOn = Literal["assistant", "last", "all"]
 
 _PRIVATE = 0x100000  # the first character of Unicode's last private-use plane
-_EXCERPT = 30  # characters shown of a rendered row
-_WAY_OUT = (
-    "set data.chat_template to a template with {% generation %} marks around the assistant's turns: one of "
-    "dsft's, or a file"
-)
-_OR_LAST = f"train only on the last turn (data.train_on: last), or {_WAY_OUT}"
 _KEYS = {"tools": "tools", "tool_calls": "tool calls", "reasoning_content": "reasoning contents"}
 """Keys of a row -> their names in errors; a template that does not read one silently leaves it out."""
 
@@ -74,16 +69,18 @@ class MaskBuilder:
     template: ChatTemplate
     train_on: TrainOn
     special_tokens: frozenset[str]
+    thinking: Thinking = "empty"
 
     def mask(self, conversation: Conversation) -> MaskedText:
         """Render a conversation. Raises BadRowError if the template refuses it or its turns cannot be
         located, DataError if the template's turns never can."""
         trained = _trained(conversation, self.train_on)
-        row = self._row(conversation)
+        row = self._row(conversation, trained)
         if not self._spells(row):
             return self._marked(row, trained)
         text = self._marked(row, trained).text  # first, so that errors quote the row as it is
-        hidden = _Row(self._with_stand_ins(row.messages), self._with_stand_ins(row.tools), self.template)
+        messages, tools, thoughts = map(self._with_stand_ins, (row.messages, row.tools, row.thoughts))
+        hidden = replace(row, messages=messages, tools=tools, thoughts=thoughts)
         marked = self._marked(hidden, trained)
         names = {ord(stand_in): name for name, stand_in in self._stand_ins.items()}
         if marked.text.translate(names) != text:
@@ -93,8 +90,8 @@ class MaskBuilder:
             )
         return marked._replace(stand_ins=self._stand_ins)
 
-    def _row(self, conversation: Conversation) -> _Row:
-        row = _Row(prepare_messages(conversation.messages), conversation.tools, self.template)
+    def _row(self, conversation: Conversation, trained: Sequence[bool]) -> Row:
+        row = self._with_thoughts(conversation, trained)
         keys = {"tools"}.union(*row.messages) if row.tools else set[str]().union(*row.messages)
         for key in filter(keys.__contains__, _KEYS):
             has = key == "tools" or any(message.get(key) for message in row.messages)
@@ -104,9 +101,40 @@ class MaskBuilder:
             raise BadRowError(_left_out(f"a {role} turn"))
         if "tool_calls" not in keys:
             return row
-        if any(map(_speaks_beside_calls, row.messages)) and self._drops_words_beside_calls:
+        if any(map(speaks_beside_calls, row.messages)) and self._drops_words_beside_calls:
             raise BadRowError(_left_out("content beside tool calls"))
-        return _with_arguments(row)
+        return with_arguments(row)
+
+    # --- thoughts -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _thoughts(self) -> ThoughtMarkup | None:
+        """What to write around thoughts; None if all is left to the template."""
+        if self.thinking == "as_in_template":
+            return None
+        found = find_markup(self.template, self._probe)
+        return found if found and (found.opening or self.thinking == "keep") else None
+
+    def _with_thoughts(self, conversation: Conversation, trained: Sequence[bool]) -> Row:
+        """Return the row, with the thoughts of the turns that get theirs from `_thoughts` apart."""
+        messages = prepare_messages(conversation.messages)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if self.thinking == "strip":
+            for i in answers:
+                messages[i] = split_thought(messages[i])[1]
+        if self._thoughts is None:
+            return Row(messages, conversation.tools, self.template)
+        every = self.thinking == "keep" or self.train_on == "all"
+        thoughts, given = {}, list(messages)
+        for i in answers:
+            if every or trained[i]:
+                thoughts[i], messages[i] = split_thought(messages[i])
+            elif not self.template.reads("reasoning_content"):
+                messages[i] = thought_in_content(messages[i])  # where the template drops it from
+        earlier = {i: thoughts[i] for i in answers[:-1] if thoughts.get(i)}
+        if earlier and self.thinking != "keep":
+            _check_kept(with_arguments(Row(given, conversation.tools, self.template)), earlier)
+        return Row(messages, conversation.tools, self.template, thoughts, self._thoughts)
 
     # --- what the template leaves out -----------------------------------------------------------------------
 
@@ -138,7 +166,7 @@ class MaskBuilder:
     def _drops_words_beside_calls(self) -> bool:
         """Whether the template silently leaves out the content of turns with calls, as Llama 3.1's does."""
         talks = ([_QUESTION, {**_answer(content), "tool_calls": [_CALL]}] for content in "12")
-        rows = (_with_arguments(_Row(messages, (), self.template)) for messages in talks)
+        rows = (with_arguments(Row(messages, (), self.template)) for messages in talks)
         return self._num_texts(row.messages for row in rows) == 1
 
     def _num_texts(self, conversations: Iterable[Sequence[Message]]) -> int:
@@ -162,13 +190,13 @@ class MaskBuilder:
 
     # --- the spans of a row ---------------------------------------------------------------------------------
 
-    def _marked(self, row: _Row, trained: Sequence[bool]) -> MaskedText:
+    def _marked(self, row: Row, trained: Sequence[bool]) -> MaskedText:
         wanted = [number for number, is_trained in enumerate(trained) if is_trained]
         roles = [message["role"] for message in row.messages[:2]]
         if roles == ["system", "user"] and trained[0] != trained[1] and self._joins_system:
             raise BadRowError(
                 "the chat template writes the system turn into the user's turn, but only one of them is "
-                f"trained on; give both the same flag, or {_WAY_OUT}"
+                f"trained on; give both the same flag, or {WAY_OUT}"
             )
         text, marks = row.render(len(trained))
         if self.train_on == "all":
@@ -178,7 +206,7 @@ class MaskBuilder:
             return MaskedText(text, _marked(row, wanted, marks), True)
         return MaskedText(text, [self._message(row, number, text, marks) for number in wanted], True)
 
-    def _message(self, row: _Row, number: int, text: str, marks: list[tuple[int, int]]) -> TextSpan:
+    def _message(self, row: Row, number: int, text: str, marks: list[tuple[int, int]]) -> TextSpan:
         """Return the part of any message: an assistant turn, or all that the template writes for another."""
         if row.messages[number]["role"] != "assistant":
             start = row.prefix(number, text) if number else 0
@@ -204,13 +232,13 @@ class MaskBuilder:
     def _spelled(self) -> re.Pattern[str]:
         return any_of(self.controls)
 
-    def _spells(self, row: _Row) -> bool:
+    def _spells(self, row: Row) -> bool:
         search = self._spelled.search
         for message in row.messages:
             for value in message.values():
                 if search(value) if type(value) is str else any(map(search, strings(value))):
                     return True
-        return bool(row.tools) and any(map(search, strings(row.tools)))
+        return any(map(search, strings([row.tools, list(row.thoughts.values())])))
 
     def _with_stand_ins(self, value: Any) -> Any:
         """Return the value with a stand-in for each token that is spelled in it."""
@@ -230,7 +258,7 @@ class MaskBuilder:
             prompt, _ = self._probe([_QUESTION], prompt=True)
             texts = [self._probe([_QUESTION, _answer(content)])[0] for content in "12"]
         except BadRowError as error:
-            raise template_error(str(error), _WAY_OUT) from error
+            raise template_error(str(error), WAY_OUT) from error
         tail = _common_end(*texts)
         # if the text does not begin with the prompt, the first turn of a row raises the error
         lead = texts[0][len(prompt) : len(texts[0]) - len(tail) - 1] if texts[0].startswith(prompt) else ""
@@ -265,16 +293,28 @@ class MaskBuilder:
             return found.end()
         stop = "so a model trained with it would not learn to stop"
         if not tail:
-            raise template_error(f"it writes nothing after an assistant's turn, {stop}", _WAY_OUT)
+            raise template_error(f"it writes nothing after an assistant's turn, {stop}", WAY_OUT)
         raise template_error(
             f"it ends an assistant's turn with {tail!r}, which has no special token of the tokenizer, {stop}",
             "use the tokenizer that the template was made for, add the token that ends a turn with "
-            f"model.add_tokens, or {_WAY_OUT}",
+            f"model.add_tokens, or {WAY_OUT}",
         )
 
 
+def _check_kept(row: Row, thoughts: Mapping[int, str]) -> None:
+    """Raise BadRowError if the template leaves out the thought of an earlier turn, so that the model does not
+    get it at inference."""
+    text, _ = row.render(len(row.messages))
+    for number, thought in thoughts.items():
+        if thought not in text:
+            raise BadRowError(
+                f"turn {number + 1}: the chat template leaves out its thought when other turns follow; "
+                f"{row.or_last}"
+            )
+
+
 def _left_out(what: str, it: str = "it") -> str:
-    return f"the row has {what}, which the chat template leaves out; remove {it}, or {_WAY_OUT}"
+    return f"the row has {what}, which the chat template leaves out; remove {it}, or {WAY_OUT}"
 
 
 def _answer(content: str) -> Message:
@@ -283,62 +323,6 @@ def _answer(content: str) -> Message:
 
 def _common_end(one: str, other: str) -> str:
     return commonprefix([one[::-1], other[::-1]])[::-1]
-
-
-class _Row(NamedTuple):
-    messages: list[Message]
-    tools: Sequence[Mapping[str, Any]]
-    template: ChatTemplate
-
-    def render(self, count: int, *, prompt: bool = False) -> tuple[str, list[tuple[int, int]]]:
-        """Render the first `count` messages."""
-        return self.template.render(self.messages[:count], self.tools, prompt=prompt)
-
-    def prefix(self, count: int, text: str, *, prompt: bool = False) -> int:
-        """Return the length of the first `count` messages rendered, with which the text must begin."""
-        before, _ = self.render(count, prompt=prompt)
-        if text.startswith(before):
-            return len(before)
-        same = len(commonprefix([text, before]))
-        alone, inside = before[same : same + _EXCERPT], text[same : same + _EXCERPT]
-        when = "before this answer at inference" if prompt else "if the conversation ends with it"
-        number = count + 1 if prompt else count
-        # if the messages match without the prompt, only the prompt differs; else an earlier turn is rewritten
-        way_out = _WAY_OUT if prompt and text.startswith(self.render(count)[0]) else _OR_LAST
-        raise BadRowError(
-            f"turn {number}: the chat template writes {alone!r} {when}, but {inside!r} in the row, so the "
-            f"model would be trained on a prompt that it never gets; {way_out}"
-        )
-
-
-def _speaks_beside_calls(message: Message) -> bool:
-    return bool(message.get("tool_calls")) and bool((message.get("content") or "").strip())
-
-
-def _with_arguments(row: _Row) -> _Row:
-    """Return the row with call arguments as the template takes them: mappings, or JSON text (DeepSeek's)."""
-    try:
-        row.render(len(row.messages))
-    except EndlessTemplateError:
-        return row  # the caller's rendering raises the same error
-    except BadRowError:
-        as_text = row._replace(messages=[_with_text_arguments(message) for message in row.messages])
-        try:
-            as_text.render(len(row.messages))
-        except BadRowError:
-            return row
-        return as_text
-    return row
-
-
-def _with_text_arguments(message: Message) -> Message:
-    calls = []
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        arguments = function["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": {**function, "arguments": text}})
-    return {**message, "tool_calls": calls} if calls else message
 
 
 def _trained(conversation: Conversation, train_on: TrainOn) -> list[bool]:
@@ -353,7 +337,7 @@ def _trained(conversation: Conversation, train_on: TrainOn) -> list[bool]:
     return trained
 
 
-def _marked(row: _Row, wanted: Sequence[int], marks: Sequence[tuple[int, int]]) -> list[TextSpan]:
+def _marked(row: Row, wanted: Sequence[int], marks: Sequence[tuple[int, int]]) -> list[TextSpan]:
     """Return the marks of the wanted turns."""
     turns = [number for number, message in enumerate(row.messages) if message["role"] == "assistant"]
     if len(marks) == len(turns):
@@ -366,7 +350,7 @@ def _marked(row: _Row, wanted: Sequence[int], marks: Sequence[tuple[int, int]]) 
     )
 
 
-def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> TextSpan:
+def _turn(row: Row, number: int, text: str, ends: TurnEnds) -> TextSpan:
     """Locate an assistant turn in a text without marks."""
     name = f"turn {number + 1}"
     start = row.prefix(number, text, prompt=True)
@@ -381,7 +365,7 @@ def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> TextSpan:
     if not (alone.startswith(prompt) and alone.endswith(ends.tail)):
         raise BadRowError(
             f"{name}: the chat template does not end it with {ends.tail!r}, with which it ends other last "
-            f"turns; {_WAY_OUT}"
+            f"turns; {WAY_OUT}"
         )
     answer = alone[start : len(alone) - len(ends.tail) + len(ends.end)]
     # A lead that the template writes before any last answer, such as an empty thought, may be missing here.
@@ -390,8 +374,8 @@ def _turn(row: _Row, number: int, text: str, ends: TurnEnds) -> TextSpan:
             return TextSpan(name, start, start + len(rest))
     same = start + len(commonprefix([text[start:], answer]))
     raise BadRowError(
-        f"{name}: the chat template writes {alone[same : same + _EXCERPT]!r} if the conversation ends with "
-        f"this answer, but {text[same : same + _EXCERPT]!r} in the row; {_OR_LAST}"
+        f"{name}: the chat template writes {alone[same : same + EXCERPT]!r} if the conversation ends with "
+        f"this answer, but {text[same : same + EXCERPT]!r} in the row; {row.or_last}"
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from dsft.data.render.masks import MaskBuilder, MaskedText, TrainOn
 from dsft.data.render.template import template_of
+from dsft.data.render.thoughts import Thinking
 from dsft.data.render.tokens import SampleEncoder, encode_or_explain
 from dsft.data.rows import BadRowError, Conversation, Rendered, Sample, Text
 from dsft.errors import DataError, Problem
@@ -41,6 +42,7 @@ class Renderer:
     template: str | None = None
     train_on: TrainOn = "assistant"
     name: str | None = None
+    thinking: Thinking = "empty"
 
     @cached_property
     def digest(self) -> str:
@@ -54,7 +56,7 @@ class Renderer:
             type(tokenizer).__name__,
             tokenizer.special_tokens_map,
             self.template if self.template is not None else tokenizer.chat_template,
-            self.train_on,
+            [self.train_on, self.thinking],
             tokenizers.__version__,
             transformers.__version__,
             jinja2.__version__,
@@ -109,7 +111,7 @@ class Renderer:
     def _mask_builder(self, tools: bool) -> MaskBuilder:
         if tools not in self._mask_builders:
             template = template_of(self.tokenizer, self.template, tools=tools, name=self.name)
-            builder = MaskBuilder(template, self.train_on, self._encoder.special)
+            builder = MaskBuilder(template, self.train_on, self._encoder.special, self.thinking)
             builder.check_marks()
             self._mask_builders[tools] = builder
         return self._mask_builders[tools]
@@ -124,7 +126,9 @@ class Renderer:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out cached values, since compiled templates and patterns cannot be pickled."""
-        return {name: getattr(self, name) for name in ("tokenizer", "template", "train_on", "name")}
+        return {
+            name: getattr(self, name) for name in ("tokenizer", "template", "train_on", "name", "thinking")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

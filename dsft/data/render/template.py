@@ -29,6 +29,7 @@ TIMES_THE_ROW = 20
 strings."""
 
 _FOLDER = Path(__file__).parent / "templates"
+_NO_THINKING = "{% set enable_thinking = enable_thinking | default(false) %}"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 Marks = list[tuple[int, int]]
@@ -60,8 +61,9 @@ class ChatTemplate:
 
     def reads(self, key: str) -> bool:
         """Return whether the template mentions a key of messages, or "tools"."""
-        names = {"reasoning_content": ("reasoning_content", "thinking", "reasoning")}.get(key, (key,))
-        return any(name in self.text for name in names)
+        if key == "reasoning_content":
+            return re.search(r"\b(reasoning_content|thinking|reasoning)\b", self.text) is not None
+        return key in self.text
 
     def render(
         self,
@@ -156,23 +158,38 @@ def template_error(reason: str, way_out: str) -> DataError:
 # --- which template ---------------------------------------------------------------------------------------
 
 
-def choose_template(tokenizer: PreTrainedTokenizerBase, name: str | Path | None) -> None:
+def choose_template(
+    tokenizer: PreTrainedTokenizerBase, name: str | Path | None, thinking: str = "empty"
+) -> None:
     """Set the tokenizer's template to what `data.chat_template` names: one of the tokenizer's, one of dsft's,
-    or a file. Everything that uses the tokenizer, exports included, then has the same template. None: no
-    change.
+    or a file. Everything that uses the tokenizer, exports included, then has the same template. None: the
+    tokenizer's own. thinking: as `data.thinking`; with strip, a template that reads enable_thinking prompts
+    without a thought, unless that is true.
 
     Raises MissingInputError if the name is none of these.
     """
-    if name is None:
-        return
+    if name is not None:
+        tokenizer.chat_template = _template_text(tokenizer, name)
+    if thinking == "strip":
+        own: Any = tokenizer.chat_template
+        several = own if isinstance(own, dict) else {"": own}
+        stripped = {key: _without_thinking(text) for key, text in several.items()}
+        tokenizer.chat_template = stripped if isinstance(own, dict) else stripped[""]
+
+
+def _without_thinking(text: str | None) -> str | None:
+    unchanged = not text or "enable_thinking" not in text or text.startswith(_NO_THINKING)
+    return text if unchanged else f"{_NO_THINKING}{text}"
+
+
+def _template_text(tokenizer: PreTrainedTokenizerBase, name: str | Path) -> str:
     own: Any = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     try:
         if str(name) in own:
-            text = str(own[str(name)])
-        elif str(name) in CHAT_TEMPLATES:
-            text = named_template(str(name))
-        else:
-            text = Path(name).read_text(encoding="utf-8")
+            return str(own[str(name)])
+        if str(name) in CHAT_TEMPLATES:
+            return named_template(str(name))
+        return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         names = f"the tokenizer's {', '.join(sorted(own))}, or " if own else ""
@@ -180,7 +197,6 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, name: str | Path | None)
             f"data.chat_template {name}: cannot be read ({reason}); give a file with a Jinja template, or "
             f"the name of one: {names}dsft's {', '.join(CHAT_TEMPLATES)}"
         ) from error
-    tokenizer.chat_template = text
 
 
 def named_template(name: str) -> str:

@@ -129,7 +129,7 @@ def _sets(
 ) -> list[list[Selection]]:
     """Return the sets, the training set first, with their rows cut to examples."""
     data, is_pairs = spec.data, TASKS[spec.task].unit == "pair"
-    renderer = Renderer(tokenizer, train_on=data.train_on, name=data.chat_template)
+    renderer = Renderer(tokenizer, train_on=data.train_on, name=data.chat_template, thinking=data.thinking)
 
     def rows_of(source: Source) -> TokenRows | PairRows:
         most = 2 * source.max_rows if is_pairs and source.max_rows is not None else source.max_rows
@@ -142,7 +142,7 @@ def _sets(
 
 
 _SETTINGS = {
-    "on_bad_row", "packing", "train_on", "chat_template", "eval_fraction", "eval_count",
+    "on_bad_row", "packing", "train_on", "chat_template", "thinking", "eval_fraction", "eval_count",
     "max_dropped_fraction", "max_truncated_fraction", "max_duplicate_fraction",
 }  # fmt: skip
 

@@ -103,6 +103,22 @@ def test_llamafactory() -> None:
     assert "train.eval_every" in summary(spec) or spec.data.eval_fraction  # the spec says it in its own words
 
 
+@pytest.mark.parametrize(
+    ("more", "thinking"),
+    [
+        ({}, "empty"),  # dsft's default: templates of another family have no thoughts
+        ({"template": "qwen3"}, "keep"),
+        ({"template": "deepseekr1", "mask_history": True}, "empty"),
+        ({"template": "qwen3", "mask_history": True, "preserve_thinking": True}, "keep"),
+        ({"template": "qwen3", "enable_thinking": False}, "strip"),
+        ({"enable_thinking": True, "mask_history": True}, "empty"),
+    ],
+)
+def test_thoughts_of_llamafactory(more: dict[str, Any], thinking: str) -> None:
+    spec, _ = converted({**LLAMA_FACTORY, **more})
+    assert spec.data.thinking == thinking
+
+
 def test_defaults_of_the_tool_are_written_out() -> None:
     """What the config leaves out is what that tool would have taken, not what dsft takes."""
     spec, _ = converted({"stage": "sft", "model_name_or_path": "a/b", "dataset": "openai", "cutoff_len": 64})

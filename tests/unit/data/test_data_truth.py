@@ -192,7 +192,7 @@ MISFITS = {
 def test_what_the_newest_layouts_have_refused(name: str, case: str) -> None:
     template, tokenizer = layout(name)
     row, train_on = conversation(case, "")
-    said = Renderer(tokenizer, template, train_on).render([row])[0]
+    said = Renderer(tokenizer, template, train_on, thinking="as_in_template").render([row])[0]
     assert isinstance(said, str)
     assert re.match(MISFITS[name, case], said), said
 
@@ -313,13 +313,13 @@ WRITES = "the chat template writes"
 NO_END = "writes nothing after an assistant's turn, so a model trained with it would not learn to stop"
 REFUSED = {
     ("gemma", "system"): "the chat template refuses the row: System role not supported",
-    ("llama-2-chat", "tools"): f"{WRITES} no tools, and the row has some",
-    ("phi3", "calls"): f"{WRITES} no calls of tools, and the row has some",
+    ("llama-2-chat", "tools"): "the row has tools, which the chat template leaves out; remove them",
+    ("phi3", "calls"): "the row has tool calls, which the chat template leaves out; remove them",
     (
         "qwen3",
         "thoughts",
     ): rf"turn 2: {WRITES} '<think>\\nI count.* if the conversation ends with this answer, but "
-    r"'Twelve.* in the row; train only on the last turn \(data.train_on: last\), or set data.chat_template",
+    r"'Twelve.* in the row; train only on the last turn \(data.train_on: last\), keep the thoughts",
     (
         "qwen3",
         "reasoning",
@@ -332,7 +332,7 @@ REFUSED = {
     ("deepseekv3", "talk"): rf"turn 2: {WRITES} '<think>\\n' before this answer at inference",
     ("deepseekv3", "last"): rf"turn 4: {WRITES} '<think>\\n' before this answer at inference",
     ("deepseekv3", "calls"): rf"turn 2: {WRITES} 'think>\\n' before this answer at inference",
-    ("deepseekv3", "tools"): f"{WRITES} no tools, and the row has some",
+    ("deepseekv3", "tools"): "the row has tools, which the chat template leaves out; remove them",
     ("tokenizer", "thoughts"): rf"turn 2: {WRITES} '\\n</think>.*' before this answer at inference",
     ("glm4moe", "single"): NO_END,
     ("glm4moe", "last"): NO_END,
@@ -344,7 +344,7 @@ def test_what_is_refused(name: str, case: str) -> None:
     template, tokenizer = published(name)
     row, train_on = conversation(case, "")
     try:
-        said = Renderer(tokenizer, template, train_on).render([row])[0]
+        said = Renderer(tokenizer, template, train_on, thinking="as_in_template").render([row])[0]
     except DataError as error:  # of a template that no row can be rendered with
         said = str(error)
     assert isinstance(said, str)
