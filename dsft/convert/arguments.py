@@ -193,7 +193,7 @@ def precision(draft: Draft, fallback: str) -> None:
         if draft.spec["train"]["precision"] == "fp32":
             draft.put("train.tf32", True, "tf32")
         else:
-            draft.leave("tf32", f"has no effect on products in {draft.spec['train']['precision']}")
+            draft.leave("tf32", f"has no effect on matrix products in {draft.spec['train']['precision']}")
 
 
 def attention(draft: Draft) -> None:

@@ -88,7 +88,8 @@ class Account:
     bad      ("file:line", reason) of the first of the `bad_rows`
     notes    a sentence per finding
     formats  (file, format, reason) of each file that has rows
-    unread   the same as `bad`, for files without a format that the task takes; also part of `bad`
+    unread   ("file:line", reason) of each file that has no format that the task takes, so that none of its
+             rows is read; these are in `bad`, too
     """
 
     blank_lines: int = 0

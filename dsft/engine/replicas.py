@@ -67,7 +67,9 @@ class Replicas:
             return
         mine = {n: int(digest(tensor)) for n, tensor in self._tensors().items() if n in self._holders}
         gathered = self._world.gather((socket.gethostname(), mine))
-        raise WorldError(_unlike([host for host, _ in gathered], [digests for _, digests in gathered], step))
+        raise WorldError(
+            _divergence_message([host for host, _ in gathered], [digests for _, digests in gathered], step)
+        )
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -108,7 +110,7 @@ def _holders(names: Sequence[str], world: World) -> dict[str, tuple[int, ...]]:
     return {name: tuple(ranks) for name, ranks in found.items() if len(ranks) > 1}
 
 
-def _unlike(hosts: Sequence[str], digests: Sequence[Mapping[str, int]], step: int) -> str:
+def _divergence_message(hosts: Sequence[str], digests: Sequence[Mapping[str, int]], step: int) -> str:
     """Return the message. `hosts` and `digests` are by rank; digests are of each tensor that the rank shares
     with others."""
     found: dict[tuple[tuple[int, ...], bool], list[str]] = {}

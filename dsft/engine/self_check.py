@@ -186,8 +186,9 @@ def _replaced(ids: NDArray[np.int32], examples: Sequence[Example]) -> NDArray[np
 
 
 def shared_pairs(dataset: Dataset) -> list[Example]:
-    """Return preference pairs that share their prompt: one of at most LONG tokens between the two shortest;
-    empty where the dataset has none."""
+    """Return up to three preference pairs whose answers share their prompt, in the order in which they are
+    packed: the shortest, the longest of at most LONG tokens, the second shortest. Empty where the dataset has
+    none."""
     looked_at = [example for example in islice(dataset, EXAMPLES_SEARCHED) if any(example.starts or ())]
     by_length = sorted(looked_at, key=lambda example: len(example.input_ids))
     longer = [example for example in by_length[2:] if len(example.input_ids) <= LONG]
@@ -228,11 +229,11 @@ class _Trial:
     """Examples on which packing is tried.
 
     examples  packed into one row
-    changed   the same, with the tokens of every second segment replaced: first of the first, third, …
-              segment, then of the others
-    rows      each segment as a row of its own
-    key       of the spec, which packs them
-    words     what is tried, what a segment is, and what is beside it, for the error
+    changed   copies of `examples`: in the first the tokens of segments 1, 3, … are replaced, in the second,
+              if there is one, those of segments 2, 4, …
+    rows      each segment as a separate row
+    key       the key of the spec that switches this kind of packing on
+    words     for the error: names of what is tried, of a segment, and of its neighbor
     """
 
     examples: Sequence[Example]

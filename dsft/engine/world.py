@@ -121,7 +121,7 @@ class World:
         digests = self.gather({name: _digest(value) for name, value in mine.items()})
         names = [name for name in mine if any(other.get(name) != digests[0][name] for other in digests)]
         if names:
-            raise WorldError(_unlike(self.gather({name: mine[name] for name in names})))
+            raise WorldError(_mismatch_message(self.gather({name: mine[name] for name in names})))
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -220,7 +220,7 @@ def compare_ranks(
         described = [json.loads(store.get(f"place/{other}")) for other in range(world_size)]
         places = _places(described)
         is_same = all(one == found[0] for one in found)
-        wrong = (shared_device(places) or "") if is_same else _unlike(found)
+        wrong = (shared_device(places) or "") if is_same else _mismatch_message(found)
         store.set("places", json.dumps(described))
         store.set("wrong", wrong)
         if wrong:
@@ -243,8 +243,9 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _unlike(values: Sequence[Any]) -> str:
-    """Return the message for the values of all ranks, by rank, some of which differ from rank 0's."""
+def _mismatch_message(values: Sequence[Any]) -> str:
+    """Return the message that names what differs from rank 0's value, and on which ranks. values: of all
+    ranks, in order."""
     ranks: dict[tuple[str, str], list[int]] = {}
     for rank, one in enumerate(values):
         for difference in json_differences(values[0], one):

@@ -95,8 +95,8 @@ def read_map(model: PreTrainedModel, keys: Iterable[str]) -> TensorMap:
 
 def write_map(model: PreTrainedModel, names: Iterable[str]) -> TensorMap:
     """Return how the tensors `names` of a model's modules become those of its files, as in transformers'
-    `revert_weight_conversion`: the table's entries reversed and last first, without adding prefixes, which a
-    folder of text weights does not have."""
+    `revert_weight_conversion`: each entry of the conversion table is reversed, and the last is applied first.
+    Entries that change a prefix are left out: the files of a text model do not have these prefixes."""
     table = get_model_conversion_mapping(model, add_legacy=False)[::-1]
     reverse = [entry.reverse_transform() for entry in table if not isinstance(entry, PrefixChange)]
     renamings, converters = _by_kind(reverse)

@@ -33,7 +33,7 @@ ROTATE = "apply_rotary_pos_emb"
 
 
 KIND = "dsft_kind"
-"""Attribute of a changed module's class: what the module is, in the plural."""
+"""Attribute of a changed module's class: its kind in the plural, such as "norms", for the log."""
 
 
 def use_liger(causal_lm: PreTrainedModel) -> None:

@@ -33,8 +33,8 @@ def aligned_empty(like: Tensor, rows: int, width: int, dtype: torch.dtype) -> Te
 
 
 def room_of(product: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return memory for the gradient by a product (n, V) that is no longer needed: its own, if that is of
-    `dtype`."""
+    """Return memory, (n, V) in `dtype`, for the gradient with respect to a product (n, V) that is no longer
+    needed: the product's own memory if it is of that type, else new memory."""
     rows, width = product.shape
     return product if product.dtype == dtype else aligned_empty(product, rows, width, dtype)
 

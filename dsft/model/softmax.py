@@ -51,10 +51,10 @@ class Softmax:
     def score(
         self, product: Tensor, targets: Tensor, dtype: torch.dtype, stored: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute log-probabilities (n,), the maximum of z and Σ exp(z - maximum) of each row (n, 2), and the
-        gradient of the log-probabilities by the product, (n, V) in `dtype`; from product (n, V), which is
-        overwritten, and targets (n,). stored (k, V): gets the gradient of the first k rows instead, and no
-        other is computed."""
+        """Compute from a product (n, V), which is overwritten, and targets (n,): the log-probabilities (n,);
+        of each row the maximum of z and Σ exp(z - maximum), (n, 2); the gradient of the log-probabilities
+        with respect to the product, (n, V) in `dtype`. stored (k, V): if given, the gradient is computed for
+        the first k rows only, written to it and returned."""
         logits = self.shaping(product)
         values, rows = self._values(logits, targets), len(product) if stored is None else len(stored)
         slope = self.shaping.slope(logits[:rows])

@@ -210,7 +210,7 @@ def _prove(model: PreTrainedModel, split_points: SplitPoints) -> None:
     expected, *found = gradients
     summed = {n: sum((part[n] for part in found if n in part), torch.zeros(())) for n in expected}
     if {name for part in found for name in part} != expected.keys():
-        raise _Unfit("two stages of a small one do not train all parameters of the whole")
+        raise _Unfit("two stages of a small model do not train all of its parameters")
     _compare(expected.values(), summed.values(), "gradients")
 
 
@@ -237,7 +237,7 @@ def _compare(expected: Iterable[Tensor], found: Iterable[Tensor], what: str) -> 
     for one, other in zip(expected, found, strict=True):
         largest = one.abs().max().clamp(min=1e-3)
         if not bool((one - other).abs().max() <= BOUND * largest):
-            raise _Unfit(f"two stages of a small one give other {what} than the whole")
+            raise _Unfit(f"two stages of a small model give different {what} than the whole model")
 
 
 def _error(message: str) -> SpecError:

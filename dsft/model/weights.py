@@ -135,8 +135,8 @@ class TensorSlots:
             sharding.take(parameter, part)
 
     def end(self, sharding: Sharding, kind: str) -> None:
-        """Take parameters that came from elsewhere (an adapter), and check that no tensor was left without a
-        value."""
+        """Check that every tensor has a value, and pass the parameters that `take` has not had yet, such as
+        an adapter's, to the sharding."""
         for name, tensor in (*self._root.named_parameters(), *self._root.named_buffers()):
             if tensor.is_meta or (not isinstance(tensor, nn.Parameter) and has_nan(tensor)):
                 raise uninitialized_error(kind, name)

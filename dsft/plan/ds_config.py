@@ -374,7 +374,7 @@ def _pipeline(spec: Spec) -> Iterator[Row]:
 
 def silence() -> Iterator[Row]:
     """Yield the keys that switch off DeepSpeed's own reports."""
-    yield "steps_per_print", NEVER, "never: dsft reports, and null is not allowed"
+    yield "steps_per_print", NEVER, "no step reaches it: dsft prints the progress, and null is refused"
     yield "log_level", "warning", "DeepSpeed's warnings are shown, its progress is not"
     yield "wall_clock_breakdown", False, "its timers synchronize the device"
     yield "timers.throughput.enabled", False, "it synchronizes the device at every step"

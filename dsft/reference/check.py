@@ -189,8 +189,8 @@ def _cause(off: Tensor, bound: Tensor) -> str:
     count = f"{int(same.sum())} of {len(same)} pairs are the same in both"
     if bool(same.any() and (same | far).all()):
         return (
-            f"{count} and the others differ by far more, so not the weights or the chat template have "
-            "changed but the rows of the others; score the reference again on these data"
+            f"{count} and the others differ by far more: the weights and the template are the same, but the "
+            "others were scored from different rows; score the reference again on these data"
         )
     return (
         f"{count}: the reference has other weights than the policy starts from, or an adapter, or its rows "

@@ -307,8 +307,9 @@ def _offload(spec: Spec) -> Iterator[Finding]:
             yield value_finding(spec, device, message, path)
         keeps_start = spec.dpo is not None and spec.dpo.reference == "adapter" and spec.task_kind.preference
         if section == "parallel.offload_parameters" and offload.device == "nvme" and keeps_start:
-            message = "does not work with dpo.reference adapter, which swaps the adapter's first values in "
-            message += "memory; set dpo.reference to live or precomputed, or the device to cpu"
+            message = "does not work with dpo.reference adapter, which exchanges the adapter's values with "
+            message += "the initial ones in memory; set dpo.reference to live or precomputed, or the device "
+            message += "to cpu"
             yield value_finding(spec, device, message, "dpo.reference")
         if offload.device != "nvme" and offload.nvme_path is not None:
             message = f"has no effect with device {offload.device}; leave it out"

@@ -19,7 +19,7 @@ CAUSES = {
     "other weights, pipeline": WEIGHTS,
     "one weight in bf16": WEIGHTS,
     "another template": WEIGHTS,
-    "other rows": "changed but the rows of the others",
+    "other rows": "others were scored from different rows",
     "an adapter that the reference lacks": "the policy without its adapter",
 }
 

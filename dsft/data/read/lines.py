@@ -28,7 +28,8 @@ def open_bytes(path: Path, *, compressed: bool) -> IO[bytes]:
 
 
 def first_bytes(path: Path, *, compressed: bool) -> bytes:
-    """Return the first bytes of a file, up to some that are not blank; b"" if it is damaged."""
+    """Return some bytes of a file that contain its first byte that is not white space; all of them white
+    space if it has none, b"" if it is damaged."""
     with open_bytes(path, compressed=compressed) as opened:
         try:
             first = part = opened.read(_CHUNK)
