@@ -12,6 +12,10 @@ from typing import IO, Any
 
 from dsft.errors import StorageError
 
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space there"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make it writable"),
+}
 TEMPORARY = ".tmp"
 """Suffix of a file that is being written. A killed process can leave one behind."""
 
@@ -66,12 +70,14 @@ def cache_json(path: Path, value: Any) -> None:
 
 def write_error(path: Path, error: OSError, instead: str = "change output_dir") -> StorageError:
     """Return the error for a file that could not be written: a full disk, one without inodes, a folder that
-    is gone. `instead`: what the user can change in the spec."""
+    is gone or not writable. `instead`: what the user can change in the spec."""
     if error.errno == errno.ENOENT and (gone := where_gone(path)):
         return StorageError(gone)
     inodes = no_inodes(path.parent) if error.errno == errno.ENOSPC else None
-    reason, remedy = (inodes, "remove files there") if inodes else (error.strerror, "free space there")
-    return StorageError(f"{path} cannot be written ({reason}): {remedy}, or {instead}.")
+    remedy = "remove files there" if inodes else _REMEDIES.get(error.errno or 0, "check the disk")
+    return StorageError(
+        f"{path} cannot be written ({inodes or error.strerror or error}): {remedy}, or {instead}."
+    )
 
 
 def where_gone(path: Path) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import resource
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from dsft.errors import StorageError
 from dsft.system import disk
+from dsft.system.files import write_error
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
@@ -90,3 +93,12 @@ def test_locked_memory_is_held_against_the_limit(monkeypatch: pytest.MonkeyPatch
         disk.check_locked(2**30)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
     disk.check_locked(2**40)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "free space there"), (errno.EROFS, "make it writable"), (errno.EIO, "check the disk")],
+)
+def test_the_remedy_of_a_failed_write_fits_its_cause(tmp_path: Path, number: int, remedy: str) -> None:
+    error = write_error(tmp_path / "x", OSError(number, os.strerror(number)), "change output_dir")
+    assert f"({os.strerror(number)}): {remedy}, or change output_dir." in str(error)
