@@ -70,6 +70,7 @@ TEMPLATES = {
     # the same, but prompts with the beginning of a thought
     "Qwen 3.5": _READS.replace("PROMPT", WITHOUT % r"'<think>\n'"),
 }
+USER, ASSISTANT, END = "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"
 EVERY = pytest.mark.parametrize("name", TEMPLATES)
 EACH_PROMPT = pytest.mark.parametrize("name", ["R1", "Qwen 3.5"])
 
@@ -78,6 +79,7 @@ EACH_PROMPT = pytest.mark.parametrize("name", ["R1", "Qwen 3.5"])
 def tokens() -> PreTrainedTokenizerBase:
     """Bytes; two line breaks are one token, as with real tokenizers."""
     tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [USER, ASSISTANT, END]})
     tokenizer.add_tokens(
         [AddedToken("\n\n", normalized=False), AddedToken("<think>"), AddedToken("</think>")]
     )
@@ -393,7 +395,6 @@ def test_the_key_covers_it() -> None:
     assert len(digests) == 4
 
 
-USER, ASSISTANT, END = "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"
 DEEPSEEK = "".join(
     f"{USER}{q}{ASSISTANT}{OPENED}⟦</think>\n\n{a}{END}⟧" for q, a in (("q", "one"), ("r", "two"))
 )
