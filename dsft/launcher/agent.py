@@ -303,13 +303,14 @@ class HostProcesses:
                 send(rank.heartbeat.pid, self._signal_to_send)
 
     def stacks(self) -> None:
-        """Ask the ranks that have sent heartbeats to write their stacks; wake stopped ones for it."""
+        """Ask the ranks that have sent heartbeats to write their stacks; wake stopped ones first: a signal
+        that waits for a stopped process is taken by any of its threads, and the main one, which then runs
+        on, has no readable stack."""
         for rank in self.ranks.values():
             if rank.heartbeat and rank.pid and not rank.ended:
-                stopped = is_stopped(rank.pid)
-                send(rank.pid, signal.SIGUSR2)
-                if stopped:
+                if is_stopped(rank.pid):
                     send(rank.pid, signal.SIGCONT)
+                send(rank.pid, signal.SIGUSR2)
 
     def _show(self, lines: list[str]) -> None:
         """Send lines of rank 0's log. Called in the follower's thread."""
