@@ -150,16 +150,22 @@ def validate(
     spec: SpecPath,
     overrides: Overrides = None,
     no_files: Annotated[
-        bool, typer.Option("--no-files", help="Do not check that named files exist.")
+        bool, typer.Option("--no-files", help="Do not look at the files that the spec names.")
     ] = False,
 ) -> None:
-    """Check a spec and list all of its mistakes. This needs no GPU and no network."""
+    """Check a spec and the first rows of its data, without GPU and network, and list all mistakes."""
     from dsft.plan.load import cluster_batch, load
     from dsft.spec.rules import warnings
+    from dsft.spec.sources import BUILTIN_PREFIX
     from dsft.spec.summary import summary
 
     checked = load(spec, overrides or (), check_files=not no_files)
     batch = cluster_batch(checked)
+    sources = (*checked.data.train, *checked.data.eval)
+    if not no_files and not all(source.path.startswith(BUILTIN_PREFIX) for source in sources):
+        from dsft.data.cache.store import check_first_rows
+
+        check_first_rows(checked)
     for warning in warnings(checked):
         _print(f"warning: {warning}", error=True)
     _print(f"valid: {spec}")

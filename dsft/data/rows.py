@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from dsft.errors import DataError, Problem
 
 MAX_SHOWN = 20
+PLACES = 3  # named for one message
 MAX_CHARACTERS = 500  # of a reason in a message
 
 Message = Mapping[str, Any]
@@ -150,13 +151,20 @@ def printable(text: str) -> str:
     return "".join(shown) + ("…" if len(text) > MAX_CHARACTERS else "")
 
 
-def data_error(problems: Sequence[Problem], one: str, many: str, count: int | None = None) -> DataError:
-    """Return a DataError that lists up to MAX_SHOWN problems and counts the rest. count: the number of all
-    problems, if `problems` holds only some of them."""
-    count = len(problems) if count is None else count
-    title = f"{count:,} {one if count == 1 else many}:"
-    shown = list(problems[:MAX_SHOWN])
-    rest = count - len(shown)
-    if rest:
-        shown.append(Problem(f"… and {rest:,} more", f"the first {MAX_SHOWN} are shown"))
+def data_error(problems: Sequence[Problem], title: str, count: int) -> DataError:
+    """Return a DataError that lists up to MAX_SHOWN different messages, each with its first PLACES places,
+    and counts the other problems. count: the number of all, of which `problems` may hold only the first."""
+    places: dict[str, list[str]] = {}
+    for problem in problems:
+        places.setdefault(problem.message, []).append(problem.where)
+    messages = list(places)[:MAX_SHOWN]
+    shown = [Problem(_first_of(places[message]), message) for message in messages]
+    listed = sum(len(places[message]) for message in messages)
+    if listed < count:
+        shown.append(Problem(f"… and {count - listed:,} more", f"the first {listed:,} are shown"))
     return DataError(title, shown)
+
+
+def _first_of(places: Sequence[str]) -> str:
+    rest = len(places) - PLACES
+    return ", ".join(places[:PLACES]) + (f" and {rest:,} more" if rest > 0 else "")

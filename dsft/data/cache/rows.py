@@ -21,7 +21,7 @@ from dsft.data import formats
 from dsft.data.cache.block import BlockAccount, DamagedBlockError, TokenBlock, reopen_block
 from dsft.data.cache.build import MAX_BAD, BlockJob
 from dsft.data.read.files import DataFile, file_notes
-from dsft.data.rows import Account, Rendered, printable
+from dsft.data.rows import PLACES, Account, Rendered, printable
 from dsft.errors import DamagedDataError
 
 _MAPPED = 16  # blocks (of about 16 MB) that are memory-mapped at a time
@@ -128,12 +128,14 @@ class FileHead:
     format   the file's format; None if it has no row, or none of a known format
     account  the blank and bad lines among the first rows
     refusal  (line, reason) if there are rows and no format fits
+    unfilled  lines among the first rows that contain a placeholder such as {{name}}
     """
 
     file: DataFile
     format: formats.Format | None
     account: BlockAccount
     refusal: tuple[int, str] | None = None
+    unfilled: tuple[int, ...] = ()
 
 
 _COLUMNS: Mapping[str, Any] = {
@@ -223,6 +225,12 @@ def _account(
         else:
             blocks = [(0, head.account)]
             notes += [f"{name}: has no rows"] if head.refusal is None else []
+        if head.unfilled:
+            lines = f"{', '.join(map(str, head.unfilled[:PLACES]))}{', …' * (len(head.unfilled) > PLACES)}"
+            notes.append(
+                f"warning: {name}: {len(head.unfilled)} of its first rows contain a placeholder such as "
+                f"{{{{name}}}} (line {lines}), and are trained on as they are"
+            )
         notes += _spelled(name, blocks)
         bad += [(f"{name}:{first + n}", printable(why)) for first, block in blocks for n, why in block.bad]
         found += [block for _, block in blocks]

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 from dsft.data import formats
@@ -24,13 +25,16 @@ from dsft.data.cache.rows import BlockIndex, FileHead, StoredRows, join_blocks
 from dsft.data.read.digest import file_digest
 from dsft.data.read.files import DataFile, blocks, data_files, file_lines
 from dsft.data.render.renderer import Renderer
-from dsft.data.rows import BadRowError, Line
+from dsft.data.rows import BadRowError, Line, data_error, printable
 from dsft.errors import DataError, Problem, StorageError
+from dsft.spec.listing import local_files
 from dsft.spec.schema import Source, Spec
+from dsft.spec.sources import BUILTIN_PREFIX
 from dsft.system.files import TEMPORARY
 from dsft.system.host import cores
 from dsft.system.lock import lock_folder
 
+_PLACEHOLDER = re.compile(r"\{\{ ?\w+ ?\}\}")
 _HEAD_ROWS = 100  # first rows of a file, from which its format is detected
 _SMALL = 8 << 20  # bytes of data below which workers are not worth starting
 _FILES_AT_ONCE = 64  # files locked at the same time: each lock takes a file descriptor
@@ -151,7 +155,33 @@ def _head(file: DataFile, source: Source, task: str) -> FileHead:
     except BadRowError as error:
         refusal = (rows[0].number, str(error))
         bad_rows, bad = bad_rows + 1, [*bad, refusal]
-    return FileHead(file, format, BlockAccount(0, blank, bad_rows, tuple(sorted(bad))), refusal)
+    unfilled = tuple(line.number for line in rows if _PLACEHOLDER.search(repr(line.row)))
+    return FileHead(file, format, BlockAccount(0, blank, bad_rows, tuple(sorted(bad))), refusal, unfilled)
+
+
+def check_first_rows(spec: Spec) -> None:
+    """Raise DataError if the first rows of a source's first file do not fit the task or their format. Nothing
+    is tokenized, and a data set of the hub is not looked up."""
+    problems: list[Problem] = []
+    for source in (*spec.data.train, *spec.data.eval):
+        if not source.path.startswith(BUILTIN_PREFIX) and local_files(source.path) is not None:
+            file = data_files(source.path)[0]
+            head = _head(file, source, spec.task)
+            bad = list(_bad_rows(file, head)) if spec.data.on_bad_row == "error" else [head.refusal]
+            problems += [Problem(f"{file.name}:{one[0]}", printable(one[1])) for one in bad if one]
+    if problems:
+        raise data_error(problems, "The first rows of the data have mistakes:", len(problems))
+
+
+def _bad_rows(file: DataFile, head: FileHead) -> Iterator[tuple[int, str]]:
+    """Yield the mistakes in the first rows of a file."""
+    yield from head.account.bad
+    for line in islice(file_lines(file), _HEAD_ROWS) if head.format else ():
+        if line.row is not None:
+            try:
+                formats.convert(line.row, head.format)
+            except BadRowError as error:
+                yield line.number, str(error)
 
 
 def _jobs(head: FileHead, renderer: Renderer, cache: Cache) -> list[BlockJob]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 
@@ -25,6 +25,7 @@ class Ledger:
     split           rows that several examples have a part of
     duplicate       rows with the content of an earlier row, of this source or of one before it
     without_end     used rows whose targets stop before the end of the turn or text
+    prompt_cut      used rows whose prompt lost its beginning
 
     tokens          tokens of the rows that were read
     examples        number of examples; more than rows if rows were split
@@ -48,6 +49,7 @@ class Ledger:
     split: int = 0
     duplicate: int = 0
     without_end: int = 0
+    prompt_cut: int = 0
     tokens: int = 0
     examples: int = 0
     example_tokens: int = 0
@@ -74,36 +76,42 @@ class Ledger:
         """Return all counts by name."""
         return asdict(self) | {"masked_tokens": self.masked_tokens, "lost_tokens": self.lost_tokens}
 
-    def text(self, unit: str = "row") -> str:
-        """Return the ledger as one paragraph, without counts that are zero. unit: "row" or "pair"."""
+    def text(self, unit: str = "row", refused: Collection[str] = ()) -> str:
+        """Return the ledger as one paragraph, without counts that are zero. unit: "row" or "pair"; refused:
+        the counts of rows for which a run stops, of "bad" and "dropped"."""
         rows, examples = _counted(self.rows, unit), _counted(self.examples, "example")
         sentences = [f"{rows} gave {examples} of {self.example_tokens:,} tokens,"]
         sentences.append(f"{self.trained_tokens:,} of them trained on.")
-        sentences += self.outcomes(unit)
+        sentences += self.outcomes(unit, refused)
         if self.duplicate:
             verb = "repeats" if self.duplicate == 1 else "repeat"
             sentences.append(f"{_counted(self.duplicate, unit)} {verb} an earlier {unit}.")
-        if self.lost_tokens:
-            sentences.append(f"{self.lost_tokens:,} tokens were cut off or dropped.")
+        lost = self.truncated_tokens if "dropped" in refused else self.lost_tokens
+        if lost:
+            sentences.append(f"{lost:,} tokens were cut off or dropped.")
         if self.blank_lines:
             sentences.append(f"{_were(self.blank_lines, 'blank line')} skipped.")
         return " ".join(sentences)
 
-    def outcomes(self, unit: str) -> list[str]:
+    def outcomes(self, unit: str, refused: Collection[str] = ()) -> list[str]:
         """Return a sentence for each thing that happened to rows."""
+        stops = ", so a run stops"
         outcomes = (
             (self.held_out, "held out"),
-            (self.bad, "bad and dropped"),
+            (self.bad, f"bad{stops if 'bad' in refused else ' and dropped'}"),
             (self.empty, "empty and left out"),
             (self.undesirable, "labeled undesirable and left out"),
-            (self.dropped, "longer than data.max_length and dropped"),
+            (self.dropped, f"longer than data.max_length{stops if 'dropped' in refused else ' and dropped'}"),
             (self.truncated, "truncated"),
             (self.split, "split"),
             (self.without_target, "left out, without a target"),
             (self.identical, "left out, with both answers truncated to the same tokens"),
             (self.without_end, "without an end of turn"),
         )
-        return [f"{_were(count, unit)} {outcome}." for count, outcome in outcomes if count]
+        found = [f"{_were(count, unit)} {outcome}." for count, outcome in outcomes if count]
+        if self.prompt_cut:
+            found.append(f"The prompts of {self.prompt_cut:,} of {self.used:,} {unit}s lost their beginning.")
+        return found
 
 
 def total(ledgers: Sequence[Ledger]) -> Ledger:
@@ -127,11 +135,12 @@ def table(ledgers: Mapping[str, Ledger], unit: str = "row") -> list[str]:
 _COLUMNS = (
     "rows", "examples", "example_tokens", "trained_tokens",  # always shown
     "held_out", "bad", "empty", "undesirable", "dropped", "truncated", "split", "without_target", "identical",
-    "without_end", "duplicate", "lost_tokens", "blank_lines",
+    "without_end", "prompt_cut", "duplicate", "lost_tokens", "blank_lines",
 )  # fmt: skip
 _TITLES = {
     "example_tokens": "tokens",
     "trained_tokens": "trained on",
+    "dropped": "too long",
     "without_target": "no target",
     "identical": "same answers",
     "without_end": "no end of turn",

@@ -14,7 +14,7 @@ import numpy as np
 
 from dsft.data.cache.store import IN_MEMORY, Cache, tokenized_rows
 from dsft.data.render.renderer import Renderer
-from dsft.data.rows import MAX_SHOWN, Account, TokenRows, data_error
+from dsft.data.rows import MAX_SHOWN, PLACES, Account, TokenRows, data_error
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.ledger import Ledger, table, total
 from dsft.data.sets.order import shares_text
@@ -89,7 +89,11 @@ def load_data(
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
     train, *held_out = (Dataset(tuple(one.examples for one in selections)) for selections in sets)
     train = Dataset(train.parts, weights)
-    lines = [line for selections in sets for line in _lines(selections)]
+    refused = [
+        *(["bad"] if data.on_bad_row == "error" else []),
+        *(["dropped"] if options.how == "error" else []),
+    ]
+    lines = [line for selections in sets for line in _lines(selections, refused)]
     lines += [f"{TRAIN}: {line}" for line in shares_text([one.name for one in sets[0]], train)]
     if train.is_pairs and share_prompts:
         lines.append("data: the prompt of a pair is computed once for both answers (dpo.share_prompts)")
@@ -117,7 +121,7 @@ def load_data(
         account,
         identity,
         selections=tuple(one for selections in sets for one in selections),
-        refusal=_refusal(data, sets, options),
+        refusal=_refusal(spec, sets, options),
     )
     if refuse and run_data.refusal is not None:
         raise run_data.refusal
@@ -164,16 +168,16 @@ def _total(selections: Sequence[Selection]) -> Ledger:
 # --- the account of a set ---------------------------------------------------------------------------------
 
 
-def _lines(selections: Sequence[Selection]) -> Iterator[str]:
-    """Yield the messages about a set."""
+def _lines(selections: Sequence[Selection], refused: Sequence[str]) -> Iterator[str]:
+    """Yield the messages about a set. refused: as in `Ledger.text`."""
     unit, sums, what = _unit(selections), _total(selections), selections[0].what
     lines = [note for one in selections for note in _notes(one.account)]
-    bad = [place for one in selections for place in one.account.bad]
+    bad = [] if "bad" in refused else [place for one in selections for place in one.account.bad]
     lines += [f"dropped {place}: {reason}" for place, reason in bad[:MAX_SHOWN]]
     identical = _first_places(selections, [one.of("identical") for one in selections])
     lines += [f"left out {place}: both answers are truncated to the same tokens" for place in identical]
     if len(selections) == 1:
-        lines.append(sums.text(unit))
+        lines.append(sums.text(unit, refused))
     else:
         lines += table({one.name: one.ledger for one in selections}, unit)
     for one in selections:
@@ -234,11 +238,13 @@ def _source_account(one: Selection) -> dict[str, Any]:
 # --- why a run refuses the data ---------------------------------------------------------------------------
 
 
-def _refusal(data: Data, sets: Sequence[Sequence[Selection]], options: CutOptions) -> DataError | None:
+def _refusal(spec: Spec, sets: Sequence[Sequence[Selection]], options: CutOptions) -> DataError | None:
     """Return all reasons as one error: bad rows and rows that are too long; only if there are none, sets
-    without examples and losses over the spec's limits, since such rows would count as losses."""
+    without examples, losses over the spec's limits and prompts that are all cut, since such rows would count
+    as losses."""
+    data = spec.data
     every = [one for selections in sets for one in selections]
-    errors = [error for error in (_bad(data, every), _too_long(every, options)) if error is not None]
+    errors = [error for error in (_bad(data, every), _too_long(spec, every)) if error is not None]
     if not errors:
         train = _total(sets[0])
         for selections in sets:
@@ -246,6 +252,8 @@ def _refusal(data: Data, sets: Sequence[Sequence[Selection]], options: CutOption
                 errors.append(_nothing(data, selections, train))
         problems = list(_over_limits(data, sets[0], train)) if train.examples else []
         errors += [DataError("data.train is over the spec's limits:", problems)] if problems else []
+        if 0 < train.used == train.prompt_cut:
+            errors.append(_no_whole_prompt(data, sets[0]))
     if len(errors) < 2:
         return errors[0] if errors else None
     title = ", ".join(error.title.removesuffix(":") for error in errors)
@@ -261,22 +269,49 @@ def _bad(data: Data, read: Sequence[Selection]) -> DataError | None:
     else:
         bad = [problem for one in accounts for problem in one.unread]
         count = len(bad)
-    problems = [Problem(*problem) for problem in bad]
-    return data_error(problems, "mistake in the data", "mistakes in the data", count) if bad else None
-
-
-def _too_long(read: Sequence[Selection], options: CutOptions) -> DataError | None:
-    """Return the error for rows over max_length, of all sets."""
-    if options.how != "error":
+    if not bad:
         return None
-    problems: list[Problem] = []
-    for one in read:
-        lengths = limited_lengths(one.rows)
-        for row in one.of("dropped")[: MAX_SHOWN - len(problems)].tolist():
-            rule = f"data.max_length is {options.max_length}; raise it or set data.on_too_long"
-            problems.append(Problem(one.rows.source(row), f"{lengths[row]} tokens, {rule}"))
+    title = f"{count:,} mistake{'s' * (count > 1)} in the data:"
+    if not any(one.unread for one in accounts):  # else only the first rows of a file are read
+        rows = sum(one.ledger.rows for one in read if not one.is_split)
+        title = f"{count:,} of {rows:,} row{'s' * (rows > 1)} cannot be used:"
+    return data_error([Problem(*problem) for problem in bad], title, count)
+
+
+def _too_long(spec: Spec, read: Sequence[Selection]) -> DataError | None:
+    """Return the error for rows over max_length, of all sets: which lengths would keep how many of them."""
     count = sum(len(one.of("dropped")) for one in read)
-    return data_error(problems, "row is too long", "rows are too long", count) if problems else None
+    if on_too_long(spec) != "error" or not count:
+        return None
+    limit, unit = spec.data.max_length, _unit(read)
+    lengths = np.concatenate([limited_lengths(one.rows)[: one.count] for one in read if not one.is_split])
+    longest = int(lengths.max())
+    fits = [
+        f"{length:,} fits {np.count_nonzero(lengths <= length):,} of {len(lengths):,} {unit}s"
+        for length in (limit * 3 // 2, limit * 2, limit * 4)
+        if length < longest
+    ]
+    other = "data.on_too_long: drop or truncate"
+    if not spec.task_kind.answers:
+        other = "data.packing: true, or data.on_too_long: split"
+    rule = f"{', '.join([*fits, f'{longest:,} fits all'])}; raise it, or set {other}"
+    places = [
+        Problem(one.rows.source(row), f"{limited_lengths(one.rows)[row]:,} tokens")
+        for one in read
+        for row in one.of("dropped")[:PLACES].tolist()
+    ]
+    verb = "is" if count == 1 else "are"
+    title = f"{count:,} of {len(lengths):,} {unit}s {verb} longer than data.max_length {limit:,}:"
+    return DataError(title, [Problem("data.max_length", rule), *places[:PLACES]])
+
+
+def _no_whole_prompt(data: Data, train: Sequence[Selection]) -> DataError:
+    """Return the error for prompts that have all lost their beginning by truncation."""
+    longest = max(int(limited_lengths(one.rows)[one.row_ids].max(initial=0)) for one in train)
+    rule = f"{data.max_length} is too short for the prompts and answers together; raise it (the longest "
+    rule += f"{_unit(train)} has {longest:,} tokens), or set data.on_too_long: drop"
+    title = f"the prompts of all {_total(train).used:,} {_unit(train)}s would lose their beginning:"
+    return DataError(title, [Problem("data.max_length", rule)])
 
 
 def _nothing(data: Data, selections: Sequence[Selection], train: Ledger) -> DataError:

@@ -174,7 +174,12 @@ def cut_pairs(selection: Selection, options: CutOptions) -> Selection:
         selection,
         part=part.take(~equal),
         left_out={**selection.left_out, "dropped": dropped, "identical": pairs[equal]},
-        noted={**selection.noted, "truncated": pairs[too_long], "without_end": pairs[unended & ~equal]},
+        noted={
+            **selection.noted,
+            "truncated": pairs[too_long],
+            "without_end": pairs[unended & ~equal],
+            "prompt_cut": pairs[(kept < prompts) & ~equal],
+        },
         truncated_tokens=int(lost.sum()),
     )
 

@@ -154,6 +154,7 @@ def _truncated(
     name, rows, size = selection.name, selection.row_ids, options.max_length
     whole = _whole(name, source, rows)
     begin, headed, ended = np.zeros(len(rows), np.int32), np.zeros(len(rows), np.bool_), source.ended[rows]
+    prompt_cut = headed.copy()
     lost = int(whole.lengths[too_long].sum(dtype=np.int64)) - size * int(np.count_nonzero(too_long))
     texts = too_long & (whole.target_counts == whole.lengths - 1)  # then the first window is a best one
     targets = np.where(texts, np.int32(size - 1), whole.target_counts)
@@ -163,6 +164,7 @@ def _truncated(
         found = _windows(source, rows[some], size, options.bos)
         begin[some], headed[some], targets[some] = found[:3]
         ended[some] &= found[3]
+        prompt_cut[some] = found[4]
     lengths = np.minimum(whole.lengths, np.int32(size))
     kept = targets > 0
     part = RowExamples(name, source, rows, begin, lengths, targets, headed if headed.any() else None)
@@ -171,7 +173,12 @@ def _truncated(
         selection,
         part=_take(part, kept),
         left_out={**selection.left_out, "without_target": without},
-        noted={**selection.noted, "truncated": rows[too_long], "without_end": rows[~ended & kept]},
+        noted={
+            **selection.noted,
+            "truncated": rows[too_long],
+            "without_end": rows[~ended & kept],
+            "prompt_cut": rows[prompt_cut & kept],
+        },
         truncated_tokens=lost,
     )
 
@@ -293,14 +300,18 @@ class Stream:
         found: NDArray[np.bool_] = (which >= 0) & (places < stops[which])
         return found
 
+    def is_stop(self, places: Places) -> NDArray[np.bool_]:
+        """Return a mask (n,): whether a run of targets stops at each place."""
+        return np.isin(places, self.runs[2])
+
 
 def _windows(
     source: TokenRows, rows: NDArray[np.int32], size: int, bos: int | None
-) -> tuple[Places, NDArray[np.bool_], Places, NDArray[np.bool_]]:
+) -> tuple[Places, NDArray[np.bool_], Places, NDArray[np.bool_], NDArray[np.bool_]]:
     """Return the best window of `size` tokens of each of the rows (k,), which are longer than that: the token
-    at which it begins; whether the row's first token is put in front; its number of targets; and whether it
-    does not end within a run of targets. If a row begins with `bos`, a window that begins later keeps it in
-    front and has `size` - 1 more tokens.
+    at which it begins; whether the row's first token is put in front; its number of targets; whether it does
+    not end within a run of targets; and whether it begins within a prompt. If a row begins with `bos`, a
+    window that begins later keeps it in front and has `size` - 1 more tokens.
 
     A window begins at the start of the row, or before a run of targets, with the context between that run and
     the previous one, or with as much of it as fills a quarter of the window, so that no answer is without its
@@ -317,7 +328,8 @@ def _windows(
         headed[late] = targets[late] > at_start
         stay = late[~headed[late]]
         begin[stay], targets[stay] = 0, at_start[~headed[late]]
-    return begin, headed, targets, ~stream.is_inside(stream.firsts + begin + size - headed)
+    is_whole = ~stream.is_inside(stream.firsts + begin + size - headed)
+    return begin, headed, targets, is_whole, (begin > headed) & ~stream.is_stop(stream.firsts + begin)
 
 
 def _best(stream: Stream, size: int, low: int) -> tuple[Places, Places]:

@@ -120,7 +120,7 @@ class Selection:
     count       number of rows that belong to the set, including those that are left out
     row_ids     (k,) rows that examples are cut from
     left_out    reason, a field of Ledger -> rows left out for it
-    noted       "truncated", "without_end", "duplicate" -> rows that this applies to
+    noted       "truncated", "without_end", "prompt_cut", "duplicate" -> rows that this applies to
     is_split    whether the set is held out of data.train
     also_in_train  rows of the set whose content is in data.train too; None: not computed
     part        the examples, once they are cut

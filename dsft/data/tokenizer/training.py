@@ -183,7 +183,7 @@ def count(files: Sequence[DataFile], options: TokenizerOptions, log: Callable[[s
             reported = time.monotonic()
             log(f"read {lines:,} lines of {num_bytes:,} bytes")
     if problems:
-        raise data_error(problems, "mistake in the data", "mistakes in the data", mistakes)
+        raise data_error(problems, f"{mistakes:,} mistake{'s' * (mistakes > 1)} in the data:", mistakes)
     if not lines:
         raise DataError(
             "There is no text to train on.",

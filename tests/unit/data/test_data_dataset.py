@@ -120,16 +120,33 @@ def test_drop(tmp_path: Path) -> None:
 
 def test_truncate_keeps_the_answer(tmp_path: Path) -> None:
     rows = [
-        {"messages": [{"role": "user", "content": "q" * n}, {"role": "assistant", "content": "answer"}]}
-        for n in (1, 200)
+        {"messages": [{"role": "user", "content": "q" * n}, {"role": "assistant", "content": answer}]}
+        for n, answer in ((1, "answer"), (200, "answer"), (1, "a"))
     ]
     content = "\n".join(json.dumps(row) for row in rows).encode()
     dataset = load(tmp_path, content, max_length=25, on_too_long="truncate")
     answer = "<|im_end|>\n<|im_start|>assistant\nanswer<|im_end|>"
-    assert decoded(dataset) == ["ser\nq" + answer, "q" * 5 + answer]
+    assert decoded(dataset)[:2] == ["ser\nq" + answer, "q" * 5 + answer]
     ledger = ledger_of(dataset)
-    assert (ledger.rows, ledger.examples, ledger.truncated, ledger.without_end) == (2, 2, 2, 0)
-    assert (ledger.example_tokens, ledger.trained_tokens) == (2 * 25, 2 * len("answer."))
+    assert (ledger.rows, ledger.examples, ledger.truncated, ledger.without_end) == (3, 3, 2, 0)
+    assert (ledger.prompt_cut, ledger.trained_tokens) == (2, 2 * len("answer.") + len("a."))
+    assert "The prompts of 2 of 3 rows lost their beginning." in ledger.text()
+
+
+def test_prompts_that_are_cut_in_every_row_are_refused(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "q" * 40}, {"role": "assistant", "content": "answer"}]
+    content = b"\n".join([json.dumps({"messages": turns}).encode()] * 3)
+    with pytest.raises(DataError) as raised:
+        load(tmp_path, content, max_length=32, on_too_long="truncate")
+    assert str(raised.value) == (
+        "the prompts of all 3 rows would lose their beginning:\n  data.max_length: 32 is too short for the "
+        "prompts and answers together; raise it (the longest row has 67 tokens), or set "
+        "data.on_too_long: drop"
+    )
+    later = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}] * 3
+    content = b"\n".join([json.dumps({"messages": later}).encode()] * 3)
+    # windows that begin at the start of a later turn cut no prompt
+    assert ledger_of(load(tmp_path, content, max_length=48, on_too_long="truncate")).prompt_cut == 0
 
 
 def test_split_gives_every_token_once_as_a_target(tmp_path: Path) -> None:

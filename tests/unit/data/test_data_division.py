@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dsft.checkpoint.compare import other_rows
 from dsft.data.cache import build, store
-from dsft.data.cache.store import IN_MEMORY, Cache
+from dsft.data.cache.store import IN_MEMORY, Cache, check_first_rows
 from dsft.data.rows import Account
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.ledger import Ledger, table, total
@@ -149,10 +149,10 @@ def test_the_table_has_the_columns_that_say_something() -> None:
     web = Ledger(rows=1200, examples=1100, example_tokens=50_000, trained_tokens=9000, dropped=100)
     small = Ledger(rows=5, examples=5, example_tokens=50, trained_tokens=40)
     assert table({"web": web, "small": small}) == [
-        "        rows  examples  tokens  trained on  dropped",
-        "web    1,200     1,100  50,000       9,000      100",
-        "small      5         5      50          40        0",
-        "all    1,205     1,105  50,050       9,040      100",
+        "        rows  examples  tokens  trained on  too long",
+        "web    1,200     1,100  50,000       9,000       100",
+        "small      5         5      50          40         0",
+        "all    1,205     1,105  50,050       9,040       100",
     ]
     assert total([web, small]).rows == 1205
 
@@ -240,20 +240,26 @@ def test_mixed_formats_bad_and_long_rows_of_all_files_are_told_together() -> Non
         "b.jsonl": "[\n" + text("y"),
         "c.jsonl": text("z") + "{\n",
     }
-    with pytest.raises(DataError, match="3 mistakes in the data") as error:
+    with pytest.raises(DataError, match="3 of 5 rows cannot be used") as error:
         loaded(files, ("b.jsonl", "c.jsonl"))
     assert [problem.where for problem in error.value.problems] == ["a.jsonl:1", "b.jsonl:1", "c.jsonl:2"]
     long = {"a.jsonl": text("x" * 70, "y"), "b.jsonl": text("y", "z" * 80)}
-    with pytest.raises(DataError, match="2 rows are too long") as error:
+    with pytest.raises(DataError, match="2 of 4 rows are longer than data.max_length 64") as error:
         loaded(long, ("b.jsonl",))
-    assert [problem.where for problem in error.value.problems] == ["a.jsonl:1", "b.jsonl:2"]
+    assert list(map(str, error.value.problems)) == [
+        "data.max_length: 81 fits all; raise it, or set data.on_too_long: drop or truncate",
+        "a.jsonl:1: 71 tokens",
+        "b.jsonl:2: 81 tokens",
+    ]
 
 
 def test_all_that_a_run_refuses_is_told_at_once() -> None:
     with pytest.raises(DataError) as error:
         loaded({"a.jsonl": text("x" * 70, "y") + "{\n", "b.jsonl": ""}, ("b.jsonl",))
-    assert error.value.title == "1 mistake in the data, 1 row is too long:"
-    assert [problem.where for problem in error.value.problems] == ["a.jsonl:3", "a.jsonl:1"]
+    assert error.value.title == ("1 of 3 rows cannot be used, 1 of 2 rows is longer than data.max_length 64:")
+    assert [problem.where for problem in error.value.problems] == [
+        "a.jsonl:3", "data.max_length", "a.jsonl:1"
+    ]  # fmt: skip
     empty = {"a.jsonl": text("x", "x"), "b.jsonl": "", "c.jsonl": text("", "")}
     with pytest.raises(DataError) as error:
         loaded(empty, ("b.jsonl", "c.jsonl"), max_duplicate_fraction=0.1)
@@ -269,7 +275,11 @@ def test_what_would_be_refused_is_measured_without_the_rows_in_question() -> Non
     Path("a.jsonl").write_text(text("x" * 70, "y") + "{\n")
     wanted = spec_of("sft", Data(train=(Source(path="a.jsonl"),), max_length=64))
     found = load_data(wanted, TOKENIZER, refuse=False)
-    assert said(found.train) == ["y"] and found.refusal is not None and len(found.refusal.problems) == 2
+    assert said(found.train) == ["y"] and found.refusal is not None and len(found.refusal.problems) == 3
+    assert found.lines[-1] == (
+        "data.train: 3 rows gave 1 example of 2 tokens, 1 of them trained on. 1 row was bad, so a run stops. "
+        "1 row was longer than data.max_length, so a run stops."
+    )
     sums = found.account["train"]["total"]
     assert (sums["rows"], sums["used"], sums["bad"], sums["dropped"]) == (3, 1, 1, 1)
 
@@ -470,3 +480,35 @@ def test_row_30_a_changed_file_is_known_by_its_source(changed: str) -> None:
     found = list(other_rows(json.loads(json.dumps(then)), now))
     assert len(found) == 1 and found[0].startswith(told[changed])
     assert found[0].endswith("now the same number of different rows")
+
+
+def test_which_length_would_keep_how_many_rows_is_told() -> None:
+    long = {"a.jsonl": text(*("x" * n for n in (10, 80, 90, 100, 150, 400)))}
+    with pytest.raises(DataError) as error:
+        loaded(long)
+    assert [problem.message for problem in error.value.problems[:2]] == [
+        "96 fits 3 of 6 rows, 128 fits 4 of 6 rows, 256 fits 5 of 6 rows, 401 fits all; raise it, or set "
+        "data.on_too_long: drop or truncate",
+        "81 tokens",
+    ]
+    assert len(error.value.problems) == 4
+
+
+def test_placeholders_are_warned_about() -> None:
+    found = loaded({"a.jsonl": text("I am {{name}}", "I am dsft", "by {{ author }}")})
+    assert (
+        "data.train: warning: a.jsonl: 2 of its first rows contain a placeholder such as {{name}} "
+        "(line 1, 3), and are trained on as they are"
+    ) in found.lines
+
+
+def test_the_first_rows_are_checked_without_a_tokenizer() -> None:
+    Path("a.jsonl").write_text(text("x") + '{"text": 2}\n' * 4)
+    Path("b.jsonl").write_text('{"question": "x", "answer": "y"}\n')
+    sources = (Source(path="a.jsonl"), Source(path="b.jsonl"), Source(path="builtin:quickstart"))
+    with pytest.raises(DataError) as error:
+        check_first_rows(spec_of("sft", Data(train=sources, max_length=64)))
+    first, second = map(str, error.value.problems)
+    assert first == 'a.jsonl:2, a.jsonl:3, a.jsonl:4 and 1 more: "text" is a number; it must be a string'
+    assert second.startswith('b.jsonl:1: no format fits the keys "question", "answer"')
+    check_first_rows(spec_of("sft", Data(train=sources[::2], max_length=64, on_bad_row="drop")))

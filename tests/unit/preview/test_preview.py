@@ -152,8 +152,11 @@ def test_problems_where_a_run_would_stop(preview: Preview) -> None:
     assert "1 row cannot be read\n  rows.jsonl:2: " in out
     assert "1 row repeating an earlier one\n  rows.jsonl:3: repeats rows.jsonl:1\n" in out
     assert "2 rows longer than data.max_length, so a run stops\n  rows.jsonl:4: 83 tokens, data" in out
-    assert err.startswith("error: 1 mistake in the data, 2 rows are too long:\n  rows.jsonl:2: ")
-    assert "\n  rows.jsonl:4: 83 tokens, data.max_length is 64; raise it" in err
+    assert err.startswith(
+        "error: 1 of 5 rows cannot be used, 2 of 4 rows are longer than data.max_length 64:\n  rows.jsonl:2: "
+    )
+    assert "\n  data.max_length: 96 fits 3 of 4 rows, 113 fits all; raise it, or set data.on_too_long" in err
+    assert "2 rows were longer than data.max_length, so a run stops." in out and "dropped" not in out
 
 
 def test_problems_that_stop_no_run(preview: Preview) -> None:

@@ -25,7 +25,7 @@ Write = Callable[..., Path]
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     """Writes `spec.yaml` (by default the valid one, with texts replaced) beside a file of rows."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n', encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a row"}\n', encoding="utf-8")
 
     def write_spec(text: str = GOOD, **replaced: str) -> Path:
         """`replaced`: section -> its whole new line or lines; a section that GOOD lacks is added."""
