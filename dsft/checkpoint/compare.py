@@ -71,16 +71,29 @@ def check_same_run(
         # Ignore keys that the older dsft did not have, but not those of a section that was left out then.
         and not (one.old == ABSENT and one.key not in given and not one.key.startswith(without))
     ]
+    ways = ["set the keys back"] if differing_keys else []
     examples = checkpoint.state["batch"]["global_batch_size"]
     if examples != batch.global_batch_size:
         differing_keys.append(f"train.global_batch_size was {examples}, now {batch.global_batch_size}")
-    if data is not None:
-        differing_keys += other_rows(checkpoint.state["data"], data, f"{spec.task_kind.unit}s")
-    if differing_keys:
+        ways.append(_batch_back(spec, batch, examples))
+    other = list(other_rows(checkpoint.state["data"], data, f"{spec.task_kind.unit}s")) if data else []
+    ways += ["put the rows back as they were"] if other else []
+    if differing_keys or other:
         raise CheckpointError(
-            f"{checkpoint.path} is of another run: {'; '.join(differing_keys)}. "
-            "Set these back to resume from it, or choose another name for a new run."
+            f"cannot resume from {checkpoint.path}, because this run differs: "
+            f"{'; '.join([*differing_keys, *other])}. To resume, {' and '.join(ways)}; for a new run, choose "
+            "another name."
         )
+
+
+def _batch_back(spec: Spec, batch: BatchSizes, examples: int) -> str:
+    """Return what to set for a global batch of `examples`: the accumulation steps with which the
+    micro-batches of these ranks give it, or itself."""
+    steps, rest = divmod(examples, batch.micro_batch_size * batch.data_parallel)
+    if spec.train.global_batch_size is not None or spec.train.micro_batch_size is None or rest:
+        return f"set train.global_batch_size={examples}"
+    ranks = f"{batch.data_parallel} data-parallel rank{'s' * (batch.data_parallel > 1)}"
+    return f"set train.accumulation_steps={steps} (with {ranks}, micro_batch_size {batch.micro_batch_size})"
 
 
 def check_same_rows(checkpoint: CheckpointReader, rows: Mapping[str, int] | None) -> None:

@@ -17,12 +17,10 @@ from dsft.generate.scripts import environment
 from dsft.plan.census import Census, known_census
 from dsft.plan.layout import layout_of
 from dsft.plan.memory.offload import Swapped, swap_keys, swapped
-from dsft.plan.memory.sizes import moment_bytes, weight_bytes
+from dsft.plan.memory.sizes import saved_bytes
 from dsft.remote import forwarded
 from dsft.spec.schema import Spec
 from dsft.spec.sources import BUILTIN_PREFIX, hub_data
-
-FP32 = 4
 
 
 @dataclass(frozen=True)
@@ -141,8 +139,7 @@ def _output(spec: Spec, census: Census | None) -> FolderNeeds:
     the export comes last."""
     if census is None:
         return FolderNeeds(spec.output_dir)
-    checkpoint = census.trained * (FP32 + moment_bytes(spec))
-    export = (census.trained if spec.model.lora else census.numel) * weight_bytes(spec)
+    checkpoint, export = saved_bytes(census, spec)
     there = len(list(Path(spec.output_dir, spec.name, "checkpoints").glob("step-*/MANIFEST.json")))
     most = (spec.checkpoint.keep_last or 1) + (spec.checkpoint.keep_best or 0)
     return FolderNeeds(spec.output_dir, checkpoint + export, max(1, most + 1 - there) * checkpoint + export)

@@ -136,12 +136,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All layouts by verdict. fitting: in the order to try them, the advice first; too_large: the one closest
-    to fitting first."""
+    """All layouts by verdict. fitting: in the order to try them; too_large: the one closest to fitting
+    first."""
 
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
     refused: tuple[Candidate, ...]
+
+    @property
+    def advice(self) -> Candidate | None:
+        """The layout to try first: of those that fit, the first with the fewest warnings."""
+        return min(self.fitting, key=lambda one: len(one.warnings), default=None)
 
 
 def compare(plan: Plan) -> Comparison:

@@ -16,7 +16,7 @@ from typing import Any
 from dsft.plan.batch import BatchSizes
 from dsft.plan.census import Census
 from dsft.plan.cut import cut_of
-from dsft.plan.flops import peak_tflops, work
+from dsft.plan.flops import gpu_of, work
 from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.reference import dpo_of, needs_reference
 from dsft.plan.traffic import Flow, Link, bubble, hidden_size
@@ -38,8 +38,8 @@ GPU_LINKS: Mapping[Link, float] = {
     "host memory": 40e9,
     "disk": 5e9,
 }
-"""Bytes per second of a rank: NVLink, one network card of 400 Gb/s per GPU, PCIe 5; the disk is shared by all
-ranks of a host."""
+"""Bytes per second of a rank: NVLink of an A100 if the GPU is not in `flops.GPUS`, one network card of 400
+Gb/s per GPU, PCIe 5; the disk is shared by all ranks of a host."""
 
 CPU_LINKS: Mapping[Link, float] = {
     "within a host": 5e9,
@@ -135,9 +135,14 @@ def assumed(spec: Spec) -> dict[str, Any]:
     """Return the assumptions of the estimate: a rank's peak in 10^12 FLOP/s, the share of it that is reached,
     and bytes per second of each link."""
     accelerator, on_cpu = spec.accelerator, runs_on_cpu(spec)
-    given = accelerator and (accelerator.peak_tflops or peak_tflops(accelerator.name))
+    gpu = gpu_of(accelerator.name) if accelerator else None
+    links = dict(CPU_LINKS if on_cpu else GPU_LINKS)
+    if gpu is not None:
+        links["within a host"] = gpu.link
+        links["host memory"] = min(gpu.link, links["host memory"])
+    given = (accelerator.peak_tflops if accelerator else None) or (gpu.tflops if gpu else None)
     return {
         "tflops": given or (CPU_TFLOPS if on_cpu else GPU_TFLOPS),
         "reached": REACHED,
-        "links": dict(CPU_LINKS if on_cpu else GPU_LINKS),
+        "links": links,
     }

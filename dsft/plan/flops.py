@@ -6,20 +6,47 @@ from dataclasses import dataclass
 
 from dsft.plan.census import Census
 
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "H200": 989.4,
-    "H100 NVL": 835.5,
-    "H100 PCIe": 756.0,
-    "H100": 989.4,
-    "H20": 148.0,
-    "A100": 312.0,
-    "L40S": 362.05,
-    "L4": 121.0,
-    "A10": 125.0,
+
+@dataclass(frozen=True)
+class Gpu:
+    """Data-sheet figures of a GPU.
+
+    tflops  peak of dense bf16 with sums in fp32 (of fp16 where it has no bf16), in 10^12 FLOP/s
+    link    bytes per second that it sends to another GPU of its host: half of NVLink's or PCIe's total
+    """
+
+    tflops: float
+    link: float
+
+
+PCIE_3, PCIE_4, PCIE_5 = 16e9, 32e9, 64e9  # 16 lanes, one direction
+
+GPUS = {
+    "B200": Gpu(2250.0, 900e9),
+    "H200": Gpu(989.4, 450e9),
+    "H100 NVL": Gpu(835.5, 300e9),
+    "H100 PCIe": Gpu(756.0, PCIE_5),
+    "H100": Gpu(989.4, 450e9),
+    "H20": Gpu(148.0, 450e9),
+    "A100 PCIE": Gpu(312.0, PCIE_4),
+    "A100": Gpu(312.0, 300e9),
+    "A40": Gpu(149.7, PCIE_4),
+    "A30": Gpu(165.0, PCIE_4),
+    "A10": Gpu(125.0, PCIE_4),
+    "L40S": Gpu(362.05, PCIE_4),
+    "L40": Gpu(181.05, PCIE_4),
+    "L4": Gpu(121.0, PCIE_4),
+    "RTX 6000 Ada": Gpu(364.2, PCIE_4),
+    "RTX A6000": Gpu(154.8, PCIE_4),
+    "RTX 5090": Gpu(209.5, PCIE_5),
+    "RTX 4090": Gpu(165.2, PCIE_4),
+    "RTX 3090": Gpu(71.0, PCIE_4),
+    "V100": Gpu(125.0, 150e9),
+    "T4": Gpu(65.0, PCIE_3),
 }
-"""Word in the device's name -> peak of dense bf16 per GPU, in 10^12 FLOP/s, from NVIDIA's data sheets (half
-of the figures "with sparsity"). If one name is a prefix of another, the longer one comes first."""
+"""Words in the device's name -> its figures, from NVIDIA's data sheets and the white papers of Ampere
+(GA102), Ada and Blackwell (half of the figures "with sparsity"). If one name is a prefix of another, the
+longer one comes first."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +80,13 @@ def work(census: Census, attention_width: int) -> Work:
     return Work(4 * whole + 2 * trained, 12 * census.num_layers * attention_width)
 
 
+def gpu_of(device_name: str) -> Gpu | None:
+    """Return the figures of a GPU by the name that its driver reports; None if it is not in the table."""
+    words = f" {device_name.replace('-', ' ')} ".lower()
+    return next((gpu for name, gpu in GPUS.items() if f" {name.lower()} " in words), None)
+
+
 def peak_tflops(device_name: str) -> float | None:
-    """Return the peak of a GPU by the name that its driver reports; None if it is not in the table."""
-    words = device_name.replace("-", " ")
-    return next((peak for name, peak in PEAK_TFLOPS.items() if f" {name} " in f" {words} "), None)
+    """Return the peak of a GPU by its name; None if it is not in the table."""
+    gpu = gpu_of(device_name)
+    return gpu.tflops if gpu else None

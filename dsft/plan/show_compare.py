@@ -51,7 +51,7 @@ def as_mapping(plan: Plan, found: Comparison) -> dict[str, Any]:
         "world_size": plan.layout.world_size,
         "limits": dict(zip(("device", "host"), memory_limits(plan.spec), strict=True)),
         "assumed": assumed(plan.spec),
-        "advice": list(found.fitting[0].overrides) if found.fitting else None,
+        "advice": list(found.advice.overrides) if found.advice else None,
         "candidates": [_mapping(one, verdict) for verdict, group in verdicts for one in group],
     }
 
@@ -131,13 +131,13 @@ def _more(group: Sequence[Candidate]) -> Iterator[Text]:
 
 def _advice(plan: Plan, found: Comparison) -> Iterator[str]:
     parallel = plan.spec.parallel
-    if not found.fitting:
+    first = found.advice
+    if first is None:
         yield "No layout fits. Take more hosts, a smaller model, a smaller data.max_length, or model.lora."
         if not (parallel.offload_optimizer.nvme_path or parallel.offload_parameters.nvme_path):
             disk = "parallel.zero_stage=3 parallel.offload_optimizer='{device: nvme, nvme_path: FOLDER}'"
             yield f"Offload to NVMe needs a folder; to include it, compare again with {disk}."
         return
-    first = found.fitting[0]
     assert first.best is not None
     micro, accumulation = first.best.batch.micro_batch_size, first.best.batch.accumulation_steps
     yield f"{label(first.keys)}; micro-batch {micro} × accumulation {accumulation}"
@@ -152,7 +152,8 @@ def _advice(plan: Plan, found: Comparison) -> Iterator[str]:
             f"warning: it takes {first.best.full:.0%} of the memory of a GPU or a host, and the plan's "
             "figures are not that exact"
         )
-    fastest = min(found.fitting, key=lambda one: one.seconds)
+    as_good = [one for one in found.fitting if len(one.warnings) <= len(first.warnings)]
+    fastest = min(as_good, key=lambda one: one.seconds)
     share = fastest.seconds / first.seconds
     if share < 0.9:
         yield f"Estimated to be faster ({share:.0%} of the time of a step): {label(fastest.keys)}"

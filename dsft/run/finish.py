@@ -53,12 +53,20 @@ def outcome(records: list[dict[str, float]]) -> list[str]:
     held-out metrics. What has no record has no line."""
     lines = []
     losses = [record for record in records if "train/loss" in record]
+    rewarded = [record for record in records if "train/rewards/accuracies" in record]
     held_out = [record for record in records if "eval/loss" in record]
     if losses:
         first, last = losses[0], losses[-1]
         lines.append(
             f"train/loss went from {first['train/loss']:.4f} at step {first['train/global_step']} to "
             f"{last['train/loss']:.4f} at step {last['train/global_step']}"
+        )
+    if rewarded:
+        last = rewarded[-1]
+        accuracy, margin = last["train/rewards/accuracies"], last["train/rewards/margins"]
+        lines.append(
+            f"rewards at step {last['train/global_step']}: accuracy {accuracy:.3f} (share of pairs whose "
+            f"chosen answer has the higher reward), margin {margin:.3g}"
         )
     if held_out:
         last = held_out[-1]

@@ -8,6 +8,7 @@ the model is counted, `resolve` sets all that depends on its size.
 from __future__ import annotations
 
 import secrets
+import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from typing import Any
 
 from dsft.engine.aio import MEASURED, SETTINGS, Rates, fastest, rates
 from dsft.engine.world import World
+from dsft.errors import StorageError
 from dsft.inputs import Inputs
 from dsft.model.census import take_census
 from dsft.plan.census import Census, census_from
@@ -34,10 +36,11 @@ from dsft.plan.memory.offload import (
     swapped,
     with_pinning,
 )
+from dsft.plan.memory.sizes import saved_bytes
 from dsft.rank.swap import remove_stale_folders, shared_swap_folder
 from dsft.run.job import Config, Job, Log
 from dsft.spec.schema import Model
-from dsft.system.disk import check_disk, check_locked, check_swap_space
+from dsft.system.disk import GIB, check_disk, check_locked, check_swap_space
 from dsft.system.host import host_memory
 
 
@@ -56,6 +59,10 @@ def resolve(job: Job, inputs: Inputs, world: World, log: Log) -> Resolved:
     user's DeepSpeed JSON sets stays as it is. A collective, before the model is built. Raises DsftError."""
     cuts = job.layout.pipeline_stages > 1
     counted = world.first(lambda: census_from(take_census(job.spec.model, inputs.facts, cuts=cuts)))
+    world.first(lambda: check_room(job, counted))
+    if counted.trained < counted.numel:
+        share = counted.trained / counted.numel
+        log(f"trainable parameters: {counted.trained:,} of {counted.numel:,} ({share:.2%})")
     for line in untrained_rows(job.spec.model, inputs, counted):
         log(line)
     config = _with_bucket_sizes(job, job.config, counted, log)
@@ -66,6 +73,20 @@ def resolve(job: Job, inputs: Inputs, world: World, log: Log) -> Resolved:
         log(job.cores.bind())
     config = with_pinned_memory(job, config, counted, cut, world, log)
     return Resolved(with_measured_swap(job, config, counted, world, log), counted, cut)
+
+
+def check_room(job: Job, counted: Census) -> None:
+    """Raise StorageError if the disk of the run's folder has no room for a checkpoint and, in a run that has
+    no checkpoint yet, the export. Known before the first step, not when the first checkpoint is written."""
+    checkpoint, export = saved_bytes(counted, job.spec)
+    is_new = not any(job.folder.glob("checkpoints/step-*"))
+    needed, free = checkpoint + export * is_new, shutil.disk_usage(job.folder).free
+    if free < needed:
+        raise StorageError(
+            f"output_dir: {job.folder} has {free / GIB:.2f} GiB free, but a checkpoint takes "
+            f"{checkpoint / GIB:.2f} GiB and the export {export / GIB:.2f} GiB; free space there, or set "
+            "another output_dir."
+        )
 
 
 def untrained_rows(model: Model, inputs: Inputs, counted: Census) -> Iterator[str]:

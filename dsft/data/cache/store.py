@@ -176,7 +176,9 @@ def check_first_rows(spec: Spec) -> None:
 def _bad_rows(file: DataFile, head: FileHead) -> Iterator[tuple[int, str]]:
     """Yield the mistakes in the first rows of a file."""
     yield from head.account.bad
-    for line in islice(file_lines(file), _HEAD_ROWS) if head.format else ():
+    if head.format is None:
+        return
+    for line in islice(file_lines(file), _HEAD_ROWS):
         if line.row is not None:
             try:
                 formats.convert(line.row, head.format)

@@ -5,7 +5,12 @@ dsft/model/head.py divides the logits into chunks by these sizes, and the plan c
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dsft.spec.schema import Spec
+
+if TYPE_CHECKING:
+    from dsft.plan.census import Census
 
 GIB = 2**30  # bytes
 FP32 = 4  # bytes of an element
@@ -50,3 +55,10 @@ def moment_bytes(spec: Spec) -> int:
     if spec.optim.name == "adamw":
         return 2 * FP32
     return FP32 if spec.optim.momentum else 0
+
+
+def saved_bytes(census: Census, spec: Spec) -> tuple[int, int]:
+    """Return the bytes of a checkpoint, which has the trained weights and the optimizer's moments in fp32,
+    and those of the export."""
+    exported = census.trained if spec.model.lora else census.numel
+    return census.trained * (FP32 + moment_bytes(spec)), exported * weight_bytes(spec)

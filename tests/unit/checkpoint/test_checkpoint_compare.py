@@ -107,8 +107,24 @@ def test_what_may_differ(changes: dict[str, Any]) -> None:
 def test_what_is_refused_by_name_with_both_values(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointError) as error:
         check_same_run(checkpoint(), spec_with(**changes), SAME, rows_of(a=10))
-    assert f"step-7 is of another run: {told}" in str(error.value)
-    assert "Set these back" in str(error.value)
+    assert f"step-7, because this run differs: {told}" in str(error.value)
+    assert "To resume, set the keys back; for a new run, choose another name." in str(error.value)
+
+
+def test_the_key_that_brings_the_batch_back_is_named() -> None:
+    per_rank = {"train__global_batch_size": None, "train__micro_batch_size": 2}
+    with pytest.raises(CheckpointError) as error:
+        check_same_run(
+            checkpoint(), spec_with(**per_rank, train__accumulation_steps=2), BatchSizes(4, 2, 2, 1), None
+        )
+    assert str(error.value).endswith(
+        "train.global_batch_size was 8, now 4. To resume, set train.accumulation_steps=4 (with 1 "
+        "data-parallel rank, micro_batch_size 2); for a new run, choose another name."
+    )
+    with pytest.raises(CheckpointError, match="To resume, set train.global_batch_size=8; for a new run"):
+        check_same_run(checkpoint(), spec_with(train__global_batch_size=4), BatchSizes(4, 2, 2, 1), None)
+    with pytest.raises(CheckpointError, match="11 rows of 110 tokens. To resume, put the rows back as they"):
+        check_same_run(checkpoint(), spec_with(), SAME, rows_of(a=11))
 
 
 def test_all_differences_at_once_with_the_batch_and_the_rows() -> None:
@@ -138,7 +154,7 @@ def test_all_differences_at_once_with_the_batch_and_the_rows() -> None:
 def test_rows_that_changed_are_named(data: dict[str, Any], told: str) -> None:
     with pytest.raises(CheckpointError) as error:
         check_same_run(checkpoint(), spec_with(), SAME, data)
-    assert f"{told}. Set these back" in str(error.value)
+    assert f"{told}. To resume, put the rows back" in str(error.value)
     check_same_run(checkpoint(), spec_with(), SAME, None)  # not read yet
 
 
@@ -217,5 +233,5 @@ def test_a_key_that_the_checkpoint_does_not_know_differs_where_it_is_not_the_def
     old = checkpoint()
     del old.state["spec"]["model"]["kernels"], old.state["spec"]["train"]["tf32"]
     check_same_run(old, spec_with(), SAME, rows_of(a=10))
-    with pytest.raises(CheckpointError, match=r"train\.tf32 was '\(absent\)', now True\. Set these back"):
+    with pytest.raises(CheckpointError, match=r"train\.tf32 was '\(absent\)', now True\. To resume, set"):
         check_same_run(old, spec_with(train__tf32=True), SAME, rows_of(a=10))

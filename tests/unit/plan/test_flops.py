@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsft.plan.census import Census, Parameter
-from dsft.plan.flops import peak_tflops, work
+from dsft.plan.flops import gpu_of, peak_tflops, work
 
 
 def model(numel: int, layers: int, trained: bool = True, tied: bool = True, vocabulary: int = 0) -> Census:
@@ -46,8 +46,20 @@ def test_frozen_weights_have_no_gradient_and_an_untied_embedding_no_product() ->
         ("NVIDIA L4", 121.0),
         ("NVIDIA A10", 125.0),
         ("NVIDIA A100", 312.0),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("Tesla V100-SXM2-16GB", 125.0),
+        ("Quadro GP100", None),
     ],
 )
 def test_the_peak_of_a_device_by_its_name(name: str, peak: float | None) -> None:
     assert peak_tflops(name) == peak
+
+
+@pytest.mark.parametrize(
+    ("name", "link"),
+    [("NVIDIA A100-SXM4-80GB", 300e9), ("NVIDIA A100-PCIE-40GB", 32e9), ("rtx 4090", 32e9), ("T4", 16e9)],
+)
+def test_the_link_of_a_device_by_its_name(name: str, link: float) -> None:
+    gpu = gpu_of(name)
+    assert gpu is not None and gpu.link == link

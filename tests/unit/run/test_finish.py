@@ -134,5 +134,10 @@ def test_the_outcome_has_first_and_last_loss_and_each_set() -> None:
     records.append({step: 2, "eval/loss": 1.5, "eval/perplexity": 4.48, "eval/b/loss": 2.0})
     assert outcome(records)[1] == "held-out loss 1.5000, perplexity 4.48, b 2.0000"
     assert outcome([]) == []
+    rewards = {"train/rewards/accuracies": 0.875, "train/rewards/margins": 0.4212}
+    assert outcome([{step: 9, "train/loss": 0.6} | rewards])[1] == (
+        "rewards at step 9: accuracy 0.875 (share of pairs whose chosen answer has the higher reward), "
+        "margin 0.421"
+    )
     pairs = {step: 2, "eval/loss": 0.5, "eval/rewards/accuracies": 0.75, "eval/rewards/margins": 1.25}
     assert outcome([pairs]) == ["held-out loss 0.5000, accuracy 0.750, margin 1.25"]

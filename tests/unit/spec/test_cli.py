@@ -66,7 +66,7 @@ def test_validate(dsft, write: Write) -> None:  # noqa: ANN001
     assert (code, err) == (0, "")
     assert out.startswith("valid: spec.yaml\n") and "ZeRO 2" in out
     assert "rows of at most" in out
-    _, out, _ = dsft("validate", str(write()), "task=dpo", "data.eval_count=5")
+    _, out, _ = dsft("validate", str(write()), "task=dpo", "data.eval_count=5", "--no-files")
     assert "5 held-out pairs; a prompt and an answer of at most" in out
 
 

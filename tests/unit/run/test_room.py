@@ -1,0 +1,41 @@
+"""A full disk is found before the first step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsft.errors import StorageError
+from dsft.plan.census import Census, Parameter
+from dsft.run.resolve import check_room
+from dsft.spec.schema import Spec
+
+SPEC: dict[str, Any] = {
+    "name": "x",
+    "task": "sft",
+    "model": {"name_or_path": "a/b"},
+    "data": {"train": [{"path": "builtin:quickstart"}]},
+    "train": {"micro_batch_size": 1, "accumulation_steps": 1, "precision": "bf16"},
+    "optim": {"learning_rate": 1e-5},
+}
+COUNTED = Census("X", 1, None, (Parameter("w", (1 << 30,), 0, False, ()),))
+
+
+def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job: Any = SimpleNamespace(folder=tmp_path, spec=Spec.model_validate(SPEC))
+
+    def free(gib: float) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(gib * 2**30)))
+
+    free(13.9)  # 2^30 parameters: 12 GiB of weights and moments in fp32, 2 GiB of bf16
+    with pytest.raises(StorageError, match=r"has 13.90 GiB free, .* takes 12.00 GiB and the export 2.00 GiB"):
+        check_room(job, COUNTED)
+    (tmp_path / "checkpoints" / "step-1").mkdir(parents=True)
+    check_room(job, COUNTED)  # the export replaces a checkpoint
+    free(11.9)
+    with pytest.raises(StorageError, match="11.90 GiB free"):
+        check_room(job, COUNTED)
