@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def _with_progress(status: RunStatus, folder: Path) -> tuple[RunStatus, float | 
     steps = [match for line in _tail(log) for match in _PROGRESS.finditer(line)]
     total = int(steps[-1][2]) if steps else None
     step = int(records[-1][STEP]) if records else None
-    times = [record["perf/step_time"] for record in trained[-RECENT:] if "perf/step_time" in record]
+    times = [seconds for record in trained[-RECENT:] if (seconds := record.get("perf/step_time", nan)) < 1e7]
     step_time = sum(times) / len(times) if times else None
     held_out = [record["eval/loss"] for record in records if "eval/loss" in record]
     left = None
@@ -176,7 +177,7 @@ def _launched(status: RunStatus, launched: Mapping[str, Any], age: float, holder
     if age > STALE:
         why = f"status.json is {age:.0f} seconds old, but {supervisor} should write it every 2 seconds"
         return replace(status, state="silent", why=f"{why}; it or the disk does not respond")
-    start = f", start {launched['attempt']}" if launched.get("attempt", 1) > 1 else ""
+    start = f", start {launched['attempt']}" if launched["attempt"] > 1 else ""
     why = f"dsft launch by {launched.get('launcher')}: process {pid} on {host}{start}"
     return replace(status, state=str(launched["state"]), why=why)
 
@@ -232,9 +233,10 @@ def _age(path: Path) -> float | None:
 def _read_status_json(path: Path) -> dict[str, Any] | None:
     """Return the content of status.json; None if it is missing, incomplete or not in this format."""
     try:
-        content: dict[str, Any] = read_json(path)
+        content: dict[str, Any] = {"state": None, "attempt": 1, "exit_code": None, **read_json(path)}
         _ranks(content, 0.0)
-        return {"state": None, **content}
+        is_ours = isinstance(content["attempt"], int) and isinstance(content["exit_code"], int | None)
+        return content if is_ours else None
     except (OSError, ValueError, TypeError, AttributeError, KeyError):  # another version's, or edited
         return None
 

@@ -196,6 +196,20 @@ def test_a_lock_that_cannot_be_read_names_nobody(run: Path) -> None:
     assert status_of(run).state == "stopped"
 
 
+@pytest.mark.parametrize("other", [{"attempt": None}, {"attempt": "x"}, {"state": "ended", "exit_code": []}])
+def test_a_status_json_of_other_types_is_passed_over(run: Path, other: dict[str, Any]) -> None:
+    tell(run, **other)
+    assert status_of(run).state == "stopped"
+
+
+def test_a_step_time_that_is_not_finite_gives_no_time_left(run: Path) -> None:
+    tell(run)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('\n{"train/global_step": 121, "train/loss": 1.0, "perf/step_time": "Infinity"}\n')
+    text = "\n".join(lines(status_of(run)))
+    assert "121 of" in text and "inf" not in text
+
+
 @pytest.mark.parametrize("unit", ["[", '{"a":'])
 def test_a_status_or_a_record_that_is_nested_without_end_is_passed_over(run: Path, unit: str) -> None:
     (run / "logs/status.json").write_text(unit * 50_000)
