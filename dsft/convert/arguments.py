@@ -64,7 +64,7 @@ def _batch(draft: Draft) -> None:
 
 def _optimizer(draft: Draft) -> None:
     name = str(draft.get("optim", "optimizer"))
-    given = "optim" if draft.is_given("optim") else "optimizer"
+    given = "optim" if draft.is_given("optim") or "optim" in draft.defaults else "optimizer"
     if name == "sgd":
         draft.put("optim.name", "sgd", given)
     elif name.startswith("adamw") or "adamw" in name:
@@ -76,7 +76,8 @@ def _optimizer(draft: Draft) -> None:
         draft.leave(given, f"{quote(name)} is not offered; optim.name has adamw and sgd")
     draft.carry("optim.learning_rate", "learning_rate", to=number)
     draft.carry("optim.weight_decay", "weight_decay", to=number)
-    betas = [number(draft.get("adam_beta1") or 0.9), number(draft.get("adam_beta2") or 0.999)]
+    given_betas = (draft.get("adam_beta1"), 0.9), (draft.get("adam_beta2"), 0.999)
+    betas = [default if beta is None else number(beta) for beta, default in given_betas]
     if betas != list(Optim.model_fields["betas"].default):
         named = [name for name in ("adam_beta1", "adam_beta2") if draft.is_given(name)]
         draft.put("optim.betas", betas, ", ".join(named) or "default of adam_beta1, adam_beta2")
@@ -86,7 +87,8 @@ def _optimizer(draft: Draft) -> None:
 def _schedule(draft: Draft) -> None:
     options = draft.get("lr_scheduler_kwargs") or {}
     options = json.loads(options) if isinstance(options, str) else options
-    given = "lr_scheduler_type" if draft.is_given("lr_scheduler_type") else "lr_scheduler"
+    theirs = "lr_scheduler_type"
+    given = theirs if draft.is_given(theirs) or theirs in draft.defaults else "lr_scheduler"
     name = str(draft.get("lr_scheduler_type", "lr_scheduler"))
     least = _least(draft, options)
     kind, note = _SCHEDULES.get(name, name), given if draft.is_given(given) else f"default of {given}"

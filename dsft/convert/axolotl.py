@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.convert import arguments
-from dsft.convert.draft import Draft, mistake, names_in, number, whole
+from dsft.convert.draft import Draft, is_file_name, mistake, names_in, number, whole
 from dsft.convert.llamafactory import reference
 from dsft.convert.tool import Tool, refuse
 from dsft.spec.document import quote
@@ -157,7 +157,7 @@ def _path(draft: Draft, where: str, entry: Mapping[str, Any]) -> str:
     if path is None:
         raise mistake(where, "it has no path")
     name = str(path)
-    if name.startswith((".", "/")) or exists(name) or exists(draft.folder / name):
+    if is_file_name(name) or exists(draft.folder / name):
         return name
     if files:
         draft.left[f"{where}.data_files"] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from os.path import isfile
+from os.path import exists, isfile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +48,9 @@ NO_EFFECT: dict[str, tuple[str, ...]] = {
     ),
 }
 """Reason -> keys of other tools that are not carried over for it."""
+
+
+_DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".arrow", ".gz", ".zst")
 
 
 class NotOfferedError(Exception):
@@ -202,6 +205,11 @@ def _no_key_for(name: str, value: Any) -> str:
     if feature is not None:
         return feature.clause()
     return f"see {ours}" if ours is not None else "dsft has no key for it (docs/limits.md)"
+
+
+def is_file_name(name: str) -> bool:
+    """Return whether a data set is a file or a folder (maybe not on this machine), and no hub id."""
+    return name.startswith((".", "/", "~")) or Path(name).suffix in _DATA_SUFFIXES or exists(name)
 
 
 def _one_line(comment: str) -> str:

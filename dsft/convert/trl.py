@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os.path import exists
 from pathlib import Path
 from typing import Any
 
 from dsft.convert import arguments
-from dsft.convert.draft import Draft, flag, names_in, number, whole
+from dsft.convert.draft import Draft, flag, is_file_name, names_in, number, whole
 from dsft.convert.llamafactory import reference
 from dsft.convert.tool import Tool, refuse
 
@@ -53,7 +52,7 @@ def _data(draft: Draft, task: str) -> None:
     name, sources = draft.get("dataset_name"), draft.get("datasets")
     if name is not None:
         parts = [draft.get("dataset_config"), draft.get("dataset_train_split")]
-        local = exists(str(name))
+        local = is_file_name(str(name))
         path = str(name) if local else ":".join(str(part) for part in (name, *parts) if part is not None)
         draft.put("data.train", [{"path": path}], "dataset_name")
         if draft.is_given("dataset_test_split") and not local:
@@ -103,7 +102,7 @@ def _source(entry: Mapping[str, Any]) -> dict[str, Any]:
     if files and entry["path"] in ("json", "csv", "parquet", "text"):
         names = names_in(files if not isinstance(files, Mapping) else list(files.values())[0])
         return {"path": names[0]}
-    if exists(entry["path"]):
+    if is_file_name(str(entry["path"])):
         return {"path": entry["path"]}
     parts = (entry["path"], entry.get("name"), entry.get("split", "train"))
     return {"path": ":".join(str(part) for part in parts if part)}

@@ -330,6 +330,22 @@ def test_files_that_are_no_config() -> None:
         converted(LLAMA_FACTORY, task="rl")
 
 
+def test_a_file_that_is_not_here_is_no_hub_id() -> None:
+    for config in (
+        {**AXOLOTL, "datasets": [{"path": "mine/rows.jsonl", "type": "alpaca"}]},
+        {"model_name_or_path": "a/b", "dataset_name": "mine/rows.jsonl", "max_length": 100},
+    ):
+        spec, _ = converted(config)
+        assert spec.data.train[0].path == "mine/rows.jsonl"
+
+
+def test_a_beta_of_zero_and_defaults_under_the_tools_own_names() -> None:
+    spec, _ = converted({**LLAMA_FACTORY, "adam_beta1": 0, "lr_scheduler_type": None})
+    assert spec.optim.betas == (0.0, 0.999)
+    text = Path("spec.yaml").read_text()
+    assert "default of optim\n" in text and "default of lr_scheduler_type" in text
+
+
 def test_a_json_may_be_indented_with_tabs() -> None:
     Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}, indent="\t"))
     done = convert_file(Path("ds.json"), model="a/b", data=["data/identity.json"])
