@@ -309,7 +309,7 @@ def _no_whole_prompt(data: Data, train: Sequence[Selection]) -> DataError:
     """Return the error for prompts that have all lost their beginning by truncation."""
     longest = max(int(limited_lengths(one.rows)[one.row_ids].max(initial=0)) for one in train)
     rule = f"{data.max_length} is too short for the prompts and answers together; raise it (the longest "
-    rule += f"{_unit(train)} has {longest:,} tokens), or set data.on_too_long: drop"
+    rule += f"{_unit(train)} has {longest:,} tokens)"
     title = f"the prompts of all {_total(train).used:,} {_unit(train)}s would lose their beginning:"
     return DataError(title, [Problem("data.max_length", rule)])
 
