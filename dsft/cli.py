@@ -33,6 +33,9 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 CheckpointPath = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder checkpoints/step-N.")]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print every step and the details of the start.")
+]
 SpecOut = Annotated[Path | None, typer.Option(help="File to write; by default specs/NAME.yaml.")]
 
 
@@ -66,6 +69,14 @@ def main() -> None:
 
 def _print(text: str, *, error: bool = False) -> None:
     print(printable(text), file=sys.stderr if error else sys.stdout)
+
+
+def _set_verbose(wanted: bool) -> None:
+    """Have this process and all that it starts print more."""
+    from dsft.system.process import VERBOSE
+
+    if wanted:
+        os.environ[VERBOSE] = "1"
 
 
 def _version(wanted: bool) -> None:
@@ -283,11 +294,13 @@ def train(
             "--num_gpus", "--num-gpus", min=1, help="Number of processes; by default one per GPU, else one."
         ),
     ] = None,
+    verbose: Verbose = False,
 ) -> None:
     """Train on this machine, on all of its GPUs or else on the CPU. If one process fails, all are ended."""
     from dsft.launcher.command import Options
     from dsft.launcher.command import launch as start
 
+    _set_verbose(verbose)
     raise typer.Exit(start(spec, overrides or (), Options(num_gpus=num_gpus, only_here=True)))
 
 
@@ -317,11 +330,13 @@ def launch(  # noqa: PLR0913, PLR0917  an argument is an option
         bool, typer.Option("--dry-run", help="Print what would be started on each host, and start nothing.")
     ] = False,
     no_doctor: Annotated[bool, typer.Option("--no-doctor", help="Do not check the hosts first.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Start a run on all of its hosts and watch it. If one process fails, all of them are ended."""
     from dsft.launcher.command import Options
     from dsft.launcher.command import launch as start
 
+    _set_verbose(verbose)
     options = Options(launcher, restarts, hostfile, num_gpus, dry_run, not no_doctor)
     raise typer.Exit(start(spec, overrides or (), options))
 

@@ -50,7 +50,7 @@ from dsft.rank.torchrun import flags, torchrun_argv
 from dsft.report.redact import print_fault, redact, redact_command, redact_threads, redact_values
 from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec
-from dsft.system.process import end
+from dsft.system.process import VERBOSE, end, is_verbose
 
 RANK_0_SPEAKS = 3.0
 """Seconds that other ranks wait before they exit with an error. A launcher kills all processes of a host when
@@ -129,6 +129,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="score the pairs of a preference run with its reference, then exit without training",
     )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print every step and the details of the start"
+    )
     parser.add_argument("--any_ranks", action="store_true", help=argparse.SUPPRESS)
     # passed by `dsft reference`, whose ranks are not those that cluster.hosts promises
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # habit: it is always on
@@ -141,6 +144,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("give a SPEC; `dsft init NAME` writes one")
     options.spec = Path(options.words[0]) if has_spec else QUICKSTART
     options.overrides = options.words[has_spec:]
+    if options.verbose:
+        os.environ[VERBOSE] = "1"
     return options
 
 
@@ -165,7 +170,8 @@ def train(
         check_precomputed(spec, "--reference_only")
     promise = check_promise(None if options.any_ranks else spec.cluster, launched)
     if launched.rank == 0:
-        print(launched.line(), flush=True)
+        if is_verbose() or (launched.hosts != 1 and launched.world_size > 1):
+            print(launched.line(), flush=True)
         for line in outside({name: version_of(name) for name in RANGES}):
             print(
                 f"warning: versions: {line}; something may fail or differ: install a supported one",

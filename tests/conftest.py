@@ -45,6 +45,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if GPUS == 0:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", WANDB_MODE="disabled")
+os.environ["DSFT_VERBOSE"] = "1"  # runs print every step and the details of their start
 LAUNCHERS = ("SLURM_", "OMPI_", "PMIX_", "PMI_", "TORCHELASTIC_", "PET_")
 for name in list(os.environ):
     if name.startswith(LAUNCHERS):

@@ -75,11 +75,13 @@ def check_packing(
         alone = [engine.score([collate_padded([row], pad_id) for row in trial.rows]) for trial in trials]
     one_call = policy.causal_lm.config._attn_implementation in (VARLEN, PACKAGE)
     way_out = "set it to false, or model.attention to sdpa" if one_call else "set it to false"
-    for trial, scored, expected in zip(trials, packed, alone, strict=True):
+    apart = [
         world.each(partial(trial.compare, scored, expected, precision, way_out))
-    line = "packing: tried on real rows, none sees another, and each has the loss that it has alone"
-    shared = "; so have the answers of real pairs that share their prompt"
-    return line + shared if len(trials) > 1 else line
+        for trial, scored, expected in zip(trials, packed, alone, strict=True)
+    ]
+    largest = max(max(each) for each in world.gather(apart))
+    shared = ", also of answers that share their prompt" if len(trials) > 1 else ""
+    return f"self-check passed: packed and unpacked losses agree to {largest:.1g} nats per token{shared}"
 
 
 def check_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
@@ -100,7 +102,7 @@ def check_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, p
     apart, allowed = _largest_difference(found, own, [batch], HEAD[dtype], world)
     if apart <= allowed:
         softmax = sorted(set(world.gather(policy.softmax_description(world.device))) - {""})
-        tried = f"head: tried on real rows, at most {apart:.1g} nats from the model's own logits"
+        tried = f"self-check passed: dsft's loss and that of the model's own logits agree to {apart:.1g} nats"
         return "; ".join([tried, *softmax])
     policy.full_logits = policy.is_last
     return (
@@ -130,8 +132,8 @@ def check_kernels(engine: Scorer, policy: Policy, dataset: Dataset, world: World
             [Problem("model.kernels", message)],
         )
     return (
-        f"kernels: liger ({fused_modules(policy.causal_lm)}): tried on real rows, at most {apart:.1g} nats "
-        "from the model's own modules"
+        f"self-check passed: liger's kernels ({fused_modules(policy.causal_lm)}) and the model's own modules "
+        f"agree to {apart:.1g} nats"
     )
 
 
@@ -244,12 +246,14 @@ class _Trial:
 
     def compare(
         self, packed: Sequence[Tensor], alone: Sequence[Tensor], precision: Precision, way_out: str
-    ) -> None:
-        """Raise SpecError where the loss of a segment changes with the others, or differs from the loss that
-        it has alone. Local; nothing to compare on a rank without the last stage. packed: log-probabilities of
-        `examples` and of each of `changed`; alone: of `rows`."""
+    ) -> float:
+        """Return the largest difference per token between the losses packed and alone. Raise SpecError where
+        the loss of a segment changes with the others, or differs from the loss that it has alone. Local;
+        nothing to compare, and 0, on a rank without the last stage. packed: log-probabilities of `examples`
+        and of each of `changed`; alone: of `rows`."""
+        largest = 0.0
         if not packed:
-            return
+            return largest
         what, segment, other = self.words
         title = f"{what} was tried on rows of data.train and is not exact."
         lengths = [length for example in self.examples for length in example.segment_lengths]
@@ -268,6 +272,8 @@ class _Trial:
             if not apart <= rounding(tokens, precision):
                 found = f"the loss of {segment} is {apart:.2g} nats per token from what it is when alone"
                 raise SpecError(title, [Problem(self.key, f"{found}; {way_out}")])
+            largest = max(largest, apart)
+        return largest
 
 
 def _trials(dataset: Dataset) -> Iterator[_Trial]:

@@ -6,6 +6,7 @@ A log file gets the plain lines in either case.
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -20,8 +21,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from dsft.report.jsonl import STEP
 from dsft.system.files import write_error
+from dsft.system.process import is_verbose
 
 EVERY_SECONDS = 10.0
+STEPS_PER_LINE = 10  # steps for a line of output that is no terminal
+STEP_SECONDS = 30.0  # or after so long without one
 
 
 class Console:
@@ -37,6 +41,7 @@ class Console:
         self._log = log
         self._lock = threading.Lock()  # other threads, such as W&B's, print too; keeps lines whole
         self._terminal = terminal or Terminal()
+        self._shown = first_step, -math.inf  # the last step that was printed, and when
         self._bar = _bar(self._terminal)
         self._task = self._bar.add_task("", total=total_steps, completed=first_step)
 
@@ -58,9 +63,20 @@ class Console:
             if self._terminal.is_terminal:
                 self._bar.start()  # it appears with the first record
                 self._bar.update(self._task, completed=step, description=shown)
-            else:
+            elif self._is_due(step):
                 self._print(f"{where}  {shown}")
             self._write(f"{where}  {facts}")
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether a step gets a line where there is no bar: the first and the last, every tenth, and
+        after STEP_SECONDS without a line; every step with -v."""
+        before, printed = self._shown
+        tenth = step // STEPS_PER_LINE > before // STEPS_PER_LINE
+        late = time.monotonic() - printed > STEP_SECONDS  # true for the first
+        is_due = tenth or late or step >= self._total or is_verbose()
+        if is_due:
+            self._shown = step, time.monotonic()
+        return is_due
 
     def close(self) -> None:
         if self._terminal.is_terminal:

@@ -38,6 +38,7 @@ from dsft.run.job import Job
 from dsft.run.loop import Progress, Record
 from dsft.run.resolve import Resolved
 from dsft.spec.schema import Spec
+from dsft.system.process import is_verbose
 
 
 def objective_of(spec: Spec) -> Objective:
@@ -113,7 +114,8 @@ def build(
             "without dropout"
         )
     for line in sorted({line for lines in world.gather(attention) for line in lines}):
-        start.log(line)
+        if is_verbose():
+            start.log(line)
     files: dict[str, bytes] = {}
 
     def write() -> None:

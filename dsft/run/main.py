@@ -43,6 +43,7 @@ from dsft.run.train import train
 from dsft.spec.schema import Spec
 from dsft.system.files import write_error
 from dsft.system.lock import lock_folder
+from dsft.system.process import is_verbose
 
 GRACE = 2.0
 """Seconds that a process has, after another has ended, to end by itself and report its own error."""
@@ -63,7 +64,8 @@ def run(job: Job) -> None:
         lock = world.first(lambda: locks.enter_context(lock_folder(job.folder)))
         check_shared_folder(job.folder, world)
         world.first(lambda: _written(job.folder / RANKS, rank_map_json(world.places)))
-        for line in (*job.notes, f"batch: {job.batch.equation()}"):
+        batch = job.batch.equation()
+        for line in (*job.notes, f"batch: {batch if is_verbose() else batch.partition(';')[0]}"):
             log(line)
         start = resume_point(job, world, log)
         progress = Progress(**start.state["progress"]) if start else Progress()
@@ -121,7 +123,8 @@ def log_of(launched: Launched) -> Log:
 def log_places(job: Job, world: World, log: Log) -> None:
     """Print the host and device of every rank, and check that they are as cluster promises."""
     places = world.places
-    log(rank_map(places))
+    if is_verbose() or len({place.machine for place in places}) > 1:
+        log(rank_map(places))
     for line in devices_lines(places, versions_line(torch.__version__)):
         log(line)
     if job.promise is not None:

@@ -237,7 +237,7 @@ class Train(Section):
     eval_on_start: bool = False
     """Also evaluate data.eval before the first step."""
     log_every: Count = 1
-    """Optimizer steps between lines of metrics."""
+    """Optimizer steps between records of metrics.jsonl. A log of the output has a line every ten steps."""
     precision: Literal["bf16", "fp32", "fp16"] = "bf16"
     """Data type of the weights in forward and backward; master weights and moments are fp32."""
     tf32: bool = False

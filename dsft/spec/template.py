@@ -90,7 +90,7 @@ parallel:
 
 train:                               # give two of the three batch keys; the third follows
 {batch}
-  log_every: 10                      # optimizer steps
+  log_every: 1                       # optimizer steps per record of metrics.jsonl
   precision: bf16                    # bf16 | fp32 | fp16
   max_grad_norm: 1.0                 # 0 switches clipping off
   seed: 42

@@ -1,4 +1,4 @@
-"""End a process of dsft, at once or together with its parent."""
+"""How much a process of dsft prints, and how it ends: at once or together with its parent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import signal
 import sys
 from typing import NoReturn
 
+VERBOSE = "DSFT_VERBOSE"
+"""Set to 1 (by -v), it makes rank 0 print every step and the details of the start."""
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def is_verbose() -> bool:
+    return os.environ.get(VERBOSE, "0") not in ("", "0")
 
 
 def end(code: int) -> NoReturn:

@@ -365,7 +365,7 @@ def _of_every_host() -> dict[str, str]:
     return {
         "PATH": search_path(), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false",
-        "WANDB_MODE": "disabled", **taken,
+        "WANDB_MODE": "disabled", "DSFT_VERBOSE": "1", **taken,
     }  # fmt: skip
 
 

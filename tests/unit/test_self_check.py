@@ -206,7 +206,7 @@ def test_answers_that_share_their_prompt_pass(tokens: Any, precision: str) -> No
     engine, data = scores(precision), pairs(*tokens)
     said = check_packing(engine, engine.policy, data, Alone(), precision, 0)  # type: ignore[arg-type]
     is_shared = any(prompt > 1 for prompt, *_ in tokens)
-    assert ("the answers of real pairs that share" in said) is is_shared
+    assert ("of answers that share their prompt" in said) is is_shared
     assert any(batch.starts for batch in engine.given) is is_shared
 
 
@@ -258,7 +258,9 @@ def prove_the_head(engine: Scores) -> str:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_head_that_is_the_models_is_used(precision: str) -> None:
     engine = scores(precision)
-    assert prove_the_head(engine).startswith("head: tried on real rows, at most")
+    assert prove_the_head(engine).startswith(
+        "self-check passed: dsft's loss and that of the model's own logits"
+    )
     assert not engine.policy.full_logits
 
 
@@ -327,7 +329,7 @@ def test_kernels_that_only_round_otherwise_pass(monkeypatch: pytest.MonkeyPatch,
     engine = with_norms(monkeypatch, precision, in_float64)
     data = rows(20, 30, 17, 60)
     line = check_kernels(engine, engine.policy, data, Alone(), 0)  # type: ignore[arg-type]
-    assert line.startswith("kernels: liger (5 norms): tried on real rows, at most ")
+    assert line.startswith("self-check passed: liger's kernels (5 norms) and the model's own modules agree")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -52,6 +52,32 @@ def test_plain_lines_in_a_log() -> None:
     assert lines[4] == "step 10/10  loss 2.3457  lr 5e-05  12,346 tokens/s"
 
 
+def test_every_tenth_step_is_printed_and_every_step_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a resumed run too, where a record is every third step, and every step with -v."""
+
+    def printed(steps: range, first: int, total: int) -> tuple[list[int], int]:
+        out, log = io.StringIO(), tmp_path / "log"
+        with log.open("w", encoding="utf-8") as file:
+            console = Console(total, first, file, Terminal(file=out, width=100))
+            for step in steps:
+                console.metrics({STEP: step} | TRAINING)
+            console.close()
+        lines = [line for line in out.getvalue().splitlines() if line.startswith("step ")]
+        return [int(line.split()[1].split("/")[0]) for line in lines], len(log.read_text().splitlines())
+
+    monkeypatch.delenv("DSFT_VERBOSE", raising=False)
+    assert printed(range(1, 34), 0, 33) == ([1, 10, 20, 30, 33], 33)
+    assert printed(range(105, 131), 104, 130) == ([105, 110, 120, 130], 26)
+    assert printed(range(3, 34, 3), 0, 34) == ([3, 12, 21, 30], 11)
+    monkeypatch.setattr("dsft.report.console.STEP_SECONDS", 0.0)  # every step takes longer
+    assert printed(range(1, 4), 0, 33)[0] == [1, 2, 3]
+    monkeypatch.undo()
+    monkeypatch.setenv("DSFT_VERBOSE", "1")
+    assert printed(range(1, 4), 0, 33)[0] == [1, 2, 3]
+
+
 def test_preference_pairs_show_accuracy_and_margin() -> None:
     out = io.StringIO()
     console = Console(total_steps=10, first_step=2, terminal=Terminal(file=out, width=100))
