@@ -9,10 +9,13 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from dsft.spec.document import Document, quote
 from dsft.spec.findings import Finding
-from dsft.spec.schema import Spec
+
+if TYPE_CHECKING:  # a rank's start expands names without pydantic
+    from dsft.spec.schema import Spec
 
 MOST_HOSTS = 10_000
 

@@ -66,6 +66,7 @@ def test_every_key_of_a_case_is_one_of_the_spec(case: Case, tmp_path: Path) -> N
         pytest.skip(f"no {case.key} in this version")
     kind = "pairs" if case.body == "references" else case.settings.get("rows", "short")
     (tmp_path / "config.json").write_text(json.dumps(MODELS["small"]))
+    (tmp_path / "tokenizer.json").touch()
     rows = tmp_path / "rows.jsonl"
     runs.write_rows(rows, kind, 4, 128)
     keys = runs.base_spec(tmp_path, rows, kind, 128)

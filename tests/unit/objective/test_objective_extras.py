@@ -34,5 +34,7 @@ def test_an_extra_that_the_policy_does_not_return_is_named() -> None:
 
 def test_a_pipeline_refuses_a_term_that_reads_an_extra() -> None:
     world: Any = SimpleNamespace(layout=SimpleNamespace(pipeline_stages=2))
-    with pytest.raises(SpecError, match="parallel.pipeline_stages: the objective reads router of the model"):
+    with pytest.raises(
+        SpecError, match="parallel.pipeline_stages: the objective needs router from the model"
+    ):
         build_engine(None, None, {}, world, OBJECTIVE)  # type: ignore[arg-type]

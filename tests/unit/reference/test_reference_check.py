@@ -144,7 +144,7 @@ def test_another_template_is_named() -> None:
 def test_other_rows_are_named_by_those_that_are_the_same() -> None:
     rows = [pair(number) for number in (0, 1, 2, 3, 5, 4)]
     text = refused(with_reference(Engine(), rows), Engine())
-    assert "4 of 6 pairs are the same in both" in text and "from other rows" in text
+    assert "4 of 6 pairs are the same in both" in text and "from different rows" in text
     assert "pairs.jsonl:5" in text and "pairs.jsonl:6" in text and "pairs.jsonl:1 " not in text
 
 

@@ -197,7 +197,7 @@ def test_a_step_that_is_not_finite_is_told_and_does_not_move_the_learning_rate()
 
 def test_several_in_a_row_stop_the_run_with_the_examples_named() -> None:
     log = Log()
-    said = r"step 4: .* 3 steps in a row, the last on examples \[3\].* a checkpoint of step 1 or before"
+    said = r"step 4: .* 3 steps in a row, the last on examples \[3\].* move the checkpoints after step 1 away"
     with pytest.raises(NonFiniteError, match=said):
         fit(
             FakeEngine(nonfinite={1, 2, 3}), OBJECTIVE, Steps(), schedule(save_every=1), log.run(), Progress()
