@@ -358,6 +358,8 @@ def _reports(draft: Draft) -> None:
         draft.put("wandb.mode", "auto", named)
         draft.carry("wandb.project", "wandb_project")
         draft.carry("wandb.entity", "wandb_entity")
+    elif draft.is_given("report_to"):  # else a key and WANDB_PROJECT would record the run
+        draft.put("wandb.mode", "disabled", "report_to")
     mode = draft.get("wandb_mode")
     if mode == "disabled" or (mode == "offline" and wandb):
         draft.put("wandb.mode", mode, "wandb_mode")

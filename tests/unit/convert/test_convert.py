@@ -96,7 +96,7 @@ def test_llamafactory() -> None:
     assert (two.columns, two.max_rows) == ({"conversations": "turns", "system": "sys"}, 1000)
     assert (spec.data.max_length, spec.data.on_too_long, spec.data.eval_fraction) == (2048, "truncate", 0.1)
     assert (spec.parallel.zero_stage, spec.parallel.offload_optimizer.device) == (3, "cpu")
-    assert (spec.checkpoint.every, spec.wandb) == (500, None)
+    assert spec.wandb is not None and (spec.checkpoint.every, spec.wandb.mode) == (500, "disabled")
     assert "'bot'" in done.left["dataset_info.json, chats, assistant_tag"]
     assert "dsft preview" in done.left["template"]
     assert "never runs code" in done.left["trust_remote_code"]
