@@ -16,7 +16,7 @@ from functools import cached_property
 from os.path import commonprefix
 from typing import Any, Literal, NamedTuple
 
-from dsft.data.render.row import EXCERPT, WAY_OUT, Row, speaks_beside_calls, with_arguments
+from dsft.data.render.row import EXCERPT, WAY_OUT, TemplatedRow, speaks_beside_calls, with_arguments
 from dsft.data.render.template import ChatTemplate, prepare_messages, strings, template_error
 from dsft.data.render.thoughts import Thinking, ThoughtMarkup, find_markup, split_thought, thought_in_content
 from dsft.data.rows import BadRowError, Conversation, EndlessTemplateError, Message
@@ -90,7 +90,7 @@ class MaskBuilder:
             )
         return marked._replace(stand_ins=self._stand_ins)
 
-    def _row(self, conversation: Conversation, trained: Sequence[bool]) -> Row:
+    def _row(self, conversation: Conversation, trained: Sequence[bool]) -> TemplatedRow:
         row = self._with_thoughts(conversation, trained)
         keys = {"tools"}.union(*row.messages) if row.tools else set[str]().union(*row.messages)
         for key in filter(keys.__contains__, _KEYS):
@@ -115,7 +115,7 @@ class MaskBuilder:
         found = find_markup(self.template, self._probe)
         return found if found and (found.opening or self.thinking == "keep") else None
 
-    def _with_thoughts(self, conversation: Conversation, trained: Sequence[bool]) -> Row:
+    def _with_thoughts(self, conversation: Conversation, trained: Sequence[bool]) -> TemplatedRow:
         """Return the row, with the thoughts of the turns that get theirs from `_thoughts` apart."""
         messages = prepare_messages(conversation.messages)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -123,7 +123,7 @@ class MaskBuilder:
             for i in answers:
                 messages[i] = split_thought(messages[i])[1]
         if self._thoughts is None:
-            return Row(messages, conversation.tools, self.template)
+            return TemplatedRow(messages, conversation.tools, self.template)
         every = self.thinking == "keep" or self.train_on == "all"
         thoughts, given = {}, list(messages)
         for i in answers:
@@ -133,8 +133,8 @@ class MaskBuilder:
                 messages[i] = thought_in_content(messages[i])  # where the template drops it from
         earlier = {i: thoughts[i] for i in answers[:-1] if thoughts.get(i)}
         if earlier and self.thinking != "keep":
-            _check_kept(with_arguments(Row(given, conversation.tools, self.template)), earlier)
-        return Row(messages, conversation.tools, self.template, thoughts, self._thoughts)
+            _check_kept(with_arguments(TemplatedRow(given, conversation.tools, self.template)), earlier)
+        return TemplatedRow(messages, conversation.tools, self.template, thoughts, self._thoughts)
 
     # --- what the template leaves out -----------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class MaskBuilder:
     def _drops_words_beside_calls(self) -> bool:
         """Whether the template silently leaves out the content of turns with calls, as Llama 3.1's does."""
         talks = ([_QUESTION, {**_answer(content), "tool_calls": [_CALL]}] for content in "12")
-        rows = (with_arguments(Row(messages, (), self.template)) for messages in talks)
+        rows = (with_arguments(TemplatedRow(messages, (), self.template)) for messages in talks)
         return self._num_texts(row.messages for row in rows) == 1
 
     def _num_texts(self, conversations: Iterable[Sequence[Message]]) -> int:
@@ -190,7 +190,7 @@ class MaskBuilder:
 
     # --- the spans of a row ---------------------------------------------------------------------------------
 
-    def _marked(self, row: Row, trained: Sequence[bool]) -> MaskedText:
+    def _marked(self, row: TemplatedRow, trained: Sequence[bool]) -> MaskedText:
         wanted = [number for number, is_trained in enumerate(trained) if is_trained]
         roles = [message["role"] for message in row.messages[:2]]
         if roles == ["system", "user"] and trained[0] != trained[1] and self._joins_system:
@@ -206,7 +206,7 @@ class MaskBuilder:
             return MaskedText(text, _marked(row, wanted, marks), True)
         return MaskedText(text, [self._message(row, number, text, marks) for number in wanted], True)
 
-    def _message(self, row: Row, number: int, text: str, marks: list[tuple[int, int]]) -> TextSpan:
+    def _message(self, row: TemplatedRow, number: int, text: str, marks: list[tuple[int, int]]) -> TextSpan:
         """Return the part of any message: an assistant turn, or all that the template writes for another."""
         if row.messages[number]["role"] != "assistant":
             start = row.prefix(number, text) if number else 0
@@ -232,7 +232,7 @@ class MaskBuilder:
     def _spelled(self) -> re.Pattern[str]:
         return any_of(self.controls)
 
-    def _spells(self, row: Row) -> bool:
+    def _spells(self, row: TemplatedRow) -> bool:
         search = self._spelled.search
         for message in row.messages:
             for value in message.values():
@@ -301,7 +301,7 @@ class MaskBuilder:
         )
 
 
-def _check_kept(row: Row, thoughts: Mapping[int, str]) -> None:
+def _check_kept(row: TemplatedRow, thoughts: Mapping[int, str]) -> None:
     """Raise BadRowError if the template leaves out the thought of an earlier turn, so that the model does not
     get it at inference."""
     text, _ = row.render(len(row.messages))
@@ -337,7 +337,7 @@ def _trained(conversation: Conversation, train_on: TrainOn) -> list[bool]:
     return trained
 
 
-def _marked(row: Row, wanted: Sequence[int], marks: Sequence[tuple[int, int]]) -> list[TextSpan]:
+def _marked(row: TemplatedRow, wanted: Sequence[int], marks: Sequence[tuple[int, int]]) -> list[TextSpan]:
     """Return the marks of the wanted turns."""
     turns = [number for number, message in enumerate(row.messages) if message["role"] == "assistant"]
     if len(marks) == len(turns):
@@ -350,7 +350,7 @@ def _marked(row: Row, wanted: Sequence[int], marks: Sequence[tuple[int, int]]) -
     )
 
 
-def _turn(row: Row, number: int, text: str, ends: TurnEnds) -> TextSpan:
+def _turn(row: TemplatedRow, number: int, text: str, ends: TurnEnds) -> TextSpan:
     """Locate an assistant turn in a text without marks."""
     name = f"turn {number + 1}"
     start = row.prefix(number, text, prompt=True)

@@ -20,7 +20,7 @@ WAY_OUT = (
 
 
 @dataclass(frozen=True)
-class Row:
+class TemplatedRow:
     """Messages and tools. thoughts: turn -> the thought that is written before its words with `markup`, and
     which its message does not have."""
 
@@ -92,7 +92,7 @@ def speaks_beside_calls(message: Message) -> bool:
     return bool(message.get("tool_calls")) and bool((message.get("content") or "").strip())
 
 
-def with_arguments(row: Row) -> Row:
+def with_arguments(row: TemplatedRow) -> TemplatedRow:
     """Return the row with call arguments as the template takes them: mappings, or JSON text (DeepSeek's)."""
     try:
         row.render(len(row.messages))
