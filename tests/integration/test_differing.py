@@ -89,7 +89,7 @@ def test_ranks_with_other_code_and_variables_are_refused(tmp_path: Path) -> None
 
 def test_a_run_goes_on_only_with_the_model_that_it_began_with(tmp_path: Path) -> None:
     model, spec = write_model(tmp_path / "model"), write_spec(tmp_path)
-    words = [f"model={{name_or_path: {model}}}", "parallel.zero_stage=0"]
+    words = [f"model={{name_or_path: {model}}}", "parallel.zero_stage=0", "optim.learning_rate=1e-5"]
     said = trained(spec, *words, "train.max_steps=2", nproc=1)
     assert "warning" not in said
     shutil.copytree(model, tmp_path / "kept")
