@@ -9,6 +9,7 @@ from pathlib import Path
 from dsft.errors import Problem, SpecError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.census import Census, census
+from dsft.plan.flops import memory_of
 from dsft.plan.layout import Layout, layout_of
 from dsft.plan.memory import other_version
 from dsft.plan.memory.ranks import Memory, RankMemory, memory, needed
@@ -123,11 +124,15 @@ class Need:
 
 
 def memory_limits(spec: Spec) -> tuple[int | None, int | None]:
-    """Return the bytes of a GPU and of a host; None for what the spec does not give."""
-    cluster = spec.cluster
-    gpu = cluster.accelerator.memory_gib if cluster and cluster.accelerator else None
-    host = cluster.host_memory_gib if cluster else None
-    return int(gpu * GIB) if gpu else None, int(host * GIB) if host else None
+    """Return the bytes of a GPU and of a host; None for what is unknown. A GPU has what the spec gives, or
+    else what its data sheet says, which the driver reduces by about 1 %."""
+    accelerator = spec.accelerator
+    gpu = None
+    if accelerator is not None:
+        sheet = memory_of(accelerator.name)
+        gpu = accelerator.memory_gib * GIB if accelerator.memory_gib else sheet and sheet * 1e9
+    host = spec.cluster.host_memory_gib if spec.cluster else None
+    return int(gpu) if gpu else None, int(host * GIB) if host else None
 
 
 def memory_needs(spec: Spec, sizes: Memory, reference: ReferenceMemory | None) -> list[Need]:

@@ -13,14 +13,13 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dsft.plan.build import Plan, build_plan, rank_ranges
+from dsft.plan.build import Plan, build_plan, memory_limits, rank_ranges
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import ABSENT, ConfigEntry, entries, nested
 from dsft.plan.load import load
 from dsft.plan.memory.offload import swap_keys, swapped
 from dsft.plan.memory.ranks import RankMemory, needed
 from dsft.plan.memory.reference import ReferenceMemory
-from dsft.plan.memory.sizes import GIB
 from dsft.plan.reference import has_engine, in_stages, reference_entries, reference_line
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.plan.tables import figures, heading, printed, size_text
@@ -272,11 +271,15 @@ def _swapped(plan: Plan) -> dict[str, int]:
 
 
 def _fits(plan: Plan) -> Iterator[str]:
-    """Yield a line if the spec gives the hosts' memory and the run fits. If it does not fit, there is a
-    warning instead."""
-    given = plan.spec.cluster.host_memory_gib if plan.spec.cluster else None
-    if given is not None and needed(max(plan.memory.hosts.values())) <= given * GIB:
-        yield f"It fits into the hosts' {given:g} GiB (cluster.host_memory_gib), with a tenth to spare."
+    """Yield a line for a GPU and for a host whose memory is known, if the run fits there. If it does not fit,
+    there is a warning instead."""
+    gpu, host = memory_limits(plan.spec)
+    of_gpu = max(rank.gpu for rank in plan.memory.stages)
+    if gpu is not None and of_gpu <= gpu:
+        yield f"Fits: {size_text(of_gpu)} of the {size_text(gpu)} of a GPU ({of_gpu / gpu:.0%})"
+    of_host = max(plan.memory.hosts.values())
+    if host is not None and needed(of_host) <= host:
+        yield f"Fits: {size_text(of_host)} of the {size_text(host)} of a host, with a tenth to spare"
 
 
 def _traffic(plan: Plan) -> RenderableType:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -26,7 +25,7 @@ from dsft.spec.findings import Finding
 
 _VALUES = re.compile(r"\d+|'[^']*'")  # the values in a rule's message; its other words are always the same
 
-SHOWN = 24  # layouts per table; --json has all
+SHOWN = 8  # layouts per table; --json has all
 
 
 def print_comparison(
@@ -121,7 +120,11 @@ def parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
         yield from _more(found.too_large)
     if found.refused:
         yield heading("What is refused")
-        yield _refused(found.refused)
+        rules = len({_VALUES.sub("", _reason(one.refused[0])) for one in found.refused})
+        yield Text(
+            f"{len(found.refused)} layouts, for {rules} reason{'s' * (rules > 1)}, such as "
+            f"{label(found.refused[0].keys)}: {_reason(found.refused[0].refused[0])}. --json has all."
+        )
 
 
 def _more(group: Sequence[Candidate]) -> Iterator[Text]:
@@ -204,21 +207,6 @@ def _over(size: Size) -> str:
         f"{need.where} needs {size_text(need.needs)} of {size_text(need.limit)}, "
         f"{size_text(need.needs - need.limit)} too much"
     )
-
-
-def _refused(refused: Sequence[Candidate]) -> Table:
-    """Return a table with a row for each rule: how many layouts it is the first to refuse, one of them, and
-    the reason."""
-    groups: dict[tuple[Any, ...], list[Candidate]] = {}
-    for one in refused:
-        first = one.refused[0]
-        groups.setdefault((first.path, _VALUES.sub("", first.message)), []).append(one)
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for column in ("layouts", "such as", "why"):
-        table.add_column(column, overflow="fold")
-    for group in groups.values():
-        table.add_row(str(len(group)), label(group[0].keys), _reason(group[0].refused[0]))
-    return table
 
 
 def _reason(finding: Finding) -> str:

@@ -78,7 +78,7 @@ def check_hosts(cluster: Cluster | None, hosts: Mapping[str, int], source: str) 
     if sum(slots) in possible.get(len(slots), ()) and not Counter(slots) - Counter(promised.values()):
         return
     raise WorldError(
-        f"cluster.hosts promises {counted(sum(promised.values()), 'process')} ({_listed(promised)}) but "
+        f"cluster.hosts expects {counted(sum(promised.values()), 'process')} ({_listed(promised)}) but "
         f"{source} has {sum(slots)} ({_listed(hosts)}); give one with as many hosts and slots, or change "
         "cluster.hosts."
     )
@@ -114,7 +114,7 @@ def broken_promise(promise: Promise, launched: Launched, slots: Sequence[int] | 
     elif launched.hosts is not None and len(promise.hosts) > 1:
         started += f" on {counted(launched.hosts, 'host')}"
     return WorldError(
-        f"{promise.by} promises {sum(promise.hosts.values())} processes ({_listed(promise.hosts)}){fewer} "
+        f"{promise.by} expects {sum(promise.hosts.values())} processes ({_listed(promise.hosts)}){fewer} "
         f"but {launched.launcher} started {started}: {_cause(promise, launched)}."
     )
 
@@ -126,7 +126,8 @@ def _cause(promise: Promise, launched: Launched) -> str:
     if launched.launcher == "python":
         return "plain python starts one; use deepspeed --hostfile or torchrun"
     if launched.launcher == "deepspeed" and promise.hostfile is None:
-        return "its --hostfile was left out, or names other hosts or slots"
+        own = f", or --num_gpus {slots} on that host" if count == 1 else ""
+        return f"its --hostfile was left out, or names other hosts or slots; give it{own}"
     ways = {
         "torchrun": f"torchrun's --nnodes and --nproc_per_node decide that; give --nnodes={count} and "
         f"--nproc_per_node{each}",
@@ -157,7 +158,7 @@ def _check_hostfile(launched: Launched) -> tuple[str | None, Mapping[str, int] |
         hosts = _promised(parse(text, str(path)), arguments)
         if sum(hosts.values()) != launched.world_size:
             raise WorldError(
-                f"--hostfile {path} promises {counted(sum(hosts.values()), 'process')} but "
+                f"--hostfile {path} lists {counted(sum(hosts.values()), 'process')} but "
                 f"{launched.world_size} were started; check its slots and the launcher's --include, "
                 "--exclude, --num_nodes and --num_gpus."
             )

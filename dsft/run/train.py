@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import batch_scale, learning_rate, total_steps
 from dsft.reference.refer import unchanged, with_zeros
 from dsft.reference.source import RunStart
+from dsft.report.jsonl import read_metrics
 from dsft.report.profile import StepTrace, traced_step
 from dsft.run.artifacts import describe, open_memory, open_report
 from dsft.run.build import bring_to, build, held_out_evaluation, prove, stored_values, train_steps
@@ -61,6 +62,8 @@ def train(
     probe_memory(engine, with_zeros(largest[0]), largest[1] and with_zeros(largest[1]), memory.meter)
     memory.enter("load")
     log(bring_to(built.engine, start, progress, world, folder))
+    for line in resume_warnings(job, start, progress, len(inputs.train), last_step):
+        log(line)
     for line in prove(job, inputs, world, built, fresh=start is None):
         log(line)
 
@@ -116,6 +119,32 @@ def read(
         for line in changed_since(start, compared["software"]):
             log(line)
     return inputs, compared
+
+
+def resume_warnings(
+    job: Job, start: CheckpointReader | None, progress: Progress, examples: int, last_step: int
+) -> Iterator[str]:
+    """Yield a warning where the learning rate does not go on as it was scheduled when `start` was saved, or
+    where a run that has trained before has no checkpoint. examples: in data.train."""
+    if start is None:
+        if read_metrics(job.folder / "metrics.jsonl"):
+            yield (
+                f"warning: {job.folder} has the metrics of an earlier start but no checkpoint, so training "
+                "starts again at step 0 and these metrics are replaced"
+            )
+        return
+    train = start.state["spec"]["train"]
+    lengths = {key: train[key] for key in ("max_steps", "num_train_epochs")}
+    then = total_steps(job.spec.train.model_copy(update=lengths), examples, job.batch.global_batch_size)
+    was, now = (
+        schedule(job.spec, steps, job.batch).learning_rate(progress.applied_steps)
+        for steps in (then, last_step)
+    )
+    if was != now:
+        yield (
+            f"warning: the run now has {last_step} steps instead of {then}, so the learning rate goes on at "
+            f"{now:.3g} instead of {was:.3g}"
+        )
 
 
 def schedule(spec: Spec, last_step: int, batch: BatchSizes) -> Schedule:

@@ -335,7 +335,7 @@ class Accelerator(Section):
     name: Text
     """cpu, or the GPU's name, such as H100."""
     memory_gib: Positive | None = None
-    """Memory of one device, in GiB (2^30 bytes)."""
+    """Memory of one device, in GiB (2^30 bytes); by default that of its data sheet."""
     peak_tflops: Positive | None = None
     """Peak throughput of one device at the run's precision, in 10^12 operations per second."""
 

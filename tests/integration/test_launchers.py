@@ -76,7 +76,7 @@ def test_a_deepspeed_json_decides_how(tmp_path: Path) -> None:
     ("words", "code", "said"),
     [
         (["python", TRAIN, "{spec}", "cluster.hosts={localhost: 2}"], 69,
-         "promises 2 processes (localhost 2) but python started 1"),
+         "expects 2 processes (localhost 2) but python started 1"),
         (["deepspeed", "--hostfile", "nowhere", TRAIN, "{spec}"], 1, "--hostfile nowhere does not exist"),
         (["deepspeed", "--hostfile", "nowhere", TRAIN], 1, "--hostfile nowhere does not exist"),
         (["deepspeed", "--num_gpus", "2", TRAIN, "{spec}", "cluster.hosts={node1: 4}"], 1,

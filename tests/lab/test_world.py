@@ -20,7 +20,7 @@ from tests.launching import LATE
 
 ONE_OF_TWO = "cluster={hosts: {node1: 1, node2: 1}, min_hosts: 1}"
 OTHER = "cluster.hosts={node1: 2}"
-SAID = "cluster.hosts promises 2 processes (node1 2) but {} started 2"
+SAID = "cluster.hosts expects 2 processes (node1 2) but {} started 2"
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ ONE, TWO = "specs/one_node.yaml", "specs/two_nodes.yaml"
         (["specs/zero2.yaml", "--num_gpus", "4", "--launcher", "slurm"], 2, "since the Slurm job gives"),
         (
             [ONE, "--hostfile", "two"], 69,
-            "cluster.hosts promises 8 processes (localhost 8) but --hostfile two has 16 (a 8 + b 8)",
+            "cluster.hosts expects 8 processes (localhost 8) but --hostfile two has 16 (a 8 + b 8)",
         ),
         ([TWO, "--hostfile", "binary"], 2, "The hostfile cannot be used."),
         ([TWO, "--hostfile", "uneven"], 69, "16 processes (node1 8 + node2 8) but --hostfile uneven has 16"),

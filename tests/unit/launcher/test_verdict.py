@@ -55,7 +55,7 @@ def test_shell_code(code: int, shell: int) -> None:
 def test_what_may_pass() -> None:
     assert all(may_succeed(each, exit_code(each)) for each in (KILLED, LOST, HUNG, PEER))
     assert not may_succeed(RAISED, 65)
-    assert not may_succeed(Failure("rank", "one", 69, "cluster.hosts promises 4 processes"), 69)
+    assert not may_succeed(Failure("rank", "one", 69, "cluster.hosts expects 4 processes"), 69)
 
 
 @pytest.mark.parametrize(

@@ -185,10 +185,9 @@ def test_the_page_names_the_advice_and_why_not_the_others() -> None:
     page = shown(document({"a": 4}, accelerator=small, host_memory_gib=64.0))
     assert "plain data parallel: a GPU of stage 0 needs" in page or "checkpointing: a GPU of stage 0" in page
     assert "parallel.zero_stage=" in page.split("What fits")[0]
-    assert "2 stages, ZeRO 2" in page.split("What is refused")[1]
-    assert page.count("does not divide") == 1 and page.count("offload is a part of ZeRO") == 1
-    assert "optimizer on NVMe" in page  # needs a path
-    assert "DeepSpeed's" in page and "does not divide the 4 processes" in page
+    refused = " ".join(page.split("What is refused")[1].split())
+    assert refused.startswith("187 layouts, for 7 reasons, such as plain data parallel, parameters on host:")
+    assert "DeepSpeed silently ignores the key" in refused and refused.endswith("--json has all.")
     assert "is not set" not in page and "warning" not in page
     large = shown(document({"a": 4}, accelerator={"name": "H100", "memory_gib": 80}))
     advice = large.split("What fits")[0]  # bf16 gradients of ZeRO 0 are warned about, so ZeRO 1 is advised

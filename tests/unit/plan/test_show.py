@@ -139,13 +139,23 @@ def test_a_gpu_that_is_too_small_is_warned_of(plan: Any) -> None:
     assert "Warnings" in text(made)
 
 
+def test_the_plan_says_that_a_gpu_is_large_enough(plan: Any) -> None:
+    def shown(**accelerator: Any) -> str:
+        return text(plan(cluster={"hosts": {"a": 2}, "accelerator": accelerator}, parallel={"zero_stage": 0}))
+
+    assert "Fits: 1.5 GiB of the 4.0 GiB of a GPU (38%)" in shown(name="small", memory_gib=4)
+    assert "of the 74.5 GiB of a GPU" in shown(name="H100")  # 80 GB by its data sheet
+    assert "of the 37.3 GiB of a GPU" in shown(name="NVIDIA A100-SXM4-40GB")
+    assert "Fits" not in shown(name="A100")  # sold with 40 and 80 GB
+
+
 @pytest.mark.parametrize(("given", "fits"), [(8.0, True), (0.5, False)])
 def test_the_plan_says_whether_the_hosts_have_the_memory(plan: Any, given: float, fits: bool) -> None:
     cluster = {"hosts": {"a": 4}, "host_memory_gib": given}
     made = plan(None, cluster=cluster)
     needed = 4 * (PROCESS + WITH_ZERO) / GIB
     assert made.memory.hosts == {"a": needed * GIB}
-    assert ("It fits into the hosts' 8 GiB (cluster.host_memory_gib), with a tenth" in text(made)) == fits
+    assert ("of the 8.0 GiB of a host, with a tenth to spare" in text(made)) == fits
     warning = f"cluster.host_memory_gib: 0.5 is less than the {1.1 * needed:.1f} GiB that host a needs, with"
     assert any(told.startswith(warning) for told in made.warnings) != fits
 

@@ -107,7 +107,7 @@ def test_the_process_becomes_torchrun() -> None:
     assert (
         "launcher: this process becomes torchrun: torch.distributed.run --signals-to-handle=" in ended.stdout
     )
-    assert "promises 3 processes (localhost 3) but torchrun started 2" in ended.stderr
+    assert "expects 3 processes (localhost 3) but torchrun started 2" in ended.stderr
     assert ended.returncode != 0
 
 

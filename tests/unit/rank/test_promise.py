@@ -60,7 +60,7 @@ def test_the_promised_world_passes() -> None:
     ],
 )
 def test_other_hosts_or_slots_stop_though_the_processes_are_as_many(started: Launched, said: str) -> None:
-    with pytest.raises(WorldError, match=rf"promises 6 processes \(node1 4 \+ node2 2\) {said}"):
+    with pytest.raises(WorldError, match=rf"expects 6 processes \(node1 4 \+ node2 2\) {said}"):
         check_promise(cluster(HOSTS), started)
 
 
@@ -147,8 +147,13 @@ def test_the_devices() -> None:
     ],
 )
 def test_another_world_stops_with_both_numbers(launcher: str, size: int, cause: str) -> None:
-    with pytest.raises(WorldError, match=rf"promises 6 processes \(node1 4 \+ node2 2\).*{size}.*{cause}"):
+    with pytest.raises(WorldError, match=rf"expects 6 processes \(node1 4 \+ node2 2\).*{size}.*{cause}"):
         check_promise(cluster(HOSTS), launched(size, launcher))
+
+
+def test_one_host_needs_no_hostfile() -> None:
+    with pytest.raises(WorldError, match=r"give it, or --num_gpus 4 on that host\.$"):
+        check_promise(cluster({"node1": 4}), launched(1, "deepspeed"))
 
 
 def command(*words: str) -> list[str]:
@@ -229,7 +234,7 @@ except WorldError as error:
     ("text", "world", "said"),
     [
         (None, 1, "--hostfile hosts does not exist"),
-        ("localhost slots=2\n", 1, "promises 2 processes but 1"),
+        ("localhost slots=2\n", 1, "lists 2 processes but 1"),
         ("localhost slots=2\n", 2, "passed"),
         (
             "node-of-nobody.invalid slots=2\n",

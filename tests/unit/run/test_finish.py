@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from dsft.rank.environment import Launched
 from dsft.run.artifacts import describe
 from dsft.run.finish import outcome, refuse_changed_reference, what_next
 from dsft.run.job import Job
+from dsft.run.loop import Progress
+from dsft.run.train import resume_warnings
 from dsft.spec.schema import Spec
 
 EXPORT, CHECKPOINT = Path("runs/a/export"), Path("runs/a/checkpoints/step-9")
@@ -141,3 +144,25 @@ def test_the_outcome_has_first_and_last_loss_and_each_set() -> None:
     )
     pairs = {step: 2, "eval/loss": 0.5, "eval/rewards/accuracies": 0.75, "eval/rewards/margins": 1.25}
     assert outcome([pairs]) == ["held-out loss 0.5000, accuracy 0.750, margin 1.25"]
+
+
+def test_a_resume_says_that_the_learning_rate_jumps_and_a_fresh_start_that_metrics_are_replaced(
+    tmp_path: Path,
+) -> None:
+    given = spec("sft", {"from_config": {"model_type": "llama"}})
+    given = given.model_copy(update={"train": given.train.model_copy(update={"max_steps": 60})})
+    batch = batch_sizes(given.train, 1, given.data, given.task)
+    job: Any = SimpleNamespace(spec=given, batch=batch, folder=tmp_path)
+    saved: Any = SimpleNamespace(state={"spec": {"train": {"max_steps": 80, "num_train_epochs": 1.0}}})
+
+    def warnings(start: Any) -> list[str]:
+        return list(resume_warnings(job, start, Progress(step=20, applied_steps=20), 100, 60))
+
+    assert warnings(saved) == [
+        "warning: the run now has 60 steps instead of 80, so the learning rate goes on at 0.667 instead of "
+        "0.75"
+    ]
+    saved.state["spec"]["train"]["max_steps"] = 60
+    assert warnings(saved) == warnings(None) == []
+    (tmp_path / "metrics.jsonl").write_text('{"train/global_step": 3, "train/loss": 1.0}\n')
+    assert "no checkpoint, so training starts again at step 0" in warnings(None)[0]

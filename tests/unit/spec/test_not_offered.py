@@ -77,7 +77,7 @@ def test_values_of_keys_that_mean_something_else() -> None:
         "dsft does not offer QLoRA or other training on quantized weights"
     )
     assert suggestion("", "adapter", "lora") == "did you mean model.lora?"
-    assert suggestion("", "stage", "ppo").endswith("the tasks are sft, pretrain and dpo")
+    assert "; the tasks are sft, pretrain and dpo; sft reads" in suggestion("", "stage", "ppo")
     assert feature_of_value("optim.name", "paged-adamw-8bit") is feature_of_key("galore_rank") is not None
     assert feature_of_value("optim.name", "adamw") is None and feature_of_value("task", "dpo") is None
 
