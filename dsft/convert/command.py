@@ -29,6 +29,7 @@ TOOLS: Mapping[str, Tool] = {
 }
 _DEEPSPEED = "deepspeed"
 _VERSION_1 = {"peft_config", "dist_config", "kernel_config", "model_class"}
+_SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _NEEDED = (("model.name_or_path", "--model"), ("data.train", "--data"))
 
 
@@ -86,6 +87,7 @@ def convert_file(
         if name not in draft.spec.get(section, {}):
             raise mistake(str(path), f"it has nothing for {key}; give it with {option}")
     _name_sources(draft)
+    _only_with_rows(draft)
     draft.leave_rest()
     target = out or Path("specs") / f"{draft.spec['name']}.yaml"
     _write(target, draft.text(_head(title, path, draft)))
@@ -147,6 +149,7 @@ def _from_deepspeed(given: Mapping[str, Any], path: Path, task: str | None) -> D
         "weight_decay": number_of("optimizer", "weight_decay"),
         "adam_epsilon": number_of("optimizer", "eps"),
     }
+    keys |= _schedule_of(given.get("scheduler") or {})
     betas = number_of("optimizer", "betas")
     if isinstance(betas, list):
         keys |= {"adam_beta1": betas[0], "adam_beta2": betas[1]}
@@ -159,8 +162,10 @@ def _from_deepspeed(given: Mapping[str, Any], path: Path, task: str | None) -> D
     training(draft)
     known = {
         "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size",
-        "gradient_clipping", "bf16", "fp16", "optimizer", "zero_optimization",
+        "gradient_clipping", "bf16", "fp16", "optimizer", "scheduler", "zero_optimization",
     }  # fmt: skip
+    if "warmup_steps" in draft.given and given["scheduler"].get("params", {}).get("warmup_type") != "linear":
+        draft.left["scheduler.params.warmup_type"] = "the rate rises logarithmically there, linearly here"
     reason = "dsft writes DeepSpeed's JSON itself (dsft plan SPEC --explain shows every key and why)"
     draft.left |= {key: reason for key in given if key not in known}
     sections = ("stage", "offload_optimizer", "offload_param")
@@ -172,6 +177,17 @@ def _from_deepspeed(given: Mapping[str, Any], path: Path, task: str | None) -> D
     return draft
 
 
+def _schedule_of(scheduler: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schedule of a DeepSpeed JSON as keys of TrainingArguments."""
+    name, params = scheduler.get("type"), scheduler.get("params") or {}
+    return {
+        "lr_scheduler_type": _SCHEDULERS.get(str(name), name),
+        "warmup_steps": params.get("warmup_num_steps"),
+        "max_steps": params.get("total_num_steps"),
+        "min_lr_rate": params.get("cos_min_ratio"),
+    }
+
+
 def _name_sources(draft: Draft) -> None:
     """Give sources of one path names that differ."""
     sources = draft.spec["data"]["train"]
@@ -179,6 +195,18 @@ def _name_sources(draft: Draft) -> None:
     for position, source in enumerate(sources):
         if paths.count(source["path"]) > 1:
             source["name"] = f"source-{position + 1}"
+
+
+def _only_with_rows(draft: Draft) -> None:
+    """Remove the keys of evaluation where the config names no rows to evaluate: a list of TrainingArguments,
+    whose rows come in by code, or split_dataset_ratio 0 of ms-swift, which then evaluates nothing."""
+    if draft.spec["data"].keys() & {"eval", "eval_fraction", "eval_count"}:
+        return
+    for key in ("train.eval_every", "train.eval_on_start", "checkpoint.keep_best"):
+        section, name = key.split(".")
+        if draft.spec.get(section, {}).pop(name, None) is not None:
+            source = draft.comments.pop(key).partition(";")[0]
+            draft.leave(source, f"the config names no rows to evaluate; give data.eval_fraction and {key}")
 
 
 def _name(draft: Draft, path: Path) -> None:

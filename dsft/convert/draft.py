@@ -28,8 +28,8 @@ NO_EFFECT: dict[str, tuple[str, ...]] = {
         shuffle_merged_datasets""".split()
     ),
     "dsft needs no such setting": tuple(
-        """overwrite_cache overwrite_output_dir plot_loss logging_first_step logging_dir log_level
-        disable_tqdm
+        """overwrite_cache overwrite_output_dir plot_loss logging_first_step logging_strategy logging_dir
+        log_level disable_tqdm
         save_only_model save_safetensors logging_nan_inf_filter save_first_step do_train do_eval ddp_timeout
         debug strict local_rank per_device_eval_batch_size eval_batch_size prediction_loss_only use_cache
         gradient_checkpointing_kwargs model_type tokenizer_type tokenizer_use_fast use_fast_tokenizer
@@ -39,6 +39,7 @@ NO_EFFECT: dict[str, tuple[str, ...]] = {
         include_num_input_tokens_seen include_tokens_per_second average_tokens_across_devices""".split()
     ),
     "dsft never runs code that comes with a model": ("trust_remote_code",),
+    "dsft fills in no placeholders; write the names into the rows": ("model_author", "model_name"),
     "dsft resumes from its own checkpoints by itself; to start from weights of the other tool, set "
     "model.name_or_path to their folder": ("resume_from_checkpoint", "auto_resume_from_checkpoints"),
     "set model.kernels: liger (GPUs only)": (

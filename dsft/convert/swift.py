@@ -15,6 +15,8 @@ from dsft.spec.document import quote
 
 _METHODS = {"dpo": "sigmoid", "simpo": "simpo", "orpo": "orpo", "cpo": "simpo"}
 _PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_TRAIN_ON = {"last_round": "last", "all": "all", "default": "assistant"}
+_THINKING = ("enable_thinking", "preserve_thinking", "add_non_thinking_prefix", "disable_ignore_empty_think")
 _TOO_LONG = {"delete": "drop", "right": "truncate", "left": "truncate", "split": "split"}
 
 
@@ -77,16 +79,44 @@ def _rows(draft: Draft, task: str) -> None:
         draft.put("data.packing", True, f"packing; {arguments.PACKED}" if task != "pretrain" else "packing")
     elif draft.is_on("padding_free"):
         draft.put("data.packing", True, "padding_free: rows without padding, the same examples a step")
-    loss = str(draft.get("loss_scale"))
-    if loss == "last_round":
-        draft.put("data.train_on", "last", "loss_scale")
-    elif loss == "all":
-        draft.put("data.train_on", "all", "loss_scale")
-    elif loss not in ("default", "None"):
-        draft.leave("loss_scale", f"{quote(loss)}: weights of parts of an answer are not offered")
+    last = _targets(draft, task)
     draft.leave("template", "dsft takes the tokenizer's own chat template (data.chat_template for another)")
-    for name in ("system", "agent_template", "response_prefix", "enable_thinking", "add_non_thinking_prefix"):
+    for name in ("system", "agent_template", "response_prefix"):
         draft.leave(name, "the chat template decides it; a system turn can be in the rows")
+    if task != "pretrain":
+        _thinking(draft, last=last)
+
+
+def _targets(draft: Draft, task: str) -> bool:
+    """Convert loss_scale, such as last_round+ignore_empty_think, and return whether only the last answer is
+    trained on there."""
+    parts = [part for part in str(draft.get("loss_scale") or "").split("+") if part not in ("", "default")]
+    base = next((part for part in parts if part in _TRAIN_ON), "last_round" if task == "dpo" else "default")
+    if base in parts:
+        draft.put("data.train_on", _TRAIN_ON[base], "loss_scale")
+    others = [part for part in parts if part not in (*_TRAIN_ON, "ignore_empty_think")]
+    if others:
+        draft.leave("loss_scale", f"{quote('+'.join(others))}: no weights for parts of an answer here")
+    return base == "last_round"
+
+
+def _thinking(draft: Draft, *, last: bool) -> None:
+    """Set data.thinking where a key is about thoughts. There enable_thinking: false gives prompts an empty
+    thought; add_non_thinking_prefix adds one, which is not trained on, to answers without; thoughts of
+    earlier turns stay unless only the last answer is trained on."""
+    given = [name for name in _THINKING if draft.is_given(name)]
+    keep = draft.is_on("preserve_thinking") if draft.is_given("preserve_thinking") else not last
+    if draft.is_given("enable_thinking") and not draft.is_on("enable_thinking"):
+        note = "prompts with an empty thought, as there; thoughts in the rows are removed, there they stay"
+        draft.put("data.thinking", "strip", f"enable_thinking; {note}")
+    elif draft.is_given("add_non_thinking_prefix") and not draft.is_on("add_non_thinking_prefix"):
+        draft.put("data.thinking", "as_in_template", "add_non_thinking_prefix")
+    elif given or "ignore_empty_think" in str(draft.get("loss_scale")):
+        named = ", ".join(given) or "loss_scale"
+        draft.put(
+            "data.thinking", "keep" if keep else "empty", f"{named}; thoughts of earlier turns as there"
+        )
+    draft.read.update(_THINKING)
 
 
 def _source(entry: Any) -> dict[str, Any]:

@@ -74,7 +74,9 @@ def _rows(draft: Draft, task: str) -> None:
     draft.carry("data.eval_fraction", "test_split_size", to=number)
     draft.carry("data.max_length", "max_length", "max_seq_length", to=whole)
     if task != "pretrain":
-        draft.put("data.on_too_long", "truncate", "as there (truncation_mode keep_start)")
+        trl = "max_length" in draft.defaults
+        note = "as there (truncation_mode keep_start)" if trl else "not in TrainingArguments: choose it"
+        draft.put("data.on_too_long", "truncate", note)
     if draft.get("truncation_mode") not in (None, "keep_start"):
         draft.leave(
             "truncation_mode", "a row is cut at its end, the prompt before the answer (docs/masks.md)"

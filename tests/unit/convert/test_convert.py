@@ -269,6 +269,42 @@ def test_swift() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("more", "thinking", "train_on"),
+    [
+        ({"enable_thinking": False}, "strip", "assistant"),
+        ({"enable_thinking": True}, "keep", "assistant"),
+        ({"enable_thinking": True, "loss_scale": "last_round+ignore_empty_think"}, "empty", "last"),
+        ({"loss_scale": "ignore_empty_think"}, "keep", "assistant"),
+        ({"preserve_thinking": False}, "empty", "assistant"),
+        ({"add_non_thinking_prefix": False}, "as_in_template", "assistant"),
+        ({"loss_scale": "all"}, "empty", "all"),
+        ({}, "empty", "assistant"),
+    ],
+)
+def test_thoughts_of_swift(more: dict[str, Any], thinking: str, train_on: str) -> None:
+    spec, done = converted({"model": "a/b", "tuner_type": "full", "dataset": "data/identity.json", **more})
+    assert (spec.data.thinking, spec.data.train_on) == (thinking, train_on)
+    assert not more.keys() & done.left.keys()
+
+
+def test_evaluation_without_rows_is_left_out() -> None:
+    """Rows of TrainingArguments come in by code; split_dataset_ratio 0 of ms-swift evaluates nothing."""
+    config = {
+        "per_device_train_batch_size": 4, "eval_strategy": "steps", "eval_steps": 6, "save_steps": 6,
+        "load_best_model_at_end": True, "logging_strategy": "steps",
+    }  # fmt: skip
+    spec, done = converted(config, model="a/b", data=["data/identity.json"])
+    assert (spec.train.eval_every, spec.checkpoint.keep_best, spec.checkpoint.every) == (None, None, 6)
+    assert "data.eval_fraction and train.eval_every" in done.left["eval_steps"]
+    assert "checkpoint.keep_best" in done.left["load_best_model_at_end"]
+    swift = {"model": "a/b", "dataset": "data/identity.json", "split_dataset_ratio": 0.0, "eval_steps": 50}
+    spec, done = converted(swift)
+    assert spec.train.eval_every is None and "eval_steps" in done.left
+    spec, done = converted({**swift, "split_dataset_ratio": 0.1, "model_name": "swift-bot"})
+    assert spec.train.eval_every == 50 and "placeholders" in done.left["model_name"]
+
+
 def test_deepspeed() -> None:
     file = {
         "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4,
@@ -289,6 +325,14 @@ def test_deepspeed() -> None:
     assert (spec.train.micro_batch_size, spec.train.accumulation_steps) == (8, 4)
     assert (spec.optim.learning_rate, spec.optim.betas, spec.train.precision) == (3e-5, (0.8, 0.9), "bf16")
     assert "plan SPEC --explain" in done.left["zero_optimization.overlap_comm"]
+    params = {"warmup_min_lr": 0, "warmup_num_steps": 20, "total_num_steps": 90}
+    file["scheduler"] = {"type": "WarmupDecayLR", "params": params}
+    spec, done = converted(file, model="a/b", data=["data/wiki.txt"])
+    assert (spec.optim.lr_scheduler_type, spec.optim.warmup_steps, spec.train.max_steps) == ("linear", 20, 90)
+    assert "linearly here" in done.left["scheduler.params.warmup_type"]
+    file["scheduler"] = {"type": "WarmupLR", "params": dict.fromkeys(params, "auto")}
+    spec, _ = converted(file, model="a/b", data=["data/wiki.txt"])
+    assert (spec.optim.lr_scheduler_type, spec.optim.warmup_steps) == ("constant_with_warmup", None)
     Path("z2.json").write_text(
         json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
     )
