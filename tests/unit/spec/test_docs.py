@@ -87,13 +87,18 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
     ],
 )
 def test_the_table_in_the_docs_is_the_one_in_the_code(file: str, name: str, make: Callable[[], str]) -> None:
+    check_block(file, name, make())
+
+
+def check_block(file: str, name: str, block: str) -> None:
+    """Compare a block between its markers in a file of docs/, or write it."""
     begin, end = f"<!-- {name}: made by the tests, do not edit -->\n", f"<!-- end of {name} -->\n"
     path = DOCS / file
     text = path.read_text(encoding="utf-8")
     head, _, rest = text.partition(begin)
     _, found, tail = rest.partition(end)
     assert found, f"{file} has lost its markers"
-    made = head + begin + "\n" + make().rstrip("\n") + "\n\n" + end + tail
+    made = head + begin + "\n" + block.rstrip("\n") + "\n\n" + end + tail
     if os.environ.get("DSFT_UPDATE_GOLDEN"):
         path.write_text(made, encoding="utf-8")
     assert path.read_text(encoding="utf-8") == made

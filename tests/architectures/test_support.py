@@ -1,0 +1,32 @@
+"""The tables of docs/support.md are what validators and cases give. DSFT_UPDATE_GOLDEN=1 writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.architectures import support
+from tests.unit.spec.test_docs import check_block
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("tasks", support.tasks_markdown),
+        ("options", support.options_markdown),
+        ("architectures", support.architectures_markdown),
+    ],
+)
+def test_the_table_follows_from_validators_and_cases(name: str, make: Callable[[], str]) -> None:
+    check_block("support.md", name, make())
+
+
+def test_every_option_is_refused_and_shown_somewhere() -> None:
+    """A table of one kind of cell alone would be one whose generator sees nothing."""
+    cells = [line.split(" | ") for line in support.options_markdown().splitlines() if line.startswith("| ")]
+    assert {support.SHOWN, support.WORKS, "1"} <= {cell for row in cells for cell in row}
+    zero_2, zero_3, pipeline, nvme = (support.OPTIONS[n] for n in (2, 3, 4, 7))
+    assert "sharded gradients" in str(support.refusal(zero_2, pipeline))
+    assert support.refusal(zero_3, nvme) is None
+    assert "z3-fp32-large-nvme" in support.cases_of([zero_3.title, nvme.title])
