@@ -19,6 +19,7 @@ from dsft.data.tokenizer.load import open_tokenizer
 from dsft.errors import MissingInputError, SpecError
 from dsft.model.build import check_trainable, choose_trained
 from dsft.model.config import TokenFacts, on_meta, resolve_config, token_facts
+from dsft.model.experts import expert_layers
 from dsft.model.names import plain_name
 from dsft.model.split_points import find_split_points
 from dsft.model.stage import SplitPoints
@@ -56,6 +57,7 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, 
     `aliases`."""
     embedding = causal_lm.get_input_embeddings().weight
     layers = _layers(causal_lm, num_layers)
+    mixtures = {id(p): one for one in expert_layers(causal_lm) for p in _of(causal_lm, one.experts)}
     found: dict[int, dict[str, Any]] = {}
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
         if id(parameter) in found:
@@ -70,7 +72,14 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, 
             "trained": parameter.requires_grad,
             "aliases": [],
         }
+        if id(parameter) in mixtures:
+            mixture = mixtures[id(parameter)]
+            found[id(parameter)] |= {"experts": mixture.num_experts, "top_k": mixture.top_k}
     return list(found.values())
+
+
+def _of(causal_lm: PreTrainedModel, module: str) -> list[nn.Parameter]:
+    return list(causal_lm.get_submodule(module).parameters())
 
 
 def _layers(causal_lm: PreTrainedModel, num_layers: int) -> dict[int, int]:

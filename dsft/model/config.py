@@ -9,6 +9,8 @@ ones.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -48,6 +50,9 @@ FLASH = {
 
 # transformers converts these to `rope_parameters`, so they are valid although no field has their name.
 ROPE_KEYS = ("rope_theta", "rope_scaling")
+
+# Read by models whose config class has no such field, such as qwen3_moe, so it is in their config.json too.
+READ_KEY = "head_dim"
 
 
 @dataclass(frozen=True)
@@ -228,7 +233,12 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
 def _known_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
     fields = {field.name for field in dataclasses.fields(config_class)}
     rope = ROPE_KEYS if "rope_parameters" in fields else ()
-    return frozenset(fields | set(config_class.attribute_map) | set(rope))
+    found = frozenset(fields | set(config_class.attribute_map) | set(rope))
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None)
+    if model_class is None:
+        return found
+    source = inspect.getsource(sys.modules[model_class.__module__])
+    return found | {READ_KEY} if f'getattr(config, "{READ_KEY}"' in source else found
 
 
 def _meant(name: Any, known: Any) -> str:

@@ -50,6 +50,8 @@ class Parameter:
     aliases    further names of a tied tensor
     trained    False if it is frozen
     before     whether it is used before the layers, as embeddings and learned positions are
+    experts    number of experts whose weights it has; 1 outside a mixture of experts
+    top_k      number of these experts that each token passes through
     """
 
     name: str
@@ -59,10 +61,22 @@ class Parameter:
     aliases: tuple[str, ...]
     trained: bool = True
     before: bool = False
+    experts: int = 1
+    top_k: int = 1
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def active(self) -> int:
+        """Number of elements that one token uses."""
+        return self.numel * self.top_k // self.experts
+
+    @property
+    def module(self) -> str:
+        """Name of the module that has the parameter."""
+        return self.name.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,11 @@ class Census:
     def numel(self) -> int:
         """Number of elements of all parameters; tied ones count once."""
         return sum(parameter.numel for parameter in self.parameters)
+
+    @property
+    def active(self) -> int:
+        """Number of elements that one token uses: in a mixture of experts only those of its experts."""
+        return sum(parameter.active for parameter in self.parameters)
 
     @property
     def elements(self) -> Elements:

@@ -84,8 +84,9 @@ def cost(
     """Estimate the cost of a step. hosts: host -> number of ranks."""
     speeds = assumed(spec)
     tokens = batch.tokens_per_micro_batch or batch.micro_batch_size * spec.longest_example
-    speed = speeds["tflops"] * 1e12 * REACHED * tokens / (tokens + HALF_TOKENS) * sum(hosts.values())
-    computing = _flops(census, spec) * batch.global_batch_size * spec.longest_example / speed
+    speed = speeds["tflops"] * 1e12 * REACHED * sum(hosts.values())
+    flops = _flops(census, spec) * batch.global_batch_size * spec.longest_example
+    computing = flops * _slower(census, tokens) / speed
     share = bubble(spec.parallel.pipeline_stages, batch.accumulation_steps)
     shared = ("disk", "between hosts") if runs_on_cpu(spec) else ("disk",)  # by all ranks of a host
     most = max(hosts.values())
@@ -104,8 +105,8 @@ def _flops(census: Census, spec: Spec) -> float:
     precomputed reference scores each pair once per run."""
     length = spec.data.max_length
     needed = work(census, hidden_size(census))
-    whole = sum(p.numel for p in census.parameters if not p.embedding or p.aliases)
-    layers = sum(p.numel for p in census.parameters if p.layer is not None)
+    whole = sum(p.active for p in census.parameters if not p.embedding or p.aliases)
+    layers = sum(p.active for p in census.parameters if p.layer is not None)
     attention = needed.per_square * length / 3  # of the forward pass
     found = needed.per_token + needed.per_square * length
     if spec.model.gradient_checkpointing:
@@ -116,13 +117,21 @@ def _flops(census: Census, spec: Spec) -> float:
     return found
 
 
+def _slower(census: Census, tokens: int) -> float:
+    """Return how many times longer matrix products take with the rows of a micro-batch of `tokens` tokens
+    than with many. An expert has top_k/experts of these rows, where all are chosen equally often."""
+    multiplied = [p for p in census.parameters if not p.embedding or p.aliases]
+    longer = sum(p.active * (1 + HALF_TOKENS * p.experts / (p.top_k * tokens)) for p in multiplied)
+    return longer / sum(p.active for p in multiplied)
+
+
 def _imbalance(census: Census, spec: Spec) -> float:
     """Return the ratio of the largest stage's work to the mean; work is counted as the elements that multiply
     a token, those of the layers and the head."""
     cut = cut_of(spec.parallel, census)
     work = [
         sum(
-            p.numel
+            p.active
             for p in census.stage(stage, cut)
             if p.layer is not None or (stage == cut.stages - 1 and (not p.embedding or p.aliases))
         )

@@ -69,7 +69,8 @@ def work(census: Census, attention_width: int) -> Work:
     """Return the work of training a model: 6 N + 12 L d n FLOPs per token of an example with n tokens, as
     llm-foundry and torchtitan count.
 
-    N     elements that multiply a token: all but an input embedding that is not tied to the head. The forward
+    N     elements that multiply a token: all but an input embedding that is not tied to the head, and of a
+          mixture of experts those that the token passes through. The forward
           takes 2 N, the gradient of the inputs 2 N, the gradient of the weights 2 per trained element; LoRA
           therefore takes little more than 4 N.
     L, d  number of layers, and heads × head dimension (`attention_width`). Causal attention is counted in
@@ -79,7 +80,7 @@ def work(census: Census, attention_width: int) -> Work:
           them.
     """
     multiplied = [p for p in census.parameters if not p.embedding or p.aliases]
-    whole, trained = sum(p.numel for p in multiplied), sum(p.numel for p in multiplied if p.trained)
+    whole, trained = sum(p.active for p in multiplied), sum(p.active for p in multiplied if p.trained)
     return Work(4 * whole + 2 * trained, 12 * census.num_layers * attention_width)
 
 

@@ -20,6 +20,7 @@ from dsft.plan.load import load
 from dsft.plan.memory.offload import swap_keys, swapped
 from dsft.plan.memory.ranks import RankMemory, needed
 from dsft.plan.memory.reference import ReferenceMemory
+from dsft.plan.mixture import active_line, gather_line
 from dsft.plan.reference import has_engine, in_stages, reference_entries, reference_line
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.plan.tables import figures, heading, printed, size_text
@@ -61,6 +62,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
         "model": {
             "architecture": plan.census.architecture,
             "parameters": plan.census.numel,
+            "active": plan.census.active,
             "trained": plan.census.trained,
             "layers": plan.census.num_layers,
             "layers_of_stages": cut_of(spec.parallel, plan.census).counts,
@@ -112,9 +114,9 @@ def _reference_keys(plan: Plan) -> tuple[ConfigEntry, ...]:
 def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
     """Yield the parts of the output in order; with `explain` also every DeepSpeed key, its value and the
     reason."""
-    yield Text(
-        f"{plan.spec.name}: {plan.spec.task}, {plan.census.architecture}, {plan.census.numel:,} parameters"
-    )
+    spec = plan.spec
+    yield Text(f"{spec.name}: {spec.task}, {plan.census.architecture}, {plan.census.numel:,} parameters")
+    yield from map(Text, active_line(plan.census))
     if plan.census.trained < plan.census.numel:
         share = plan.census.trained / plan.census.numel
         yield Text(f"{plan.census.trained:,} of them ({share:.3%}) are trained, the others frozen.")
@@ -137,6 +139,8 @@ def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
     for host, size in _swapped(plan).items():
         yield Text(f"{host} swaps at most {size_text(size)} to its disk (nvme_path); so much must be free.")
     yield from map(Text, _fits(plan))
+    if spec.parallel.zero_stage == 3 and plan.layout.data_parallel > 1:
+        yield from map(Text, gather_line(plan.census, spec))
     yield Text(NOT_COUNTED)
     yield heading("Step")
     stages, micro_batches = plan.layout.pipeline_stages, plan.batch.accumulation_steps

@@ -19,11 +19,24 @@ from dsft.plan.compare import ROOMY, Candidate, Comparison, LayoutKeys, Size, co
 from dsft.plan.cost import assumed
 from dsft.plan.load import load
 from dsft.plan.memory.sizes import runs_on_cpu
+from dsft.plan.mixture import active_line, gather_line
 from dsft.plan.tables import figures, heading, printed, size_text
 from dsft.spec.document import dotted
 from dsft.spec.findings import Finding
 
 _VALUES = re.compile(r"\d+|'[^']*'")  # the values in a rule's message; its other words are always the same
+
+PARTS = {
+    "parameters": "parameters",
+    "reference": "the reference",
+    "gradients": "gradients",
+    "master": "fp32 weights",
+    "moments": "optimizer states",
+    "buffers": "gathered parameters and buffers",
+    "activations": "activations",
+    "head": "logits",
+}
+"""Field of RankMemory -> its name."""
 
 SHOWN = 8  # layouts per table; --json has all
 
@@ -87,8 +100,9 @@ def parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
     ranks, hosts = plan.layout.world_size, len(plan.hosts)
     yield Text(
         f"{plan.spec.name}: {plan.batch.global_batch_size} examples a step on {ranks} "
-        f"rank{'s' * (ranks > 1)} of {hosts} host{'s' * (hosts > 1)}"
+        f"rank{'s' * (ranks > 1)} of {hosts} host{'s' * (hosts > 1)}, {plan.census.numel:,} parameters"
     )
+    yield from map(Text, active_line(plan.census))
     keys = ((GPU_MEMORY, "GPU"), (HOST_MEMORY, "host"))
     for limit, (key, place) in zip(memory_limits(plan.spec), keys, strict=True):
         if limit is not None:
@@ -118,6 +132,8 @@ def parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
             table.add_row(label(one.keys), str(one.sizes[0].batch.micro_batch_size), _over(one.sizes[0]))
         yield table
         yield from _more(found.too_large)
+        if any(one.keys.zero_stage == 3 for one in found.too_large):
+            yield from map(Text, gather_line(plan.census, plan.spec))
     if found.refused:
         yield heading("What is refused")
         rules = len({_VALUES.sub("", _reason(one.refused[0])) for one in found.refused})
@@ -203,9 +219,14 @@ def _fitting(group: Sequence[Candidate]) -> Table:
 
 def _over(size: Size) -> str:
     need = size.over[0]
+    most = ""
+    if need.key == GPU_MEMORY:
+        rank = max(size.memory.stages, key=lambda rank: rank.gpu)
+        part = max(PARTS, key=lambda part: getattr(rank, part))
+        most = f"; {size_text(getattr(rank, part))} of it {PARTS[part]}"
     return (
         f"{need.where} needs {size_text(need.needs)} of {size_text(need.limit)}, "
-        f"{size_text(need.needs - need.limit)} too much"
+        f"{size_text(need.needs - need.limit)} too much{most}"
     )
 
 

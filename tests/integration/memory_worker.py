@@ -24,6 +24,7 @@ from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout, layout_of
+from dsft.plan.memory.phases import live_elements
 from dsft.plan.memory.ranks import memory
 from dsft.plan.traffic import traffic
 from dsft.rank.environment import detect
@@ -31,6 +32,34 @@ from dsft.spec.schema import Spec
 from dsft.system.process import end
 
 LAYERS, WIDTH = 32, 200
+EXPERTS, NARROW = 4, 50  # experts of a layer, and how wide they are inside
+
+
+class Experts(nn.Module):
+    """The experts of a layer as transformers stores them: two parameters of one module. Every row passes
+    through all of them. whole: elements that were gathered whenever the module was used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.full((EXPERTS, 2 * NARROW, WIDTH), 0.01))
+        self.down_proj = nn.Parameter(torch.full((EXPERTS, WIDTH, NARROW), 0.01))
+        self.whole: Callable[[], None] = lambda: None
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.whole()
+        gate, up = (rows @ self.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
+        mixed: torch.Tensor = ((gate * up) @ self.down_proj.transpose(1, 2)).mean(0)
+        mixed.register_hook(lambda _: self.whole())
+        return mixed
+
+
+def mixture() -> nn.Module:
+    linears = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS // 4))
+    return nn.Sequential(*(module for linear in linears for module in (linear, Experts())))
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
 
 def make_spec(precision: str, stage: int, offload: bool) -> Spec:
@@ -87,7 +116,7 @@ def count_collectives() -> list[int]:
     return sent
 
 
-def measure(spec: Spec, sent: list[int]) -> dict[str, Any]:
+def measure(spec: Spec, sent: list[int], make: Callable[[], nn.Module] = dense) -> dict[str, Any]:
     """Largest bytes seen between the backward and the update, and by the plan; whether forgetting the steps
     frees the moments; bytes sent in the last of two steps, and by the plan. sent: of `count_collectives`."""
     ranks = layout_of(spec.parallel, torch.distributed.get_world_size())
@@ -97,8 +126,9 @@ def measure(spec: Spec, sent: list[int]) -> dict[str, Any]:
         if key.endswith("bucket_size"):
             config["zero_optimization"][key] = 1000
     dtype = torch.bfloat16 if spec.train.precision == "bf16" else torch.float32
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(dtype)
-    parameters = [Parameter(name, tuple(p.shape), None, False, ()) for name, p in model.named_parameters()]
+    model = make().to(dtype)
+    parameters = [Parameter(name, tuple(p.shape), 0, False, ()) for name, p in model.named_parameters()]
+    elements = sum(parameter.numel for parameter in parameters)
     census = Census("Sequential", LAYERS, None, tuple(parameters))
     offloaded = spec.parallel.offload_optimizer.device == "cpu"
     optimizer = (DeepSpeedCPUAdam if offloaded else torch.optim.AdamW)(model.parameters(), lr=1e-3)
@@ -116,9 +146,7 @@ def measure(spec: Spec, sent: list[int]) -> dict[str, Any]:
     rank = memory(census, spec, ranks, hosts).stages[0]
     held = live_bytes()
     state.reset_state(engine)
-    freed = held - live_bytes() >= 0.99 * 8 * LAYERS * WIDTH**2 / (
-        ranks.world_size if spec.parallel.zero_stage else 1
-    )
+    freed = held - live_bytes() >= 0.99 * 8 * elements / (ranks.world_size if spec.parallel.zero_stage else 1)
     engine.destroy()
     flows = traffic(census, spec, ranks, hosts)
     return {
@@ -130,6 +158,34 @@ def measure(spec: Spec, sent: list[int]) -> dict[str, Any]:
     }
 
 
+def gathered(limit: int, ahead: int) -> dict[str, int]:
+    """Most elements that ZeRO 3 has whole in a mixture of experts, and by the plan. limit, ahead:
+    stage3_max_live_parameters and the prefetch bucket."""
+    spec = make_spec("fp32", 3, False)
+    config = deepspeed_config(spec, batch_sizes(spec.train, 2))
+    for key in ("max_live_parameters", "max_reuse_distance"):
+        config["zero_optimization"][f"stage3_{key}"] = limit
+    config["zero_optimization"]["stage3_prefetch_bucket_size"] = ahead
+    model = mixture()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    found: list[int] = []
+
+    def count() -> None:
+        whole: list[Any] = [p for p in model.parameters() if p.ds_status.name != "NOT_AVAILABLE"]
+        found.append(sum(p.ds_numel for p in whole))
+
+    for one in model.modules():
+        if isinstance(one, Experts):
+            one.whole = count
+    for _ in range(3):  # it gathers ahead from the second pass on, when it knows the order
+        engine.backward(engine(torch.ones(1, WIDTH)).pow(2).mean())
+        engine.step()
+    engine.destroy()
+    module, matrix = 3 * EXPERTS * NARROW * WIDTH, 2 * EXPERTS * NARROW * WIDTH
+    return {"most": max(found), "planned": live_elements(module, matrix, ahead, limit), "module": module}
+
+
 def main(precisions: Sequence[str]) -> None:
     sent = count_collectives()
     launched = detect(os.environ)
@@ -138,11 +194,17 @@ def main(precisions: Sequence[str]) -> None:
         case for case in itertools.product(precisions, range(4), (False, True)) if case[1] or not case[2]
     ]
     cases.sort(key=lambda case: case == ("bf16", 1, False))  # last: its BF16_Optimizer outlives its engine
-    for precision, stage, offload in cases:
-        found = measure(make_spec(precision, stage, offload), sent)
+    both = [((name, 3, False), mixture) for name in precisions] + [(case, dense) for case in cases]
+    for (precision, stage, offload), make in both:
+        found = measure(make_spec(precision, stage, offload), sent, make)
         if torch.distributed.get_rank() == 0:
-            case: dict[str, Any] = {"case": f"{precision} ZeRO {stage}{' offload' if offload else ''}"}
+            words = f"{' offload' if offload else ''}{' experts' if make is mixture else ''}"
+            case: dict[str, Any] = {"case": f"{precision} ZeRO {stage}{words}"}
             print("CASE " + json.dumps(case | found), flush=True)
+    for limit, ahead in ((100_000, 50_000), (150_000, 50_000)):
+        most = gathered(limit, ahead)
+        if torch.distributed.get_rank() == 0:
+            print("GATHERED " + json.dumps(most), flush=True)
     torch.distributed.destroy_process_group()
 
 

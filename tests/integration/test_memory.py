@@ -18,18 +18,23 @@ TYPES = tiered(["bf16", "fp32"], ["bf16"])
 
 
 Found = dict[str, list[dict[str, Any]]]
+GATHERED = "gathered"
 
 
 @pytest.fixture(scope="module")
 def measured(request: pytest.FixtureRequest) -> Found:
-    """By type: what the worker's first rank says of each stage and offload."""
+    """By type: what the worker's first rank says of each stage and offload; under GATHERED what ZeRO 3 has
+    whole of a mixture of experts, with a limit below a layer's experts and with one above."""
     types = selected(request, "precision")
     with on_the_cpu():
         done = torchrun(Path(__file__).with_name("memory_worker.py"), 2, types)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
     found = {name: [line for line in lines if line["case"].startswith(name)] for name in types}
-    assert {len(cases) for cases in found.values()} == {7}
+    assert {len(cases) for cases in found.values()} == {8}
+    found[GATHERED] = [
+        json.loads(line[9:]) for line in done.stdout.splitlines() if line.startswith("GATHERED ")
+    ]
     return found
 
 
@@ -53,3 +58,9 @@ def test_the_traffic_is_what_deepspeed_sends(measured: Found, precision: str) ->
         for case in cases
         if not 1 <= case["sent"] / case["to_send"] <= 1.01  # norms and flags beside the plan's
     } == {}
+
+
+def test_zero_3_gathers_a_layers_experts_whatever_the_limit_is(measured: Found) -> None:
+    below, above = measured[GATHERED]
+    assert below["most"] == below["planned"] == below["module"]
+    assert above["module"] < above["most"] <= above["planned"]

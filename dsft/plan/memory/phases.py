@@ -81,6 +81,8 @@ class RankSetup:
     moment                 bytes per element of the optimizer states
     gradient               bytes per element of the gradients that ZeRO 3 keeps
     bucket, gathered       elements of the reduction bucket and of the gathering bucket
+    module, matrix         elements of the layers' largest module, whose parameters ZeRO 3 gathers together,
+                           and of their largest parameter
     optimizer, parameters  devices of offload_optimizer and offload_parameters
     groups                 parameter groups of the optimizer
     accumulates            whether steps have several micro-batches
@@ -98,6 +100,8 @@ class RankSetup:
     moment: int
     bucket: int
     gathered: int
+    module: int
+    matrix: int
     optimizer: str
     parameters: str
     groups: int
@@ -356,19 +360,33 @@ def _flattening(rank: RankSetup, steady: Phase) -> Phase:
 
 
 def gathered(rank: RankSetup) -> Tensors:
-    """Return the gathered parameters at ZeRO 3: those that stay whole from forward to backward, the bucket
-    into which they are gathered (gloo has a copy of it), and the shards that are sent
-    (partition_parameters.py:1343 flat_tensor). With one rank nothing is gathered: its shard is the whole
+    """Return the gathered parameters at ZeRO 3: those that are whole at once, the buffer into which the
+    largest module or a bucket of smaller ones is gathered (gloo has a copy of it), and the shards that are
+    sent (partition_parameters.py:1343 flat_tensor). With one rank nothing is gathered: its shard is the whole
     parameter (_no_gather_coalesced)."""
     if rank.ranks == 1:
         return NONE
     whole = [numel for numel in rank.trained + rank.frozen if numel > PERSIST_BELOW]
-    ahead = min(rank.gathered, sum(whole))
-    fits = sum(whole) <= LIVE
-    live = each(whole, rank.weight) if fits else Tensors(0, LIVE * rank.weight)
+    ahead = min(max(rank.gathered, rank.module), sum(whole))
+    at_once = live_elements(rank.module, rank.matrix, rank.gathered)
+    live = each(whole, rank.weight) if sum(whole) <= at_once else Tensors(0, at_once * rank.weight)
     return (
         live + one(ahead * rank.weight) + rank.gathering(ahead) + one(-(-ahead // rank.ranks) * rank.weight)
     )
+
+
+def live_elements(module: int, matrix: int, bucket: int, limit: int = LIVE) -> int:
+    """Return the most elements that ZeRO 3 has whole at once, in a model with more than these.
+
+    The parameters of a module that is about to be used are gathered whatever the limit is. Those of later
+    modules follow as long as the limit leaves room, up to a bucket; the last may be larger than the room
+    (partitioned_param_coordinator.py:453 max_params_to_prefetch).
+
+    module, matrix: as in RankSetup; bucket: elements that are gathered ahead; limit:
+    stage3_max_live_parameters.
+    """
+    room = min(limit - module, bucket)
+    return max(limit, module + room + matrix) if room > 0 else module
 
 
 def _sharded_in_host(rank: RankSetup) -> Tensors:

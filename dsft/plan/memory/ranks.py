@@ -7,6 +7,7 @@ measures (memory.json).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -234,6 +235,10 @@ def _setup(
     parallel, on_cpu = spec.parallel, runs_on_cpu(spec)
     devices = (parallel.offload_optimizer.device, parallel.offload_parameters.device)
     stays = batch is not None and gradients_stay_bf16(spec, batch)
+    modules: Counter[str] = Counter()
+    for parameter in parameters:
+        if parameter.layer is not None:
+            modules[parameter.module] += parameter.numel
     return RankSetup(
         trained=tuple(p.numel for p in parameters if p.trained),
         frozen=tuple(p.numel for p in parameters if not p.trained),
@@ -244,6 +249,8 @@ def _setup(
         moment=moment_bytes(spec),
         bucket=bucket_size(census.trained),
         gathered=bucket_size(census.numel),
+        module=max(modules.values(), default=0),
+        matrix=max((p.numel for p in parameters if p.layer is not None), default=0),
         optimizer=devices[0],
         parameters=devices[1],
         groups=2 if spec.optim.weight_decay or spec.optim.groups else 1,
@@ -294,13 +301,18 @@ def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
     Counted are input and output of each matrix, and the widest output once more for the result of the
     activation function. The input shared by q, k and v is counted for each, which accounts for the two norms
     and rotary embeddings; trained norms of weights narrower than fp32 need two more hidden vectors. An
-    adapter's matrices share their input with the layer's own and add only their rank.
+    adapter's matrices share their input with the layer's own and add only their rank. Of experts each token
+    has top_k copies of these; the result of their activation function is as wide as the narrowest matrix.
     """
     matrices = [p.shape for p in own if len(p.shape) == 2 and ".lora_" not in p.name]
     ranks = [min(p.shape) for p in own if len(p.shape) == 2 and ".lora_" in p.name]
     norms = weight_bytes(spec) < FP32 and any(p.trained and len(p.shape) == 1 for p in own)
     widest = max((shape[0] for shape in matrices), default=0)
-    return [size for shape in matrices for size in shape] + [widest, *ranks] + [hidden] * (2 * norms)
+    found = [size for shape in matrices for size in shape] + [widest, *ranks] + [hidden] * (2 * norms)
+    experts = [p for p in own if p.experts > 1 and len(p.shape) == 3]
+    found += [size * p.top_k for p in experts for size in p.shape[1:]]
+    between = [(sum(p.shape[1:]) - hidden) * p.top_k for p in experts]
+    return found + ([min(between)] if between else [])
 
 
 def _embedding(census: Census) -> tuple[int, int]:
