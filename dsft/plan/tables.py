@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Iterable
 
@@ -17,9 +18,10 @@ PLAIN_WIDTH = 160  # characters, if the output is not a terminal
 
 
 def printed(parts: Iterable[RenderableType]) -> str:
-    """Render for standard output, with its width and colors."""
+    """Render for standard output, with its width and colors; in a pipe, COLUMNS can set the width."""
     terminal = sys.stdout.isatty()
-    return rendered(parts, terminal=terminal, width=Console().width if terminal else None)
+    width = Console().width if terminal or "COLUMNS" in os.environ else None
+    return rendered(parts, terminal=terminal, width=width)
 
 
 def rendered(parts: Iterable[RenderableType], *, terminal: bool, width: int | None = None) -> str:

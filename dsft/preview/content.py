@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dsft.preview.figures import LengthStats
 from dsft.preview.problems import KINDS
 from dsft.preview.tokens import LINE_BREAK, SPACE, TAB, Token
 from dsft.preview.view import BatchView, RowView, View
 
-SIGNS = f"{LINE_BREAK} line break, {TAB} tab, {SPACE} a space alone in a token or beside another"
+SIGNS = f"{LINE_BREAK} line break, {TAB} tab, {SPACE} one of several spaces, or a token of spaces"
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,11 @@ def sections(view: View) -> dict[str, list[Element]]:
     """Return the sections of a preview by name; a section without elements is not shown."""
     return {
         "Data": [Element("line", line) for line in view.data.messages],
-        "Lengths": list(_lengths(view.lengths, view.trained_share)) if view.lengths else [],
-        "Steps": [Element("line", line) for line in _steps(view)],
-        "Micro-batch": list(_micro_batch(view.micro_batch)) if view.micro_batch else [],
         "Rows": [element for row in view.rows for element in row_elements(row)],
+        "Micro-batch": list(_micro_batch(view.micro_batch)) if view.micro_batch else [],
         "Worst rows": list(_worst(view)),
+        "Lengths": list(_lengths(view)),
+        "Steps": [Element("line", line) for line in _steps(view)],
         "Problems": list(_problems(view)),
     }
 
@@ -118,7 +117,10 @@ def _micro_batch(batch: BatchView) -> Iterator[Element]:
             begin, start = begin + length, start + length
 
 
-def _lengths(lengths: LengthStats, share: float) -> Iterator[Element]:
+def _lengths(view: View) -> Iterator[Element]:
+    lengths = view.lengths
+    if lengths is None:
+        return
     most = max(count for *_, count in lengths.bins)
     percentiles = {"p50": lengths.p50, "p95": lengths.p95, "p99": lengths.p99}
     for start, stop, count in lengths.bins:
@@ -128,9 +130,10 @@ def _lengths(lengths: LengthStats, share: float) -> Iterator[Element]:
     yield Element(
         "line",
         f"p50 {lengths.p50:,}, p95 {lengths.p95:,}, p99 {lengths.p99:,}, longest {lengths.longest:,}, "
-        f"mean {lengths.mean:,.1f}; data.max_length {lengths.max_length:,}",
+        f"mean {lengths.mean:,.1f}; data.max_length {lengths.max_length:,}"
+        + (", for the prompt and one answer" if view.unit == "pair" else ""),
     )
-    yield Element("line", f"{share:.1%} of the tokens are trained on")
+    yield Element("line", f"{view.trained_share:.1%} of the tokens are trained on")
 
 
 def _steps(view: View) -> Iterator[str]:
@@ -160,7 +163,7 @@ def _problems(view: View) -> Iterator[Element]:
         if 0 < len(rows) < count:
             yield Element("item", f"… and {count - len(rows):,} more")
     if view.problems and not any(rows for _, rows in view.problems.values()):
-        yield Element("line", "list them with: dsft preview SPEC --problems")
+        yield Element("line", "add --problems to list them")
 
 
 def counted(count: int, what: str) -> str:

@@ -58,10 +58,12 @@ class StepStats:
 def length_stats(lengths: NDArray[np.integer], max_length: int) -> LengthStats:
     """Return the statistics on lengths (n,), n ≥ 1."""
     p50, p95, p99 = np.percentile(lengths, [50, 95, 99], method="inverted_cdf").tolist()
-    longest = int(lengths.max())
-    width = max(1, -(-longest // BINS))
-    counts = np.bincount((lengths - 1) // width).tolist()
-    bins = tuple((i * width + 1, (i + 1) * width, count) for i, count in enumerate(counts))
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    width = -(-(longest - shortest + 1) // BINS)
+    counts = np.bincount((lengths - shortest) // width).tolist()
+    bins = tuple(
+        (shortest + i * width, shortest + (i + 1) * width - 1, count) for i, count in enumerate(counts)
+    )
     return LengthStats(int(p50), int(p95), int(p99), longest, float(lengths.mean()), max_length, bins)
 
 

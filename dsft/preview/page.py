@@ -29,7 +29,8 @@ body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
   max-width: 60rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid var(--line); }
 h3, h4 { font-size: 1rem; margin-bottom: .3rem; } h4 { font-weight: normal; color: var(--faint); }
-nav a { margin-right: 1rem; } a { color: inherit; }
+nav { position: sticky; top: 0; background: var(--paper); padding: .3rem 0; }
+nav a { margin-right: 1rem; } a { color: inherit; } h2 { scroll-margin-top: 2.5rem; }
 pre { font: 14px/1.7 ui-monospace, monospace; white-space: pre-wrap; margin: .3rem 0 1rem;
   unicode-bidi: isolate; }
 pre b, pre i { font-weight: normal; font-style: normal; padding: .1em 0; border-left: 1px solid var(--paper);

@@ -27,7 +27,7 @@ KINDS: Mapping[str, str] = {
     "truncated": "truncated",
     "empty": "empty",
     "no_target": "without a target",
-    "no_end": "without an end of turn or text",
+    "no_end": "trained on without their end of turn or text",
     "duplicate": "repeating an earlier one",
 }
 _TOO_LONG = {"error": "too_long", "drop": "dropped", "truncate": "truncated"}

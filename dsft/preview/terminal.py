@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
 from typing import Literal
 
 from rich.console import Console
@@ -60,14 +62,15 @@ def _lines(view: View, whole: bool, figures: bool, *, in_color: bool) -> Iterato
         yield Text(view.title, style="bold")
         yield from _formatted(found["Data"], in_color)
     if view.rows or view.micro_batch or view.worst:
-        yield _legend(in_color)
+        yield _legend(in_color, whole=whole)
     if whole:
         for row in view.rows:
             yield from _formatted(row_elements(row), in_color, whole=True)
             yield from _table(row.tokens)
         return
-    for name in ("Rows", "Micro-batch", "Worst rows", *(("Lengths", "Steps") if figures else ()), "Problems"):
-        elements = found[name]
+    for name, elements in found.items():
+        if name == "Data" or (name in {"Lengths", "Steps"} and not figures):
+            continue
         if elements and elements[0].kind != "title":
             yield _heading("lengths, in tokens" if name == "Lengths" else name.lower())
         yield from _formatted(elements, in_color)
@@ -78,10 +81,11 @@ def _formatted(elements: Iterable[Element], in_color: bool, *, whole: bool = Fal
         if element.kind == "tokens":
             limit = len(element.tokens) if whole else SHOWN_IN_BATCH if element.brief else SHOWN_TOKENS
             first, last = first_and_last(element.tokens, limit)
-            yield _token_text(first, in_color)
+            as_shown = _shaded if in_color else _bordered if whole else _marked
+            yield as_shown(first)
             if last:
                 yield Text(f"… {len(element.tokens) - limit:,} tokens …", style="italic")
-                yield _token_text(last, in_color)
+                yield as_shown(last)
         elif element.kind in {"title", "folded"}:
             yield _heading(element.text)
             yield from _formatted(element.elements, in_color)
@@ -97,9 +101,10 @@ def _heading(text: str) -> Text:
     return Text(f"\n{neutral(text)}", style="bold")
 
 
-def _legend(in_color: bool) -> Text:
+def _legend(in_color: bool, *, whole: bool) -> Text:
     if not in_color:
-        return Text(f"\n{TRAINED}trained on{END_TRAINED}, {BORDER} between tokens, {SIGNS}")
+        border = f"{BORDER} between tokens, " if whole else ""
+        return Text(f"\n{TRAINED}trained on{END_TRAINED}, {border}{SIGNS}")
     words = (("trained on", _TRAINED[0]), " ", ("given", _GIVEN[0]), " ", ("special", _GIVEN[0] + _SPECIAL))
     return Text.assemble("\n", *words, f"; neighboring tokens in two shades, {SIGNS}")
 
@@ -111,21 +116,27 @@ def _table(tokens: Sequence[Token]) -> Iterator[Text]:
         yield Text(f"{position:8} {token.id:8}  {'yes' if token.trained else 'no':7}  {text}")
 
 
-def _token_text(tokens: Sequence[Token], in_color: bool) -> Text:
-    """Return tokens as one text; a line break is shown as a sign and as a new line."""
-    text, trained = Text(), False
+def _shown(text: str) -> str:
+    """Return text in which a line break is a sign and a new line."""
+    return visible(text).replace(LINE_BREAK, f"{LINE_BREAK}\n")
+
+
+def _shaded(tokens: Sequence[Token]) -> Text:
+    text = Text()
     for position, token in enumerate(tokens):
-        shown = visible(token.text).replace(LINE_BREAK, f"{LINE_BREAK}\n")
-        if in_color:
-            shades = _TRAINED if token.trained else _GIVEN
-            text.append(shown, shades[position % 2] + (_SPECIAL if token.special else ""))
-            continue
-        if token.trained != trained:
-            text.append(TRAINED if token.trained else END_TRAINED)
-        elif position:
-            text.append(BORDER)
-        text.append(shown)
-        trained = token.trained
-    if trained:
-        text.append(END_TRAINED)
+        shades = _TRAINED if token.trained else _GIVEN
+        text.append(_shown(token.text), shades[position % 2] + (_SPECIAL if token.special else ""))
     return text
+
+
+def _marked(tokens: Sequence[Token], border: str = "") -> Text:
+    """Return tokens with marks around what is trained on, and a border between them."""
+    text = Text()
+    for trained, run in groupby(tokens, lambda token: token.trained):
+        texts = [token.text for token in run]
+        shown = border.join(map(_shown, texts)) if border else _shown("".join(texts))
+        text.append(f"{TRAINED}{shown}{END_TRAINED}" if trained else shown)
+    return text
+
+
+_bordered = partial(_marked, border=BORDER)

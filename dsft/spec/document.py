@@ -226,7 +226,7 @@ def _syntax_problem(error: yaml.YAMLError) -> Problem:
         return Problem("YAML", f"the character U+{code:04X} is not allowed in YAML; remove it")
     reason = getattr(error, "problem", None) or "this cannot be read"
     if "'\\t'" in reason:
-        return Problem("YAML", "YAML does not allow this tab; indent with spaces", line)
+        return Problem("YAML", "YAML does not allow this tab; use spaces instead", line)
     if "expected a single document" in (getattr(error, "context", None) or ""):
         return Problem("YAML", "a second YAML document begins here; write everything into one document", line)
     way_out = "check indentation and quotes here (a string that contains ': ' or ' #' needs quotes)"

@@ -37,7 +37,7 @@ def test_json_says_where_each_row_is_from_and_what_is_trained(preview: Preview) 
 
 def test_marks_without_a_terminal(preview: Preview) -> None:
     _, out, _ = preview("--rows", "2")
-    assert "⟦t┊w┊o┊<|im_end|>⟧↵\n" in out and "⟦a┊␣┊␣┊b┊⇥┊c┊<|im_end|>⟧" in out
+    assert "⟦two<|im_end|>⟧↵\n" in out and "⟦a␣␣b⇥c<|im_end|>⟧" in out
     assert "row 1, rows.jsonl:1, 28 tokens, 4 trained on" in out and "row 3" not in out and "\x1b" not in out
 
 
@@ -45,6 +45,7 @@ def test_marks_without_a_terminal(preview: Preview) -> None:
 def test_one_row_in_full(preview: Preview, row: str) -> None:
     code, out, _ = preview("--row", row)
     assert code == 0 and "row 2, rows.jsonl:2" in out and "row 1" not in out
+    assert "⟦a┊␣┊␣┊b┊⇥┊c┊<|im_end|>⟧" in out
     assert "      28       99  yes      c\n" in out and "      30       10  no       ↵\n" in out
 
 
@@ -89,7 +90,7 @@ def test_packed_text_has_its_pieces(preview: Preview) -> None:
     rows = [{"text": "ab"}, {"text": "cdefgh"}]
     _, out, _ = preview(rows=rows, task="pretrain", data="max_length: 5, packing: true")
     assert "row 1, rows.jsonl:1, 5 tokens, 3 trained on, 2 pieces\n── piece 1, tokens 0 to 2\n" in out
-    assert "a⟦b┊<|im_end|>⟧\n── piece 2, tokens 3 to 4\nc⟦d⟧" in out
+    assert "a⟦b<|im_end|>⟧\n── piece 2, tokens 3 to 4\nc⟦d⟧" in out
     assert "begins at token 2 of rows.jsonl:2" in out
 
 
