@@ -12,32 +12,14 @@ from typing import Any, TypeVar
 import yaml
 
 from dsft.errors import Problem, SpecError
-from dsft.spec.aliases import likely_key
+from dsft.spec.aliases import NEEDLESS, likely_key
 from dsft.spec.document import SpecDumper, quote
 from dsft.spec.not_offered import feature_of_key, feature_of_value, is_off
 from dsft.spec.schema import Spec
 
 T = TypeVar("T")
 NO_EFFECT: dict[str, tuple[str, ...]] = {
-    "dsft prepares and reads rows in its own way; it changes no result": tuple(
-        """dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
-        dataloader_persistent_workers preprocessing_batch_size preprocessing_num_workers dataset_num_proc
-        dataset_processes dataset_prepared_path tokenized_path buffer_size streaming group_by_length
-        pad_to_sequence_len pad_to_multiple_of lazy_tokenize remove_unused_columns sample_packing_bin_size
-        sample_packing_group_size eval_sample_packing packing_num_proc packing_strategy skip_prepare_dataset
-        shuffle_merged_datasets""".split()
-    ),
-    "dsft needs no such setting": tuple(
-        """overwrite_cache overwrite_output_dir plot_loss logging_first_step logging_strategy logging_dir
-        log_level disable_tqdm
-        save_only_model save_safetensors logging_nan_inf_filter save_first_step do_train do_eval ddp_timeout
-        debug strict local_rank per_device_eval_batch_size eval_batch_size prediction_loss_only use_cache
-        gradient_checkpointing_kwargs model_type tokenizer_type tokenizer_use_fast use_fast_tokenizer
-        create_new_adapter wandb_watch wandb_log_model accelerator_config run_name wandb_name wandb_run_id
-        use_hf ignore_args_error is_llama_derived_model is_mistral_derived_model is_qwen_derived_model
-        torch_empty_cache_steps gc_steps low_cpu_mem_usage ddp_find_unused_parameters ddp_bucket_cap_mb
-        include_num_input_tokens_seen include_tokens_per_second average_tokens_across_devices""".split()
-    ),
+    **NEEDLESS,
     "dsft never runs code that comes with a model": ("trust_remote_code",),
     "dsft fills in no placeholders; write the names into the rows": ("model_author", "model_name"),
     "dsft resumes from its own checkpoints by itself; to start from weights of the other tool, set "

@@ -25,7 +25,9 @@ _OTHER_NAMES = {
     "model.lora.rank": "lora_r lora_rank",
     "model.lora.alpha": "lora_alpha",
     "model.lora.dropout": "lora_dropout",
-    "model.lora.target_modules": "lora_target lora_target_modules",
+    "model.lora.target_modules": "lora_target lora_target_modules targets",
+    "model.lora.target_modules: all-linear": "lora_target_linear",
+    "model.lora.path": "lora_model_dir adapter_name_or_path",
     "model.lora.modules_to_save": "additional_target",
     "model.trainable": "freeze_trainable_modules freeze_trainable_layers unfrozen_parameters",
     "model.compile": "torch_compile",
@@ -167,12 +169,38 @@ NO_KEY_FOR_IT: dict[str, str] = {
     "<<": "merge keys are not supported; write the keys out, or replace single ones with key=value",
 }
 
+NEEDLESS: dict[str, tuple[str, ...]] = {
+    "dsft prepares and reads rows in its own way; it changes no result": tuple(
+        """dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
+        dataloader_persistent_workers preprocessing_batch_size preprocessing_num_workers dataset_num_proc
+        dataset_processes dataset_prepared_path tokenized_path buffer_size streaming group_by_length
+        pad_to_sequence_len pad_to_multiple_of lazy_tokenize remove_unused_columns sample_packing_bin_size
+        sample_packing_group_size eval_sample_packing packing_num_proc packing_strategy skip_prepare_dataset
+        shuffle_merged_datasets""".split()
+    ),
+    "dsft needs no such setting": tuple(
+        """overwrite_cache overwrite_output_dir plot_loss logging_first_step logging_strategy logging_dir
+        log_level disable_tqdm
+        save_only_model save_safetensors logging_nan_inf_filter save_first_step do_train do_eval ddp_timeout
+        debug strict local_rank per_device_eval_batch_size eval_batch_size prediction_loss_only use_cache
+        gradient_checkpointing_kwargs model_type tokenizer_type tokenizer_use_fast use_fast_tokenizer
+        create_new_adapter wandb_watch wandb_log_model accelerator_config run_name wandb_name wandb_run_id
+        use_hf ignore_args_error is_llama_derived_model is_mistral_derived_model is_qwen_derived_model
+        torch_empty_cache_steps gc_steps low_cpu_mem_usage ddp_find_unused_parameters ddp_bucket_cap_mb
+        include_num_input_tokens_seen include_tokens_per_second average_tokens_across_devices""".split()
+    ),
+}
+"""Reason -> keys of other tools that need no key of the spec."""
+_NEEDLESS = {name: reason for reason, names in NEEDLESS.items() for name in names}
+
 
 def suggestion(section: str, key: str, value: object = None) -> str:
     """Return what to do about an unknown key. section: dotted path of its mapping, without list numbers."""
     name = key.strip().lower().replace("-", "_")
     if name in NO_KEY_FOR_IT:
         return NO_KEY_FOR_IT[name]
+    if name in _NEEDLESS and name not in ALIASES:
+        return f"leave it out: {_NEEDLESS[name]}"
     not_offered = feature_of_key(name) or feature_of_value(name, value)
     if not_offered is not None:
         return "leave it out" if is_off(value) else not_offered.clause()
@@ -201,6 +229,15 @@ def likely_key(section: str, name: str) -> str | None:
     anywhere = {**{key.rpartition(".")[2]: key for key in keys()}, **ALIASES}
     close = difflib.get_close_matches(name, anywhere, n=1, cutoff=0.8)
     return anywhere[close[0]] if close else None
+
+
+def is_of_another_tool(data: object) -> bool:
+    """Return whether a spec's document has keys of other tools, at least four, and no section of a spec."""
+    if not isinstance(data, dict) or any(
+        isinstance(data.get(name), dict) for name in ("data", "train", "optim")
+    ):
+        return False
+    return sum(key in ALIASES or key in _NEEDLESS for key in data) >= 4
 
 
 def keys() -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.spec.adapter import with_saved_adapter
-from dsft.spec.aliases import likely_key
+from dsft.spec.aliases import is_of_another_tool, likely_key
 from dsft.spec.architecture import model_findings
 from dsft.spec.combinations import combinations
 from dsft.spec.document import Document, KeyPath, SpecDumper, quote, read_document
@@ -50,7 +50,7 @@ def load_spec(
     expand_hosts(document)
     spec = _validate(document, check_files, extra_check) if readable else None
     if document.problems or spec is None:
-        raise _all_problems(path, document.problems)
+        raise _all_problems(path, document.problems, is_of_another_tool(document.data))
     return spec
 
 
@@ -197,8 +197,12 @@ def _repair(data: dict[str, Any], path: KeyPath) -> None:
             container[path[-1]] = copy.deepcopy(_PLACEHOLDERS[key])
 
 
-def _all_problems(path: Path | str, problems: Sequence[Problem]) -> SpecError:
+def _all_problems(
+    path: Path | str, problems: Sequence[Problem], is_of_another_tool: bool = False
+) -> SpecError:
     """Return the error with all problems, sorted by line; those without a line come last."""
     ordered = sorted(dict.fromkeys(problems), key=lambda p: p.line if p.line is not None else MAX_BYTES)
     count = f"{len(ordered)} problem{'' if len(ordered) == 1 else 's'}"
-    return SpecError(f"{quote(str(path))[1:-1]}: {count}", ordered)
+    name = quote(str(path))[1:-1]
+    hint = f"; for a config of another tool, dsft convert {name} writes a spec from it"
+    return SpecError(f"{name}: {count}{hint if is_of_another_tool else ''}", ordered)

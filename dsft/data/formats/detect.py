@@ -120,6 +120,12 @@ def _detected(lines: Sequence[Line], columns: Mapping[str, str], task: str) -> F
         fits = _fitting(fields)
         if fits:
             name = _format_for(fits, task)
+            unused = [ours for ours in columns if all(ours not in column_names(fit) for fit in fits)]
+            if unused:
+                raise BadRowError(
+                    f"columns has {quoted(unused)}, but the rows are {name}, which have only "
+                    f"{quoted(column_names(name))}; correct it, or set format"
+                )
             by = f"line {number} is {name}"
             return Format(name, f"detected {name}: {_why(name, fields)}", by, columns, task)
     raise BadRowError(_no_format(rows[0][1], task))

@@ -322,6 +322,8 @@ def test_columns_name_what_the_file_has() -> None:
         (said("system", "s"), said("user", "q"), said("assistant", "a")), (), (False, False, None)
     )
     assert refusal(row, "sft", "sharegpt", conversations="turns").startswith('"turns[1].content" is a number')
+    text = refusal({"instruction": "q", "output": "a"}, "sft", None, prompt="question")
+    assert text.startswith('columns has "prompt", but the rows are alpaca, which have only "instruction", ')
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,8 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "sections_of_the_wrong_kind": spec(data="data: {train: rows.jsonl}\n", train="train: [1]\n")
     + "parallel:\n",
     # names of other tools
+    "config_of_another_tool": "model_name_or_path: models/a\nstage: sft\nlora_target: all\ncutoff_len: 128\n"
+    "plot_loss: true\nddp_timeout: 180000000\nlearning_rate: 1e-4\n",
     "aliases": GOOD
     + "per_device_train_batch_size: 4\ncutoff_len: 512\nlearning_rate: 1e-4\nbf16: true\ndeepspeed: ds.json\n"
     + "gradient_accumulation_steps: 8\nsave_total_limit: 2\nstage: dpo\npref_beta: 0.1\ndataset: alpaca\n",
