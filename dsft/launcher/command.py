@@ -31,6 +31,7 @@ from dsft.remote import Channel, NoAnswer, forwarded, is_this_machine
 from dsft.report.redact import redact, redact_command
 from dsft.spec.schema import Spec
 from dsft.system.lock import lock_folder
+from dsft.system.process import EVERY_STEP
 
 PAUSE = 3.0  # seconds before a restart: ports close, the kernel frees the devices' memory
 RETURN = 60.0  # seconds that a lost host has to answer again
@@ -123,7 +124,7 @@ def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Launch
     logs = Path(spec.output_dir, spec.name, "logs").absolute()
     plan = LaunchPlan(launcher, hosts, program, str(Path.cwd()), str(logs), "")
     again = shlex.join(redact_command(["dsft", *sys.argv[1:]], os.environ))
-    environ = forwarded(os.environ, spec.cluster)
+    environ = forwarded(os.environ, spec.cluster) | ({EVERY_STEP: "1"} if sys.stdout.isatty() else {})
     return LaunchSettings(spec, path, overrides, options, plan, environ, again, master_port(os.environ))
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 from collections import deque
@@ -32,6 +33,10 @@ PATIENCE = 3.0  # seconds that `close` waits for them
 EVERY = 0.2  # seconds between two reads of a growing log
 TAIL = 40  # lines
 STDOUT = 1
+
+_STEP = re.compile(r"step (\d+)/(\d+)  .* left")
+"""A line of `dsft.report.console` on a step that is not the last."""
+_BAR = 20  # characters
 
 
 class WriterThread:
@@ -66,7 +71,7 @@ class WriterThread:
 
 
 class LineWriter:
-    """Print lines and append them to a log."""
+    """Print lines and append them to a log. On a terminal the steps of training share a line, with a bar."""
 
     def __init__(self, log: IO[str]) -> None:
         sys.stdout.flush()
@@ -85,12 +90,27 @@ class LineWriter:
 
 
 def _to(descriptor: int) -> Callable[[str], None]:
+    in_place = os.isatty(descriptor)
+    is_open = False  # the terminal's last line is a step's, and may be replaced
+
     def write(line: str) -> None:
-        text = f"{line}\n".encode(errors="backslashreplace")
-        while text:
-            text = text[os.write(descriptor, text) :]
+        nonlocal is_open
+        step = _STEP.fullmatch(line) if in_place else None
+        text = f"{line}\n" if step is None else _with_bar(step, os.get_terminal_size(descriptor).columns)
+        if is_open:
+            text = f"\r\x1b[K{text}"
+        is_open = step is not None
+        data = text.encode(errors="backslashreplace")
+        while data:
+            data = data[os.write(descriptor, data) :]
 
     return write
+
+
+def _with_bar(step: re.Match[str], columns: int) -> str:
+    """Return a step's line behind a bar, cut to the columns of the terminal."""
+    done = _BAR * int(step[1]) // max(1, int(step[2]))
+    return f"{'━' * done}{'─' * (_BAR - done)} {step[0]}"[: (columns or 80) - 1]
 
 
 class StatusWriter:

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from dsft.report.jsonl import STEP
 from dsft.system.files import write_error
-from dsft.system.process import is_verbose
+from dsft.system.process import EVERY_STEP, is_set, is_verbose
 
 EVERY_SECONDS = 10.0
 STEPS_PER_LINE = 10  # steps for a line of output that is no terminal
@@ -69,11 +69,11 @@ class Console:
 
     def _is_due(self, step: int) -> bool:
         """Return whether a step gets a line where there is no bar: the first and the last, every tenth, and
-        after STEP_SECONDS without a line; every step with -v."""
+        after STEP_SECONDS without a line; every step with -v and below a launcher on a terminal."""
         before, printed = self._shown
         tenth = step // STEPS_PER_LINE > before // STEPS_PER_LINE
         late = time.monotonic() - printed > STEP_SECONDS  # true for the first
-        is_due = tenth or late or step >= self._total or is_verbose()
+        is_due = tenth or late or step >= self._total or is_verbose() or is_set(EVERY_STEP)
         if is_due:
             self._shown = step, time.monotonic()
         return is_due

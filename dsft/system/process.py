@@ -12,11 +12,18 @@ from typing import NoReturn
 VERBOSE = "DSFT_VERBOSE"
 """Set to 1 (by -v), it makes rank 0 print every step and the details of the start."""
 
+EVERY_STEP = "DSFT_EVERY_STEP"
+"""Set to 1 by a launcher on a terminal, which shows the steps as one line that changes."""
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def is_verbose() -> bool:
-    return os.environ.get(VERBOSE, "0") not in ("", "0")
+    return is_set(VERBOSE)
+
+
+def is_set(name: str) -> bool:
+    return os.environ.get(name, "0") not in ("", "0")
 
 
 def end(code: int) -> NoReturn:

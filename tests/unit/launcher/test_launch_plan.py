@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import pty
 import sys
 from pathlib import Path
 
 import pytest
 
 from dsft.launcher.launch_plan import LaunchPlan, address_of
-from dsft.launcher.output import LineWriter
+from dsft.launcher.output import LineWriter, _to
 
 PLAN = LaunchPlan("dsft", {"a": 2, "b": 1}, ("train.py", "x.yaml", "k=$(id)"), "/w", "/w/runs/x/logs", "j")
 
@@ -66,3 +68,21 @@ def test_what_ranks_print_cannot_steer_the_terminal(
         voice.close()
     shown = "error: \\x1b]0;x\\x07 \\x1b[2J \x1b[31mred\x1b[0m\n100%\n"
     assert capfd.readouterr().out == (tmp_path / "launch.log").read_text() == shown
+
+
+def test_the_steps_share_one_line_of_a_terminal() -> None:
+    master, slave = pty.openpty()
+    write = _to(slave)
+    for line in (
+        "begin",
+        *(f"step {n}/4  loss 1.0  0:00:01 left" for n in (1, 2)),
+        "saved",
+        "step 4/4  loss 1",
+    ):
+        write(line)
+    shown = os.read(master, 2000).decode().replace("\r\n", "\n")
+    clear = "\r\x1b[K"
+    bars = ["━" * n + "─" * (20 - n) + f" step {n // 5}/4  loss 1.0  0:00:01 left" for n in (5, 10)]
+    assert shown == f"begin\n{bars[0]}{clear}{bars[1]}{clear}saved\nstep 4/4  loss 1\n"
+    os.close(master)
+    os.close(slave)
