@@ -165,7 +165,8 @@ def _no_tokenizer(name: str, error: Exception) -> str:
         return f"tokenizer {name}: there is no such folder; correct model.tokenizer or model.name_or_path"
     return (
         f"tokenizer {name}: there is no such folder, and it cannot be loaded from the hub or its cache; "
-        "correct the name, download it first, or log in if it is gated"
+        f"correct the name, download it first (hf download {name}), set HF_ENDPOINT to a mirror of the hub, "
+        "or log in if it is gated"
     )
 
 

@@ -1,0 +1,35 @@
+"""Every link between pages leads to a file, and to a heading of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the ids of a page's headings, as GitHub makes them, and those that are written."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", prose, re.M)
+    written = re.findall(r'<a id="([^"]+)"></a>', prose)
+    return {re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-") for words in headings} | set(written)
+
+
+def broken(page: Path) -> list[str]:
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        path, _, fragment = link.partition("#")
+        target = page.parent / path if path else page
+        if ":" not in path and (
+            not target.exists() or (fragment and target.suffix == ".md" and fragment not in anchors(target))
+        ):
+            found.append(f"{page.relative_to(ROOT)}: {link}")
+    return found
+
+
+def test_links_lead_somewhere() -> None:
+    assert len(PAGES) > 40
+    assert [link for page in PAGES for link in broken(page)] == []
