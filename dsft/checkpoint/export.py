@@ -14,7 +14,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,6 +65,13 @@ BY_HAND = (CARD, "generation_config.json", "chat_template.jinja")
 NOT_AN_ADAPTERS = ("config.json", BESIDE)
 """Files for whole models only: a folder with one of them is taken for a whole model, not for an adapter.
 generation_config.json is not listed, since it names the tokens that end an adapter's answers."""
+
+
+NOT_FOR_PEFT = (
+    ", for dsft chat and programs that go by its names; peft (0.21) would take its gate_proj, up_proj and "
+    "down_proj for the model's experts: for peft and transformers export with --merged"
+)
+"""Note on an adapter that peft's own loader would misread."""
 
 
 class TensorSource(Protocol):
@@ -162,6 +169,7 @@ def export_adapter(checkpoint: CheckpointReader, out: Path) -> str:
 
     def write(aside: Path) -> dict[str, FileDigest]:
         adapter = Adapter(checkpoint, on_meta(read_config(checkpoint.model_folder)), dtype)
+        notes.extend([NOT_FOR_PEFT] * adapter.is_misread)
         for name in NOT_AN_ADAPTERS:
             (aside / name).unlink(missing_ok=True)
         write_json(aside / CONFIG, adapter.config)
@@ -170,8 +178,8 @@ def export_adapter(checkpoint: CheckpointReader, out: Path) -> str:
         return {WEIGHTS: write_tensors(aside / WEIGHTS, entries, pieces, {"format": "pt"})}
 
     rows = rows_of(checkpoint)
-    note = f", with all {max(rows.stop, rows.held):,} rows of the embeddings" if rows else ""
-    return _write_export(checkpoint, out, dtype, "adapter", write, note)
+    notes = [f", with all {max(rows.stop, rows.held):,} rows of the embeddings"] if rows else []
+    return _write_export(checkpoint, out, dtype, "adapter", write, notes)
 
 
 def export(
@@ -208,10 +216,10 @@ def _write_export(
     dtype: torch.dtype,
     form: Form,
     write: Callable[[Path], dict[str, FileDigest]],
-    note: str = "",
+    notes: Sequence[str] = (),
 ) -> str:
     """Write `out`: the checkpoint's model folder, the files of `write`, and the card. Return a line for the
-    user, with `note` after the size. `write` returns the digests of its large files, so that these are not
+    user, with `notes` after the size. `write` returns the digests of its large files, so that these are not
     read again."""
     origin = {"step": checkpoint.step, "dtype": str(dtype), "manifest": checkpoint.digest}
     origin |= {"form": "adapter"} if form == "adapter" else {}
@@ -236,7 +244,7 @@ def _write_export(
         ) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return f"{title}, {sum(file.size for file in files.values()):,} bytes{note}{replaces}"
+    return f"{title}, {sum(file.size for file in files.values()):,} bytes{''.join(notes)}{replaces}"
 
 
 def _generation_config(config: PreTrainedConfig, name_or_path: str | None) -> GenerationConfig:

@@ -20,14 +20,16 @@ from dsft.engine.api import Kind
 from dsft.model.build import has_frozen, initial_values
 from dsft.model.files import fingerprint
 from dsft.model.lora import PREFIX, inject, scale
+from dsft.model.lora_experts import misread
 from dsft.model.vocabulary import NewRows, vocabulary_names
 from dsft.spec.schema import Lora, Model
 
 
 class Adapter:
     """The tensors of an adapter's file, by their names there, with the `read` of a `CheckpointReader`.
-    config: the content of adapter_config.json. Embeddings with new rows are included, trained or not, since
-    the base lacks these rows."""
+    config: the content of adapter_config.json; is_misread: whether peft's own loader would take some of its
+    layers for experts. Embeddings with new rows are included, trained or not, since the base lacks these
+    rows."""
 
     def __init__(self, checkpoint: CheckpointReader, meta: PreTrainedModel, dtype: torch.dtype) -> None:
         """`meta`: the model without adapters, on the meta device; `dtype`: of the base in training. Raises as
@@ -37,7 +39,9 @@ class Adapter:
         self._checkpoint, self._frozen = checkpoint, _frozen_embeddings(checkpoint, meta, dtype)
         shapes = {**checkpoint.shapes, **{name: tuple(t.shape) for name, t in self._frozen.items()}}
         first_names = {name: name for name in shapes} | _tied(meta)
-        config = inject(meta, model.lora).to_dict() | {
+        made = inject(meta, model.lora)
+        self.is_misread = misread(meta, made)
+        config = made.to_dict() | {
             "base_model_name_or_path": model.name_or_path,
             "modules_to_save": list(model.lora.modules_to_save) or None,
             "inference_mode": True,

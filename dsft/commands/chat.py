@@ -11,6 +11,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
 from transformers.utils import logging
 
+from dsft.checkpoint.export import ORIGIN
 from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import prepare_messages, template_of
 from dsft.data.rows import BadRowError
 from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DsftError, MissingInputError, printable
 from dsft.model.config import read_config
+from dsft.model.lora_experts import own_names
 from dsft.system.json_file import read_json
 
 Message = dict[str, str]
@@ -193,7 +196,8 @@ def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
         ) from None
     if model.get_input_embeddings().weight.shape[0] < num_tokens:
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
-    with warnings.catch_warnings():
+    is_ours = (folder / ORIGIN).exists()
+    with warnings.catch_warnings(), own_names() if is_ours else nullcontext():
         warnings.simplefilter("ignore", FutureWarning)  # raised by transformers about a call of peft's
         return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
 

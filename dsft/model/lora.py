@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.init import module_seed
+from dsft.model.lora_experts import NO_ADAPTERS, of_experts, own_names, routers
 from dsft.model.names import ADAPTER, is_adapter, plain_name
 from dsft.model.vocabulary import vocabulary_names
 from dsft.model.weights import Sharding, Weights, check_finite
@@ -52,7 +53,7 @@ def inject(causal_lm: PreTrainedModel, lora: Lora) -> Any:
     _refuse([*problems, *more])
     _check_ties(causal_lm, modules)
     config = _config(causal_lm, lora, targets)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), own_names():
         warnings.simplefilter("ignore")  # warnings about tied heads, which get no adapter
         inject_adapter_in_model(config, causal_lm, ADAPTER, low_cpu_mem_usage=True)
     for _, module in saved:
@@ -233,26 +234,32 @@ def _targets(
     causal_lm: PreTrainedModel, lora: Lora, saved: Collection[nn.Module]
 ) -> tuple[list[str], list[Problem]]:
     """Return the full names of the modules that get an adapter, and what is wrong with the spec's names.
-    all-linear: every linear layer but the output head and `modules_to_save`."""
+    all-linear: every linear layer but the output head, `modules_to_save` and the routers of experts."""
     head = causal_lm.get_output_embeddings()
     modules = {name: module for name, module in causal_lm.named_modules() if name}
     if lora.target_modules == ALL_LINEAR:
+        left_out = routers(causal_lm)
         return [
             name
             for name, module in modules.items()
             if isinstance(module, (nn.Linear, Conv1D)) and module is not head and module not in saved
+            if name not in left_out
         ], []
     targets: list[str] = []
     problems: list[Problem] = []
     for index, wanted in enumerate(lora.target_modules):
         found = [name for name in modules if _named(name, wanted)]
         for name in found:
-            if reason := _unfit(modules[name], head, saved):
+            in_experts = of_experts(causal_lm, wanted, name)
+            if reason := (f"is {NO_ADAPTERS}" if in_experts else _unfit(modules[name], head, saved)):
                 message = f"{wanted!r} names {name}, which {reason}"
                 problems.append(Problem(f"model.lora.target_modules.{index}", message))
                 break
         if not found:
-            problem = no_match(wanted, _last_parts(modules))
+            means_experts = of_experts(causal_lm, wanted)
+            problem = (
+                f"{wanted!r} names {NO_ADAPTERS}" if means_experts else no_match(wanted, _last_parts(modules))
+            )
             problems.append(Problem(f"model.lora.target_modules.{index}", problem))
         targets += found
     return list(dict.fromkeys(targets)), problems
@@ -281,6 +288,11 @@ def _saved(causal_lm: PreTrainedModel, lora: Lora) -> tuple[list[tuple[str, nn.M
         where = f"model.lora.modules_to_save.{index}"
         if not found:
             problems.append(Problem(where, no_match(wanted, _last_parts(modules))))
+        if any(of_experts(causal_lm, wanted, name) for name in found):
+            message = (
+                f"{wanted!r} names the routed experts, which are not trained beside adapters; train them "
+            )
+            problems.append(Problem(where, f"{message}with model.trainable and without model.lora"))
         saved |= found
     return list(saved.items()), problems
 

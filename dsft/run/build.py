@@ -22,6 +22,7 @@ from dsft.inputs import Inputs
 from dsft.model.attention import attend_per_segment, check_can_compile
 from dsft.model.build import build_model, check_trainable, switch_off_dropout
 from dsft.model.conversion import persistent_buffers
+from dsft.model.lora_experts import left_out
 from dsft.model.policy import Policy
 from dsft.model.weights import DTYPES
 from dsft.objective.api import Objective, evaluation_record
@@ -90,6 +91,7 @@ def build(
     keep = sharding_for(config, world)
 
     switched_off: list[str] = []
+    adapted: list[str] = []
     attention: list[str] = []
 
     def part() -> Policy:
@@ -97,6 +99,8 @@ def build(
             spec.model, inputs.facts, spec.train.seed, dtype, world.stage, resolved.cut, keep
         )
         check_trainable(policy.causal_lm)
+        if spec.model.lora is not None:
+            adapted.extend(left_out(policy.causal_lm))
         if spec.task_kind.preference:
             switched_off.extend(switch_off_dropout(policy.causal_lm))
         if spec.data.packing:
@@ -113,6 +117,8 @@ def build(
             f"dropout: {' and '.join(switched_off)} set to 0, since policy and reference are compared "
             "without dropout"
         )
+    for line in sorted({line for lines in world.gather(adapted) for line in lines}):
+        start.log(line)
     for line in sorted({line for lines in world.gather(attention) for line in lines}):
         if is_verbose():
             start.log(line)

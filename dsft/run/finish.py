@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dsft.checkpoint.export import export_checkpoint
+from dsft.checkpoint.export import NOT_FOR_PEFT, export_checkpoint
 from dsft.checkpoint.merge import rows_of
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.retain import best_checkpoint
@@ -24,7 +24,8 @@ def finish(spec: Spec, folder: Path, checkpoint: Path, log: Log) -> None:
     Raises CheckpointError where the reference was found changed, at every later start too."""
     refuse_changed_reference(checkpoint, CheckpointReader.open(checkpoint).state)
     export = folder / "export"
-    log(export_checkpoint(checkpoint, export))
+    exported = export_checkpoint(checkpoint, export)
+    log(exported)
     records = read_metrics(folder / "metrics.jsonl")
     for line in outcome(records):
         log(line)
@@ -34,7 +35,8 @@ def finish(spec: Spec, folder: Path, checkpoint: Path, log: Log) -> None:
     log(f"metrics: {folder / 'metrics.jsonl'}; memory: {folder / 'memory.json'}")
     log(write_curves(folder / "curves.png", spec.name, records))
     has_new_rows = rows_of(CheckpointReader.open(checkpoint)) is not None
-    for line in what_next(spec, export, checkpoint, has_new_rows=has_new_rows):
+    is_misread = NOT_FOR_PEFT in exported
+    for line in what_next(spec, export, checkpoint, has_new_rows=has_new_rows, is_misread=is_misread):
         log(line)
 
 
@@ -81,17 +83,20 @@ def outcome(records: list[dict[str, float]]) -> list[str]:
     return lines
 
 
-def what_next(spec: Spec, export: Path, checkpoint: Path, *, has_new_rows: bool = False) -> list[str]:
+def what_next(
+    spec: Spec, export: Path, checkpoint: Path, *, has_new_rows: bool = False, is_misread: bool = False
+) -> list[str]:
     """Return how to load the export and, where it has learned to answer, how to talk to it. has_new_rows: its
-    embeddings have more rows than the base's."""
+    embeddings have more rows than the base's; is_misread: peft's own loader would misread it."""
     lora, base = spec.model.lora, spec.model.name_or_path
     if lora is None:
         lines = [f"model: {export}, for transformers' from_pretrained"]
     else:
         over = base or "the fresh model, which no folder holds"
         loader = "AutoPeftModelForCausalLM" if has_new_rows else "PeftModel"  # it adds the new rows
+        readers = "not for peft's own loader" if is_misread else f"for peft's {loader}.from_pretrained"
         lines = [
-            f"adapter: {export}, for peft's {loader}.from_pretrained over {over}; the whole model: "
+            f"adapter: {export}, {readers} over {over}; the whole model: "
             f"dsft export {checkpoint} OUT --merged"
         ]
     if spec.task_kind.answers and (lora is None or base is not None):

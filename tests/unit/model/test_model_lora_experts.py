@@ -1,0 +1,202 @@
+"""Adapters in mixtures of experts: which layers get one, what peft loads, and what a merged model is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+
+from dsft.checkpoint.files import write_json
+from dsft.checkpoint.merge import Adapter, WholeModel
+from dsft.checkpoint.read import CheckpointReader
+from dsft.engine.api import Kind
+from dsft.errors import SpecError
+from dsft.model.build import build_model
+from dsft.model.config import on_meta
+from dsft.model.lora import CONFIG, WEIGHTS
+from dsft.model.lora_experts import left_out, own_names
+from dsft.model.policy import Policy
+from dsft.spec.schema import Lora, Model
+from tests.unit.model.test_model_init import FACTS
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SHAPE = {
+    "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2,
+    "vocab_size": FACTS.vocab_size, "max_position_embeddings": 64,
+}  # fmt: skip
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
+GROUPS = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 8},
+    "deepseek_v3": LATENT | GROUPS,
+}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+MLP = {"gate_proj", "up_proj", "down_proj"}
+IDS = torch.arange(3, 23)[None]
+
+
+def config_of(kind: str) -> dict[str, Any]:
+    names = vars(CONFIG_MAPPING[kind]())
+    known = {key: value for key, value in SHAPE.items() if key in names or key == "num_experts_per_tok"}
+    return {"model_type": kind, **known, **KINDS[kind]}
+
+
+def model_of(kind: str, **lora: Any) -> Model:
+    return Model(from_config=config_of(kind), lora=Lora(rank=2, alpha=4, **lora))
+
+
+def policy_of(model: Model) -> Policy:
+    made = build_model(model, FACTS, 3, torch.float32)
+    made.causal_lm.eval()
+    return made
+
+
+class Saved:
+    """A checkpoint of adapters, in memory."""
+
+    def __init__(self, model: Model, values: dict[str, Tensor]) -> None:
+        self.state = {"spec": {"model": model.model_dump(mode="json"), "train": {"seed": 3}}}
+        self.shapes = {name: tuple(value.shape) for name, value in values.items()}
+        self._values = values
+
+    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
+        return self._values[name].flatten()[start:stop]
+
+
+def trained(model: Model) -> tuple[Policy, CheckpointReader]:
+    """A model whose adapters have values, and its checkpoint."""
+    made = policy_of(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.named_trained().values():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    values = {name: p.detach().clone() for name, p in made.named_trained().items()}
+    return made, cast(CheckpointReader, Saved(model, values))
+
+
+def logits(causal_lm: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = causal_lm(IDS).logits
+    return found
+
+
+def plain(kind: str) -> PreTrainedModel:
+    """The model without adapters, of transformers' own class."""
+    base = policy_of(Model(from_config=config_of(kind))).causal_lm
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(base.config).eval()
+    made.load_state_dict(base.state_dict())
+    return made
+
+
+def write_adapter(folder: Path, model: Model, checkpoint: CheckpointReader) -> bool:
+    """As an export does. Returns whether peft's own loader would misread it."""
+    base = policy_of(model.model_copy(update={"lora": None})).causal_lm
+    adapter = Adapter(checkpoint, on_meta(base.config), torch.float32)
+    write_json(folder / CONFIG, adapter.config | {"base_model_name_or_path": "x"})
+    tensors = {
+        name: adapter.read(name, "value", 0, torch.Size(shape).numel()).view(shape).clone()
+        for name, shape in adapter.shapes.items()
+    }
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    return adapter.is_misread
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("qwen3_moe", ATTENTION),
+        ("mixtral", ATTENTION),
+        ("qwen2_moe", ATTENTION | MLP | {"shared_expert_gate"}),
+        ("deepseek_v3", MLP | {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+    ],
+)
+def test_all_linear_is_attention_dense_layers_and_shared_experts(kind: str, layers: set[str]) -> None:
+    made = policy_of(model_of(kind))
+    names = [name for name in made.named_trained() if name.endswith("lora_A.weight")]
+    assert {name.split(".")[-3] for name in names} == layers
+    assert not any(".experts." in name or name.endswith((".gate.lora_A.weight",)) for name in names)
+    assert "the routed experts get none" in next(left_out(made.causal_lm))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_loads_what_is_written_or_it_is_known_to_misread_it(kind: str, tmp_path: Path) -> None:
+    model = model_of(kind)
+    made, checkpoint = trained(model)
+    expected, base = logits(made.causal_lm), logits(plain(kind))
+    is_misread = write_adapter(tmp_path, model, checkpoint)
+    assert is_misread == (kind == "deepseek_v3")
+    with own_names():
+        ours = PeftModel.from_pretrained(plain(kind), str(tmp_path))
+    torch.testing.assert_close(logits(ours), expected, rtol=0, atol=1e-6)
+    theirs = logits(PeftModel.from_pretrained(plain(kind), str(tmp_path)))
+    is_same = bool((theirs - expected).abs().max() <= 1e-6)
+    assert is_same != is_misread
+    assert (expected - base).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merged_model_has_the_adapters_and_nothing_else(kind: str) -> None:
+    model = model_of(kind)
+    made, checkpoint = trained(model)
+    base = plain(kind)
+    whole = WholeModel(checkpoint, on_meta(base.config), torch.float32)
+    merged = {name: whole.tensor(name).clone() for name, _ in base.named_parameters()}
+    adapted = {name.replace(".lora_A", "") for name in made.named_trained() if ".lora_A" in name}
+    first = dict(base.named_parameters())
+    assert {name for name, value in merged.items() if not torch.equal(value, first[name])} == adapted
+    base.load_state_dict(base.state_dict() | merged)
+    torch.testing.assert_close(logits(base), logits(made.causal_lm), rtol=0, atol=2e-6)
+
+
+def test_a_router_can_be_trained_in_full_and_goes_along(tmp_path: Path) -> None:
+    model = model_of("qwen3_moe", modules_to_save=("mlp.gate",))
+    made, checkpoint = trained(model)
+    assert "model.layers.1.mlp.gate.weight" in made.named_trained()
+    assert not write_adapter(tmp_path, model, checkpoint)
+    loaded = PeftModel.from_pretrained(plain("qwen3_moe"), str(tmp_path))
+    torch.testing.assert_close(logits(loaded), logits(made.causal_lm), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora", "message"),
+    [
+        (
+            "qwen3_moe",
+            {"target_modules": ("gate_proj",)},
+            "'gate_proj' names the routed experts, which get no",
+        ),
+        ("qwen3_moe", {"target_modules": ("gate_up_proj",)}, "'gate_up_proj' names the routed experts"),
+        ("mixtral", {"target_modules": ("w1", "q_proj")}, "'w1' names the routed experts"),
+        ("deepseek_v3", {"target_modules": ("experts",)}, "mlp.experts, which is the routed experts"),
+        ("qwen3_moe", {"target_modules": ("gate",)}, "of class Qwen3MoeTopKRouter and no linear layer"),
+        ("qwen3_moe", {"modules_to_save": ("experts",)}, "which are not trained beside adapters; train them"),
+        ("qwen3_moe", {"target_modules": ("q_prj",)}, "'q_prj' matches no name here"),
+    ],
+)
+def test_what_experts_cannot_have_is_refused_by_name(kind: str, lora: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        policy_of(model_of(kind, **lora))
+    assert message in str(caught.value)
+
+
+def test_shared_experts_can_be_named() -> None:
+    made = policy_of(model_of("deepseek_v3", target_modules=("shared_experts.up_proj",)))
+    assert {name.rpartition(".lora_")[0] for name in made.named_trained()} == {
+        "model.layers.1.mlp.shared_experts.up_proj"
+    }
