@@ -1,0 +1,56 @@
+"""Run `dsft` commands one after the other in this process, in the working folder, and write the outcomes.
+
+python commands_worker.py COMMANDS.json RESULTS.json      [[word, …], …] -> [[exit code, output], …]
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from dsft import cli
+from dsft.errors import MissingInputError, SpecError
+from dsft.model.census import take_census
+from dsft.plan import census
+from dsft.spec.schema import Model
+
+
+def count(model: Model) -> dict[str, Any]:
+    """Count the parameters here, where transformers is imported already, not in a process of its own."""
+    try:
+        return take_census(model)
+    except SpecError as error:
+        return {"problems": [[problem.where, problem.message] for problem in error.problems]}
+    except MissingInputError as error:
+        return {"missing": str(error)}
+
+
+def result(words: list[str]) -> tuple[int, str]:
+    output = io.StringIO()
+    sys.argv = ["dsft", *words]
+    with redirect_stdout(output), redirect_stderr(output):
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:  # noqa: B902  as the interpreter would
+            traceback.print_exc()
+            code = 1
+    return code, output.getvalue()
+
+
+def main(commands: str, results: str) -> None:
+    census._count = count
+    sys.modules.pop("matplotlib", None)  # hidden from forked ranks, needed by dsft report
+    found = [result(words) for words in json.loads(Path(commands).read_text())]
+    Path(results).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
