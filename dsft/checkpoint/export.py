@@ -46,6 +46,7 @@ from dsft.model.config import on_meta, read_config
 from dsft.model.conversion import has_conversions, write_map
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.weights import DTYPES
+from dsft.plan.tables import size_text
 from dsft.system.files import sync_folder
 from dsft.system.json_file import read_json
 
@@ -244,7 +245,7 @@ def _write_export(
         ) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return f"{title}, {sum(file.size for file in files.values()):,} bytes{''.join(notes)}{replaces}"
+    return f"{title}, {size_text(sum(file.size for file in files.values()))}{''.join(notes)}{replaces}"
 
 
 def _generation_config(config: PreTrainedConfig, name_or_path: str | None) -> GenerationConfig:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dsft.errors import Problem, SpecError, StorageError
 from dsft.generate.hostfile import of_words, render
+from dsft.rank.launched import counted
 from dsft.rank.slurm import allocation
 
 
@@ -45,4 +46,4 @@ def write_hostfile(hosts: Mapping[str, int], out: Path | None, *, force: bool) -
     except OSError as error:
         raise StorageError(f"{out}: cannot be written ({error.strerror}); give another --out.") from error
     processes = sum(hosts.values())
-    print(f"wrote {out}: {len(hosts)} host(s), {processes} process(es)")
+    print(f"wrote {out}: {counted(len(hosts), 'host')}, {counted(processes, 'process')}")

@@ -24,7 +24,7 @@ from dsft.launcher.launch_plan import LAUNCHERS, TRAIN, LaunchPlan
 from dsft.launcher.output import LineWriter, StatusWriter, now
 from dsft.launcher.verdict import HEADING, STOPPED, Outcome, may_succeed
 from dsft.plan.load import load
-from dsft.rank.launched import master_port
+from dsft.rank.launched import counted, master_port
 from dsft.rank.promise import check_hosts
 from dsft.rank.slurm import allocation
 from dsft.remote import Channel, NoAnswer, forwarded, is_this_machine
@@ -220,7 +220,7 @@ def dry_run(settings: LaunchSettings) -> Iterator[str]:
     for host, slots in settings.plan.hosts.items():
         command = settings.plan.command_of(host, address, "FREE-PORT")
         ranks = f"{command.ranks[0]} to {command.ranks[-1]}"
-        yield f"{host}: {slots} process(es), ranks {ranks}"
+        yield f"{host}: {counted(slots, 'process')}, ranks {ranks}"
         yield f"  agent   {shlex.join(settings.plan.agent(host))}"
         yield f"  folder  {settings.plan.folder}"
         yield f"  runs    {shlex.join(redact_command(list(command.argv), hidden))}"
@@ -295,7 +295,9 @@ async def one_attempt(
     where = ", ".join(f"{host} {slots}" for host, slots in plan.hosts.items())
     count = sum(plan.hosts.values())
     by = "" if plan.launcher == "dsft" else f" by {plan.launcher}"
-    running.log(f"launching {settings.spec.name}: {count} process(es) ({where}){by}; logs: {plan.logs}")
+    running.log(
+        f"launching {settings.spec.name}: {counted(count, 'process')} ({where}){by}; logs: {plan.logs}"
+    )
     reporting = asyncio.create_task(report())
     try:
         outcome = await running.run()
@@ -338,7 +340,7 @@ async def sweep(plan: LaunchPlan, hosts: Iterable[str]) -> list[str]:
         f"{SILENCE:.0f} seconds after the last message from here"
     )
     return [
-        f"{host}: {unknown if count is None else f'{count} process(es) could not be killed'}"
+        f"{host}: {unknown if count is None else counted(count, 'process') + ' could not be killed'}"
         for host, count in zip(names, left, strict=True)
         if count != 0
     ]

@@ -17,9 +17,14 @@ def summary(spec: Spec) -> str:
     offloads = (("optimizer", parallel.offload_optimizer), ("parameters", parallel.offload_parameters))
     offload = "".join(f", {what} on {one.device}" for what, one in offloads if one.device != "none")
     world = "any number of processes"
+    total, micro, steps = train.global_batch_size, train.micro_batch_size, train.accumulation_steps
     if cluster is not None:
-        world = f"{sum(cluster.hosts.values())} processes on {len(cluster.hosts)} host(s)"
-    length = f"{train.max_steps} steps" if train.max_steps else f"{train.num_train_epochs:g} epoch(s)"
+        hosts = len(cluster.hosts)
+        world = f"{sum(cluster.hosts.values())} processes on {hosts} host{'' if hosts == 1 else 's'}"
+    elif total and micro and steps:
+        world = f"{total // (micro * steps) * parallel.pipeline_stages} processes, by the batch sizes"
+    epochs = f"{train.num_train_epochs:g} epoch{'' if train.num_train_epochs == 1 else 's'}"
+    length = f"{train.max_steps} steps" if train.max_steps else epochs
     rate = f"learning rate {optim.learning_rate:g} {optim.lr_scheduler_type}"
     lines = (
         ("task", f"{spec.task} of {model.name_or_path or initialized}, {train.precision}{_trained(model)}"),

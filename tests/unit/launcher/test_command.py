@@ -70,7 +70,7 @@ def test_a_hostfile_of_other_names_with_the_same_numbers_is_taken(tmp_path: Path
     hostfile = tmp_path / "two"
     hostfile.write_text("a slots=8\nb slots=8\n")
     done = CliRunner().invoke(app, ["launch", TWO, "--hostfile", str(hostfile), "--dry-run"])
-    assert done.exit_code == 0 and "b: 8 process(es), ranks 8 to 15" in done.output, done.output
+    assert done.exit_code == 0 and "b: 8 processes, ranks 8 to 15" in done.output, done.output
 
 
 def test_a_stop_ends_the_wait_for_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
