@@ -27,12 +27,15 @@ from dsft.errors import DsftError, Problem, SpecError
 from dsft.model.attention_choice import FUNCTIONS, AttentionChoice, choose
 from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments
 from dsft.model.attention_varlen import KEY_INDEX
+from dsft.model.recurrence import SEGMENT_ROWS, mix_per_segment, recurrent_layers, segment_rows
 from dsft.older import can_use_sdpa
 
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})  # layer types that can be packed
 CPU = torch.device("cpu")
 LONGEST = "longest_segment"
 """Attribute of a model: tokens of the longest segment that it may get, the same for every micro-batch."""
+RECURRENT = "has_recurrent_layers"
+"""Attribute of a model: whether it has recurrent layers, which need the segments too."""
 
 
 def attend_per_segment(
@@ -48,6 +51,7 @@ def attend_per_segment(
     """
     check_can_pack(causal_lm.config, max_length)
     setattr(causal_lm, LONGEST, max_length)
+    setattr(causal_lm, RECURRENT, mix_per_segment(causal_lm))
     if attention == "auto":
         choice = choose(causal_lm, device)
     elif attention == "sdpa":
@@ -80,9 +84,10 @@ def check_can_pack(config: PreTrainedConfig, max_length: int) -> None:
     """Raise SpecError for an architecture whose tokens would see the segment before their own."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     text = config.get_text_config()
-    layers = set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYERS
+    recurrent = recurrent_layers(kind)
+    layers = set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYERS - recurrent
     one_rope = _one_rope_up_to(text)
-    if kind._is_stateful:
+    if kind._is_stateful and not recurrent:
         reason = "has recurrent layers, whose state would pass from one packed row to the next"
     elif layers:
         kinds = " and ".join(sorted(layers))
@@ -149,6 +154,22 @@ def packed_keywords(
         "max_length_k": longest,
         **({KEY_INDEX: index[0]} if index else {}),
     }
+
+
+def recurrent_keywords(
+    causal_lm: PreTrainedModel,
+    position_ids: Tensor,
+    lengths: tuple[int, ...] | None,
+    starts: tuple[int, ...] | None,
+) -> Mapping[str, Any]:
+    """Return the keyword that gives the model's recurrent layers the segments of its one row, with which
+    `attend_per_segment` made them packable; none for padded rows, and for models without such layers. The
+    arguments are those of `packed_keywords`."""
+    if len(position_ids) > 1 or not getattr(causal_lm, RECURRENT, False):
+        return {}
+    if lengths is None:
+        lengths, starts = zip(*segments_of(position_ids), strict=True)
+    return {SEGMENT_ROWS: segment_rows(lengths, starts, position_ids.device)}
 
 
 def _refuse_shared(implementation: str, starts: Iterable[int]) -> None:

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsft.errors import DsftError
+from dsft.model.recurrence import SEGMENT_ROWS
 
 WINDOW_NOT_GIVEN = -1  # for a model that passes no window at all; one without a window passes None
 # Keywords of models to their attention that change nothing here; is_causal is checked.
-HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "return_dict"})
+HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "return_dict", SEGMENT_ROWS})
 
 SEGMENTS = "dsft_segments"
 KEYWORD = "segments"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import Borders, MicroBatch
-from dsft.model.attention import LONGEST, packed_keywords
+from dsft.model.attention import LONGEST, packed_keywords, recurrent_keywords
 from dsft.model.head import install_head, plain_logps
 from dsft.model.names import plain_name
 from dsft.model.stage import StageInput, StageOutput
@@ -88,6 +88,7 @@ class Policy(nn.Module):
         kind, longest = self.causal_lm.config._attn_implementation, getattr(self.causal_lm, LONGEST, 0)
         given |= packed_keywords(kind, position_ids, lengths, starts, borders, longest)
         given |= {"position_ids": position_ids, "use_cache": False}
+        given |= recurrent_keywords(self.causal_lm, position_ids, lengths, starts)
         with with_noise(self.causal_lm, noise_scale if self.training and self.is_first else None):
             output = (self.causal_lm if self.full_logits else self.causal_lm.base_model)(**given)
         if self.full_logits:

@@ -128,7 +128,7 @@ USUAL = (
     "minicpm3",  # attention through low-rank projections
     "olmo2",  # norms behind attention and MLP
     "phi3",  # queries, keys and values, and gate and up, in one matrix each; a window
-    "qwen3_5_text",  # linear attention; packed rows are refused
+    "qwen3_5_text",  # a convolution and a gated delta rule in place of attention
 )
 """What differs most from each other; the others are tried with -m long."""
 
@@ -157,7 +157,6 @@ PACKED = {
     "falcon": "refused",
     "granite_swa": "eager",
     "nemotron": "eager",
-    "qwen3_5_text": "refused",
     "stablelm": "eager",
 }
 """Where packed rows are not attended per segment: by the model's own attention, or not at all."""

@@ -39,6 +39,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
     },
+    "qwen3_5": {
+        **LLAMA,
+        "model_type": "qwen3_5_text",
+        "head_dim": 8,
+        "tie_word_embeddings": False,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
 }
 
 
@@ -256,6 +267,7 @@ def _cases(ranks: int) -> Iterator[Case]:
     if ranks == 2:
         yield from _chunked(ranks)
         yield from _offloaded(ranks)
+        yield from _recurrent(ranks)
     if ranks > 1:
         yield from _pipelines(ranks)
 
@@ -343,6 +355,18 @@ def _pipelines(ranks: int) -> Iterator[Case]:
     yield zero1("sgd", "varying", shape="qwen2_tied")
     yield zero1("adamw", "varying", shape="gemma2_tied", packed=True)
     yield zero0("sgd", "varying", shape="gemma3_tied", packed=True, checkpointing=True)
+
+
+def _recurrent(ranks: int) -> Iterator[Case]:
+    """Layers with a convolution and a recurrence, packed per segment."""
+    case = functools.partial(Case, ranks=ranks, micro_batches="varying", max_norm=0.1, shape="qwen3_5")
+    yield case("zero2", optimizer="adamw")
+    yield case("zero2", optimizer="adamw", packed=True, shared=True, reference="given")
+    yield case("zero2", optimizer="adamw", packed=True, precision="bf16")
+    yield case("zero3", optimizer="adamw", packed=True, checkpointing=True)
+    yield case("zero3_both", optimizer="adamw", packed=True, trains="lora")
+    yield case("pipeline_zero1", optimizer="adamw", packed=True, checkpointing=True, stages=2)
+    yield case("pipeline_zero0", optimizer="sgd", stages=2)
 
 
 def _partly_trained(ranks: int) -> Iterator[Case]:
