@@ -70,11 +70,13 @@ def use(causal_lm: PreTrainedModel, name: str) -> None:
 
 
 def check_can_compile(causal_lm: PreTrainedModel, choice: str) -> None:
-    """Raise SpecError where the loop computes attention over packed rows. choice: the line of
+    """Raise SpecError where attention or recurrences are computed segment by segment. choice: the line of
     `attend_per_segment`."""
-    if causal_lm.config._attn_implementation == SEGMENTS:
+    recurrent = getattr(causal_lm, RECURRENT, False)
+    if recurrent or causal_lm.config._attn_implementation == SEGMENTS:
+        what = "recurrent layers" if recurrent else "attention per segment"
         message = (
-            f"true, but attention per segment would be compiled again for each row ({choice}); set "
+            f"true, but {what} would be compiled again for each row ({choice}); set "
             "data.packing or model.compile to false"
         )
         raise SpecError("Packed rows cannot be compiled here.", [Problem("model.compile", message)])

@@ -1,15 +1,15 @@
 """Make the recurrent layers of gated-delta models exact over packed rows: each segment begins with an empty
 state (Qwen3-Next, Qwen3.5, Kimi Linear and their kin).
 
-Such a layer mixes tokens in two functions of transformers only: a causal convolution, and a gated delta rule in
-chunks. All else in it acts on each token by itself. So only these two are computed per segment, by
-transformers' own code: the segments become the rows of padded batches, of about one length each. Padding comes
-after a segment's tokens, where a causal function does not see it. A segment that continues a shared prompt
-becomes a row with that prompt before it.
+Such a layer mixes tokens in two functions of transformers only: a causal convolution, and a gated delta
+rule in chunks. All else in it acts on each token by itself. So only these two are computed per segment, by
+transformers' own code: the segments become the rows of padded batches, of about one length each. Padding
+comes after a segment's tokens, where a causal function does not see it. A segment that continues a shared
+prompt becomes a row with that prompt before it.
 
-transformers itself hands cu_seqlens and seq_idx to the kernels of fla and causal_conv1d, and raises ValueError
-where these are missing (5.23, `use_kernel_func_from_hub_with_fallback`). Here neither is passed on: with and
-without these packages rows are padded.
+transformers itself passes cu_seqlens and seq_idx to the kernels of fla and causal_conv1d, and raises
+ValueError where these are missing (5.23, `use_kernel_func_from_hub_with_fallback`). Here neither is passed
+on: with and without these packages rows are padded.
 """
 
 from __future__ import annotations

@@ -360,13 +360,10 @@ def _pipelines(ranks: int) -> Iterator[Case]:
 def _recurrent(ranks: int) -> Iterator[Case]:
     """Layers with a convolution and a recurrence, packed per segment."""
     case = functools.partial(Case, ranks=ranks, micro_batches="varying", max_norm=0.1, shape="qwen3_5")
-    yield case("zero2", optimizer="adamw")
     yield case("zero2", optimizer="adamw", packed=True, shared=True, reference="given")
-    yield case("zero2", optimizer="adamw", packed=True, precision="bf16")
     yield case("zero3", optimizer="adamw", packed=True, checkpointing=True)
     yield case("zero3_both", optimizer="adamw", packed=True, trains="lora")
     yield case("pipeline_zero1", optimizer="adamw", packed=True, checkpointing=True, stages=2)
-    yield case("pipeline_zero0", optimizer="sgd", stages=2)
 
 
 def _partly_trained(ranks: int) -> Iterator[Case]:

@@ -38,6 +38,7 @@ from dsft.model.policy import Policy
 from dsft.spec.schema import Model
 from tests import varlen_on_cpu
 from tests.examples import dataset_of
+from tests.parity.cases import SHAPES
 
 FACTS = TokenFacts(128, bos_token_id=1, eos_token_id=2, pad_token_id=None)
 LLAMA = {
@@ -89,9 +90,9 @@ def rows(*lengths: int, segments: bool = False) -> Dataset:
     return dataset_of(examples)
 
 
-def scores(precision: str = "fp32", attention: str = SEGMENTS) -> Scores:
+def scores(precision: str = "fp32", attention: str = SEGMENTS, config: dict[str, Any] = LLAMA) -> Scores:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    policy = build_model(Model(from_config=LLAMA), FACTS, 3, dtype)
+    policy = build_model(Model(from_config=config), FACTS, 3, dtype)
     policy.eval()
     attend_per_segment(policy.causal_lm, "auto", 64)
     use(policy.causal_lm, attention)
@@ -123,6 +124,15 @@ def test_attention_over_a_border_is_found(monkeypatch: pytest.MonkeyPatch, preci
         SpecError, match="data.packing: the loss of a packed row changes with another row .* set it to false$"
     ):
         prove(scores(precision), rows(20, 30, 17, 25, 60), precision)
+
+
+def test_a_state_that_crosses_a_border_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention has the segments, the recurrent layers do not."""
+    config = SHAPES["qwen3_5"] | {"initializer_range": 0.3}
+    prove(scores(config=config), rows(20, 30, 17, 25, 60))
+    monkeypatch.setattr(policies, "recurrent_keywords", lambda *_: {})
+    with pytest.raises(SpecError, match="changes with another row of its pack"):
+        prove(scores(config=config), rows(20, 30, 17, 25, 60))
 
 
 def test_one_row_that_looks_at_another_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
