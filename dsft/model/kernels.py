@@ -25,6 +25,7 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from dsft.errors import Problem, SpecError
+from dsft.model.recurrence import with_globals
 
 PLAIN = "dsft_plain_class"
 """Attribute of a changed module's class: the class that it had."""
@@ -140,7 +141,4 @@ def _with_rope(forward: FunctionType, plain: Callable[..., Any]) -> FunctionType
             return plain(q, k, cos, sin, unsqueeze_dim)
         return LigerRopeFunction.apply(q, k, cos, sin)
 
-    names = forward.__globals__ | {ROTATE: rotate}
-    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__ = forward.__kwdefaults__
-    return copy
+    return with_globals(forward, {ROTATE: rotate})

@@ -94,7 +94,7 @@ def mix_per_segment(causal_lm: PreTrainedModel) -> bool:
             found = True
             forward: Any = inspect.unwrap(kind.forward)
             names = {name: _per_segment(name, forward.__globals__[name]) for name in mixers}
-            members = {"forward": _with_globals(forward, names)}
+            members = {"forward": with_globals(forward, names)}
             module.__class__ = type(f"PerSegment{kind.__name__}", (kind,), members)
     return found
 
@@ -105,7 +105,7 @@ def _mixers(kind: type[nn.Module]) -> frozenset[str]:
     return (RECURRENCES | {CONVOLUTION}).intersection(getattr(code, "co_names", ()))
 
 
-def _with_globals(function: FunctionType, names: dict[str, Any]) -> FunctionType:
+def with_globals(function: FunctionType, names: dict[str, Any]) -> FunctionType:
     """Return a copy of `function` for which these names mean something else."""
     copy = FunctionType(
         function.__code__,
