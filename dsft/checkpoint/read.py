@@ -69,8 +69,9 @@ class CheckpointReader:
         if path.name in (LATEST, BEST) and path.is_file():
             path = _named_by(path)
         if not path.is_dir():
+            best = f" ({BEST} is written if the spec has checkpoint.keep_best)" if path.name == BEST else ""
             raise CheckpointError(
-                f"{path} is not a folder; give the path of a checkpoint, such as checkpoints/step-100."
+                f"{path} is not a folder{best}; give the path of a checkpoint, such as checkpoints/step-100."
             )
         manifest = _json(path / MANIFEST)
         try:

@@ -351,7 +351,7 @@ def _host_rows(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
 def _table_of(found: Sequence[ConfigEntry]) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     for column in ("key", "value", "reason"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "key")
     for entry in found:
         value = "-" if entry.value is ABSENT else json.dumps(entry.value)
         table.add_row(Text(entry.key), Text(value), Text(entry.reason))

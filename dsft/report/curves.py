@@ -109,7 +109,7 @@ def figure(name: str, records: Sequence[Mapping[str, float]]) -> Any:
         axis.grid(visible=True, color="#e3e5e8", linewidth=0.8)
         axis.set_axisbelow(True)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
         axis.margins(x=0.01)
     return drawn
 
