@@ -14,7 +14,7 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,7 +43,7 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError, StorageError
 from dsft.model.config import on_meta, read_config
-from dsft.model.conversion import has_conversions, write_map
+from dsft.model.conversion import ConvertedTensors, dot_natural_key, name_patterns, write_map
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.weights import DTYPES
 from dsft.plan.tables import size_text
@@ -60,10 +60,14 @@ BESIDE = "beside.safetensors"
 """File in a checkpoint's model folder with the tensors that a model's file has beside the parameters. Most
 models have none."""
 
+NAMES = "tensor_names.json"
+"""File in a checkpoint's model folder with the names in the files that the model was read from, as patterns.
+Missing for fresh models, and where files and modules have the same names."""
+
 BY_HAND = (CARD, "generation_config.json", "chat_template.jinja")
 """Files of an export that people edit; an edit does not make the export count as damaged."""
 
-NOT_AN_ADAPTERS = ("config.json", BESIDE)
+NOT_AN_ADAPTERS = ("config.json", BESIDE, NAMES)
 """Files for whole models only: a folder with one of them is taken for a whole model, not for an adapter.
 generation_config.json is not listed, since it names the tokens that end an adapter's answers."""
 
@@ -84,12 +88,14 @@ class TensorSource(Protocol):
 
 
 class TensorsWithExtras:
-    """`values`, with the tensors that a model's file has beside the parameters."""
+    """`values`, with the tensors that a model's file has beside the parameters. dtypes: of the latter that
+    would lose digits in the type `dtype`, which are exported as they are."""
 
-    def __init__(self, values: TensorSource, model_folder: Path) -> None:
+    def __init__(self, values: TensorSource, model_folder: Path, dtype: torch.dtype) -> None:
         path = model_folder / BESIDE
         self._values = values
         self._beside = load_file(path) if path.exists() else {}
+        self.dtypes = {n: t.dtype for n, t in self._beside.items() if not torch.equal(t.to(dtype).to(t), t)}
         self.shapes: Mapping[str, tuple[int, ...]] = {
             **values.shapes,
             **{name: tuple(tensor.shape) for name, tensor in self._beside.items()},
@@ -99,6 +105,38 @@ class TensorsWithExtras:
         if name in self._beside:
             return self._beside[name].flatten()[start:stop]
         return self._values.read(name, kind, start, stop)
+
+
+class FileTensors:
+    """`values` under the names and in the shapes of a model's files. dtypes: of those that are not exported
+    in the type of the weights."""
+
+    def __init__(
+        self, values: TensorsWithExtras, model: PreTrainedModel, read_from: Iterable[str] | None
+    ) -> None:
+        """`model` is on the meta device; read_from: as in `write_map`."""
+        tensor_map = write_map(model, values.shapes, read_from)
+        self._values, self._names = values, tensor_map.unchanged
+        shape_of = values.shapes.__getitem__
+        self._converted = ConvertedTensors(tensor_map.conversions, shape_of, self._read, model)
+        first = dict(self._names)
+        first |= {key: conversion.parts[0][1] for key, conversion in self._converted.conversions.items()}
+        shapes = {key: shape_of(name) for key, name in self._names.items()} | self._converted.shapes
+        # In the order of the values, so that those of one conversion follow each other.
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            key: shapes[key] for key in sorted(first, key=lambda key: dot_natural_key(first[key]))
+        }
+        self.dtypes = {key: values.dtypes[name] for key, name in first.items() if name in values.dtypes}
+
+    def read(self, key: str, kind: Kind, start: int, stop: int) -> Tensor:
+        if key in self._names:
+            return self._values.read(self._names[key], kind, start, stop)
+        out = torch.empty(stop - start)
+        self._converted.read(key, start, out)
+        return out
+
+    def _read(self, name: str, start: int, out: Tensor) -> None:
+        out.copy_(self._values.read(name, "value", start, start + len(out)))
 
 
 def write_model_folder(
@@ -150,6 +188,20 @@ def write_beside(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         raise StorageError(f"{folder / BESIDE} cannot be written ({error}).") from None
 
 
+def write_names(folder: Path, names: Iterable[str]) -> None:
+    """Write the names of the tensors in the files that the model is read from into the model folder."""
+    try:
+        write_json(folder / NAMES, name_patterns(names))
+    except OSError as error:
+        raise StorageError(f"{folder / NAMES} cannot be written ({error.strerror or error}).") from None
+
+
+def read_names(folder: Path) -> list[str] | None:
+    """Return the patterns that `write_names` wrote; None where it wrote none."""
+    found: list[str] | None = read_json(folder / NAMES) if (folder / NAMES).exists() else None
+    return found
+
+
 def export_checkpoint(path: Path, out: Path, *, merged: bool = False) -> str:
     """Carry out `dsft export CHECKPOINT OUT`: verify, then export. Return a line for the user."""
     checkpoint = CheckpointReader.open(path)
@@ -189,10 +241,11 @@ def export(
     """Write `out`: safetensors (with an index when more than one), config.json, tokenizer, generation config.
     Return a line for the user; if `out` is this export already and whole, nothing is written.
 
-    `dtype`: of the weights, by default that of train.precision. Tied weights are written once. Raises
-    CheckpointError for a model whose files have other tensors than its modules, and for parameters that are
-    missing, unknown or of another shape; StorageError where the disk is full; LockedError where `out` is a
-    folder that dsft did not write. An older export is then untouched.
+    `dtype`: of the weights, by default that of train.precision. Tied weights are written once. Names and
+    shapes are those of the files that the model was read from; for a fresh model, those that transformers
+    saves. Raises CheckpointError for parameters that are missing, unknown or of another shape; StorageError
+    where the disk is full; LockedError where `out` is a folder that dsft did not write. An older export is
+    then untouched.
     """
     trained = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
     saved_as = dtype or trained
@@ -201,11 +254,12 @@ def export(
         model = on_meta(read_config(checkpoint.model_folder))
         tensors = WholeModel(checkpoint, model, trained) if is_partial(checkpoint) else checkpoint
         _check_names(tensors, checkpoint.path, model)
-        whole = TensorsWithExtras(tensors, checkpoint.model_folder)
-        (aside / BESIDE).unlink(missing_ok=True)
+        whole = TensorsWithExtras(tensors, checkpoint.model_folder, saved_as)
+        for name in (BESIDE, NAMES):
+            (aside / name).unlink(missing_ok=True)
         _write_config(aside, model, saved_as)
-        sources = write_map(model, whole.shapes).unchanged
-        return _write_weights(whole, aside, sources, saved_as, max_shard_bytes)
+        in_files = FileTensors(whole, model, read_names(checkpoint.model_folder))
+        return _write_weights(in_files, aside, saved_as, max_shard_bytes)
 
     is_merged = checkpoint.state["spec"].get("model", {}).get("lora") is not None
     return _write_export(checkpoint, out, saved_as, "merged" if is_merged else "model", write)
@@ -282,13 +336,7 @@ def _replaces(out: Path, origin: Mapping[str, Any]) -> str | None:
 
 
 def _check_names(values: TensorSource, where: Path, model: PreTrainedModel) -> None:
-    """Check that the values are the model's parameters, by name and shape, and that each is one tensor of a
-    file."""
-    if has_conversions(model):
-        raise CheckpointError(
-            f"Models of type {model.config.model_type} have other tensors in files than in memory, "
-            "and dsft cannot export them yet; the checkpoint itself is whole."
-        )
+    """Check that the values are the model's parameters, by name and shape."""
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     shapes = values.shapes
     problems = [f"{name} is missing" for name in expected.keys() - shapes.keys()]
@@ -312,17 +360,19 @@ def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> N
 
 
 def _write_weights(
-    values: TensorSource, folder: Path, sources: Mapping[str, str], dtype: torch.dtype, max_shard_bytes: int
+    values: FileTensors, folder: Path, dtype: torch.dtype, max_shard_bytes: int
 ) -> dict[str, FileDigest]:
-    """Write the weights. `sources`: name in the file -> name in `values`. Return the digest of each file."""
-    shapes = {key: values.shapes[name] for key, name in sources.items()}
-    shards = _shards(shapes, dtype, max_shard_bytes)
+    """Write the weights, in `dtype` where they have no type of their own. Return the digest of each file."""
+    all_entries = [
+        TensorEntry(key, shape, values.dtypes.get(key, dtype)) for key, shape in values.shapes.items()
+    ]
+    shards = _shards(all_entries, max_shard_bytes)
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = ["model.safetensors"]
     written: dict[str, FileDigest] = {}
     for name, entries in zip(names, shards, strict=True):
-        pieces = (piece for entry in entries for piece in _pieces(values, sources[entry.name], entry))
+        pieces = (piece for entry in entries for piece in _pieces(values, entry.name, entry))
         written[name] = write_tensors(folder / name, entries, pieces, {"format": "pt"})
     if len(shards) > 1:
         size = sum(entry.num_bytes for entries in shards for entry in entries)
@@ -333,13 +383,12 @@ def _write_weights(
     return written
 
 
-def _shards(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> list[list[TensorEntry]]:
+def _shards(all_entries: Iterable[TensorEntry], limit: int) -> list[list[TensorEntry]]:
     """Return the tensors in order, divided into files of at most `limit` bytes; a tensor larger than that has
     a file of its own."""
     shards: list[list[TensorEntry]] = [[]]
     size = 0
-    for name, shape in shapes.items():
-        entry = TensorEntry(name, shape, dtype)
+    for entry in all_entries:
         if shards[-1] and size + entry.num_bytes > limit:
             shards.append([])
             size = 0

@@ -185,7 +185,7 @@ def check_supported(
         reason = f"passes {' and '.join(sorted(unknown))} to its attention, which is not supported"
     elif not arguments.get("is_causal", getattr(module, "is_causal", True)):
         reason = "has attention that is not causal"
-    elif window == WINDOW_NOT_GIVEN and getattr(config, "sliding_window", None) is not None:
+    elif window == WINDOW_NOT_GIVEN and getattr(config, "sliding_window", None):  # 0: Qwen 2 MoE has none
         reason = "does not pass sliding_window to its attention"
     else:
         return

@@ -18,7 +18,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dsft.errors import Problem, SpecError
 from dsft.model.config import TokenFacts, new_rows, on_meta, resolve_config
-from dsft.model.conversion import UnsupportedConversionError, has_conversions
+from dsft.model.conversion import UnsupportedConversionError, write_map
+from dsft.model.experts import choose_experts
 from dsft.model.files import SafetensorsReader, weight_files
 from dsft.model.init import FreshWeights
 from dsft.model.kernels import use_liger
@@ -35,9 +36,6 @@ from dsft.spec.patterns import matches, unmatched
 from dsft.spec.schema import Model
 
 WHOLE = Sharding()
-
-EXPERT_MODULES = ("experts", "router", "router_gate")
-"""transformers' names of the parts of a mixture of experts."""
 
 BACKEND = "inductor"
 """The backend of torch.compile."""
@@ -63,6 +61,8 @@ def build_model(
     cut = cut or Cut((config.num_hidden_layers,))
     split_points = check_cut(config, cut) if cut.stages > 1 else None
     causal_lm = on_meta(config)
+    check_trainable(causal_lm)
+    choose_experts(causal_lm, model.experts_implementation)
     weights = _weights(model, causal_lm, seed, dtype, new_rows(model, facts))
     if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings
         on_gpu = torch.cuda.is_available()  # else activations are in the host's memory already
@@ -111,24 +111,18 @@ def choose_trained(causal_lm: PreTrainedModel, model: Model) -> None:
 
 
 def check_trainable(causal_lm: PreTrainedModel) -> None:
-    """Raise SpecError for a model that would be trained with another loss than its own, or whose export would
-    be refused after days of training."""
-    if _is_mixture(causal_lm):
-        reason = "is a mixture of experts, and the loss that balances its experts is not supported yet"
-    elif has_conversions(causal_lm):
-        reason = "has other tensors in its files than in memory, and exporting it is not supported yet"
-    else:
-        return
-    kind = causal_lm.config.model_type
-    message = f"a {kind} model {reason}; choose a dense model such as llama, qwen3 or gemma2"
-    raise SpecError("The model cannot be trained.", [Problem("model", message)])
-
-
-def _is_mixture(causal_lm: PreTrainedModel) -> bool:
-    """Whether the model is a mixture of experts, by its modules, since each architecture counts its experts
-    under another key, and some can be dense."""
-    last = {name.rpartition(".")[2] for name, _ in causal_lm.named_modules()}
-    return not last.isdisjoint(EXPERT_MODULES)
+    """Raise SpecError for a model whose export would be refused after days of training. `causal_lm` is on the
+    meta device."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in causal_lm.named_parameters()}
+    try:
+        for conversion in write_map(causal_lm, shapes).conversions:
+            conversion.shapes(shapes.__getitem__, causal_lm)
+    except UnsupportedConversionError as error:
+        kind = causal_lm.config.model_type
+        message = (
+            f"a {kind} model has other tensors in its files than in memory, and {error} cannot be exported"
+        )
+        raise SpecError("The model cannot be trained.", [Problem("model", message)]) from None
 
 
 def _weights(

@@ -39,9 +39,29 @@ from dsft.spec.schema import Model
 
 WHERE = "model.from_config"
 
-DECODERS = ("falcon", "gpt2", "gpt_bigcode", "hunyuan_v1_dense", "nemotron", "opt", "persimmon", "stablelm")
+DECODERS = (
+    "falcon",
+    "gpt2",
+    "gpt_bigcode",
+    "hunyuan_v1_dense",
+    "nemotron",
+    "olmoe",
+    "opt",
+    "persimmon",
+    "stablelm",
+)
 """Model types that are tested to be trained right (tests/architectures), though they have no
 `base_model_pp_plan`."""
+
+UNTESTED = tuple(
+    """
+    afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deepseek_v32 deepseek_v4 dots1
+    dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe_lite glm_moe_dsa hrm_text hy_v3 hy_v4
+    inkling_text kimi_linear kolibri1 laguna longcat_flash mellum mimo_v2_flash minimax minimax_m2
+    minimax_m3_vl_text olmo_hybrid qwen3_5_moe_text qwen3_next solar_open
+    """.split()
+)
+"""Model types that have a `base_model_pp_plan`, but are not tested to be trained right."""
 
 FLASH = {
     "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
@@ -118,7 +138,7 @@ def _check_kind(config: PreTrainedConfig) -> None:
             "model",
             f"a {kind} model is more than a text model (its config has {parts}); choose a text-only model",
         )
-    if not config.base_model_pp_plan and kind not in DECODERS:
+    if kind in UNTESTED or (not config.base_model_pp_plan and kind not in DECODERS):
         raise _error(
             "model",
             f"training a {kind} model is not tested; choose a model of the table in docs/models.md, such as "
@@ -222,11 +242,17 @@ def read_config(name_or_path: str | Path) -> PreTrainedConfig:
 
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the model on the meta device, in float32: names and shapes, without memory."""
+    """Return the model on the meta device, in float32: names and shapes, without memory. A parameter that
+    transformers itself freezes (the bias that balances the experts of ERNIE 4.5) becomes a buffer, as other
+    architectures have it: it is read, exported and never trained."""
     with torch.device("meta"):
         causal_lm: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False
         )
+    for module in causal_lm.modules():
+        frozen = [name for name, p in module._parameters.items() if p is not None and not p.requires_grad]
+        for name in frozen:
+            module.register_buffer(name, module._parameters.pop(name).data)  # type: ignore[union-attr]
     return causal_lm
 
 

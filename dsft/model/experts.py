@@ -1,10 +1,10 @@
-"""Find the mixtures of experts of a model by its modules, since each architecture counts its experts under
-another key of its config, and some layers of a mixture are dense.
+"""Find the mixtures of experts of a model, and choose what computes them.
 
-transformers (5.23) builds each mixture as one block with two children: a router (named gate or router), which
-scores the experts, and the experts, which store all of their weights in a few parameters of the shape
-[experts, out, in]. The experts are called with the hidden states (tokens, hidden), the experts of each token
-(tokens, top_k) and the weights of these (tokens, top_k).
+They are found by modules, since each architecture counts its experts under another key of its config, and
+some layers of a mixture are dense. transformers (5.23) builds each mixture as one block with two children: a
+router (named gate or router), which scores the experts, and the experts, which store all of their weights in
+a few parameters of the shape [experts, out, in]. The experts are called with the hidden states (tokens,
+hidden), the experts of each token (tokens, top_k) and the weights of these (tokens, top_k).
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
+
+from dsft.errors import Problem, SpecError
 
 ROUTERS = ("gate", "router")
 """transformers' names of the module that chooses the experts of each token."""
@@ -41,21 +44,74 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     an empty list for a dense model."""
     found = []
     for name, experts in model.named_modules():
-        if not _are_experts(experts):
+        shapes = _stacked(experts)
+        if not shapes or not (hasattr(experts, "num_experts") or name.endswith(".experts")):
             continue
         block = name.rpartition(".")[0]
         for child, module in model.get_submodule(block).named_children():
             if child in ROUTERS:
                 router: Any = module
-                layer = ExpertLayer(block, f"{block}.{child}", name, _count(experts), int(router.top_k or 0))
-                found.append(layer)
+                count = max(shape[0] for shape in shapes)
+                found.append(ExpertLayer(block, f"{block}.{child}", name, count, int(router.top_k or 0)))
     return found
 
 
-def _are_experts(module: nn.Module) -> bool:
-    """Whether a module has the weights of several experts in one parameter each."""
-    return hasattr(module, "num_experts") and any(p.dim() == 3 for p in module.parameters(recurse=False))
+def _stacked(module: nn.Module) -> list[tuple[int, ...]]:
+    """Return the shapes of the parameters that have the weights of several experts, also where ZeRO 3 has
+    partitioned them."""
+    shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in module.parameters(recurse=False)]
+    return [shape for shape in shapes if len(shape) == 3]
 
 
-def _count(experts: Any) -> int:
-    return int(experts.num_experts)
+ALIGNED = 8
+"""Grouped matrix products need rows of a multiple of 16 bytes, which are 8 elements of 16 bits."""
+
+
+def choose_experts(causal_lm: PreTrainedModel, choice: str) -> None:
+    """Set what computes the experts: model.experts_implementation, or for auto grouped_mm where transformers
+    and the widths of the experts allow it, else eager. `causal_lm` is on the meta device. Raises SpecError
+    for a dense model, for a router of no or too many experts, and for an implementation that the model
+    cannot use."""
+    layers = expert_layers(causal_lm)
+    kind = causal_lm.config.model_type
+    if not layers and choice != "auto":
+        raise _error(
+            "model.experts_implementation", f"{choice}, but this {kind} model has no experts; leave it out"
+        )
+    for layer in layers:
+        if not 0 < layer.top_k <= layer.num_experts:
+            message = f"a token cannot go to {layer.top_k} of {layer.num_experts} experts; set the config's "
+            raise _error("model", f"{message}num_experts_per_tok to a number from 1 to {layer.num_experts}")
+    if not layers:
+        return
+    obstacle = _obstacle(causal_lm, layers)
+    if obstacle and choice not in ("auto", "eager"):
+        raise _error("model.experts_implementation", f"{choice} is not possible, since {obstacle}; set auto")
+    wanted = "grouped_mm" if choice == "auto" else choice
+    causal_lm.set_experts_implementation("eager" if obstacle else wanted)
+
+
+def _obstacle(causal_lm: PreTrainedModel, layers: list[ExpertLayer]) -> str:
+    """Return why the experts can only be computed one after the other; empty where nothing prevents it."""
+    for layer in layers:
+        experts = causal_lm.get_submodule(layer.experts)
+        if not hasattr(experts, "is_transposed"):  # which transformers' use_experts_implementation sets
+            return f"{type(experts).__name__} has an implementation of its own"
+        widths = {width for shape in _stacked(experts) for width in shape[1:]}
+        if odd := sorted(width for width in widths if width % ALIGNED):
+            return f"the experts have the width {odd[0]}, which is not a multiple of {ALIGNED}"
+    return ""
+
+
+def described(causal_lm: PreTrainedModel) -> str:
+    """Return a line about the experts and what computes them; empty for a dense model."""
+    layers = expert_layers(causal_lm)
+    if not layers:
+        return ""
+    kinds = sorted({(layer.top_k, layer.num_experts) for layer in layers})
+    counts = " or ".join(f"{top_k} of {num_experts}" for top_k, num_experts in kinds)
+    return f"experts: {counts} for each token, computed by {causal_lm.config._experts_implementation}"
+
+
+def _error(where: str, message: str) -> SpecError:
+    return SpecError("The model cannot be trained.", [Problem(where, message)])

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dsft.errors import MissingInputError
-from dsft.model.conversion import Conversion, read_map
+from dsft.model.conversion import ConvertedTensors, read_map
 from dsft.model.weights import Shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -94,41 +94,38 @@ class SafetensorsReader:
         self.where = where
         self._file_of = {key: file for file in map(SafetensorsFile, files) for key in file.keys}
         tensors = model.state_dict()
-        self._model = SimpleNamespace(
+        tensor_map = read_map(model, self._file_of)
+        self._keys, self.unexpected = tensor_map.unchanged, tensor_map.unexpected
+        self.shapes = {name: self._shape(key) for name, key in self._keys.items()}
+        bare = SimpleNamespace(
             config=model.config,
             get_parameter=tensors.__getitem__,
             get_parameter_or_buffer=tensors.__getitem__,
         )  # the model itself will be cut
-        tensor_map = read_map(model, self._file_of)
-        self._keys, self.unexpected = tensor_map.unchanged, tensor_map.unexpected
+        self._converted = ConvertedTensors(tensor_map.conversions, self._shape, self._read, bare)
+        self.shapes |= self._converted.shapes
         self._check_types(name for name, _ in model.named_parameters(remove_duplicate=False))
-        self.shapes = {name: self._shape(key) for name, key in self._keys.items()}
-        self._conversions: dict[str, Conversion] = {}
-        for conversion in tensor_map.conversions:
-            for name, shape in conversion.shapes(self._shape, self._model).items():
-                self._conversions[name] = conversion
-                self.shapes[name] = shape
-        self._converted: dict[str, Tensor] = {}
 
     def read(self, name: str, start: int, out: Tensor) -> None:
         """See `TensorReader.read`."""
         if name in self._keys:
-            key = self._keys[name]
-            self._file_of[key].read(key, start, out)
-            return
-        if name not in self._converted:
-            conversion = self._conversions[name]
-            whole = (self._whole(key, out.dtype) for _, key in conversion.parts)
-            self._converted |= conversion.apply(whole, self._model)
-        out.copy_(self._converted.pop(name).reshape(-1)[start : start + len(out)])
+            self._read(self._keys[name], start, out)
+        else:
+            self._converted.read(name, start, out)
 
     def origin(self, name: str) -> str:
         """See `TensorReader.origin`; for a tensor that is made from several, the first of these."""
-        key = self._keys[name] if name in self._keys else self._conversions[name].parts[0][1]
+        key = self._sources(name)[0]
         return f"{self._file_of[key].path.name}: {key}"
 
+    def _sources(self, name: str) -> list[str]:
+        """Return the names in the files of what the tensor is made from."""
+        if name in self._keys:
+            return [self._keys[name]]
+        return [key for _, key in self._converted.conversions[name].parts]
+
     def _check_types(self, parameters: Iterable[str]) -> None:
-        for key in (self._keys[name] for name in parameters if name in self._keys):
+        for key in (key for name in parameters if name in self.shapes for key in self._sources(name)):
             if (dtype := self._file_of[key].dtype(key)) not in TRAINABLE:
                 raise MissingInputError(
                     f"{self.where}: {key} has the type {dtype}, and a quantized model cannot be trained; "
@@ -138,10 +135,14 @@ class SafetensorsReader:
     def _shape(self, key: str) -> Shape:
         return self._file_of[key].shape(key)
 
-    def _whole(self, key: str, dtype: torch.dtype) -> Tensor:
-        value = torch.empty(self._shape(key), dtype=dtype)
-        self._file_of[key].read(key, 0, value.view(-1))
-        return value
+    def _read(self, key: str, start: int, out: Tensor) -> None:
+        self._file_of[key].read(key, start, out)
+
+
+def tensor_names(name_or_path: str) -> list[str]:
+    """Return the names of all tensors in the safetensors files. Raises as `weight_files` and
+    `SafetensorsFile` do."""
+    return [key for path in weight_files(name_or_path) for key in SafetensorsFile(path).keys]
 
 
 def weight_files(name_or_path: str) -> list[Path]:

@@ -119,6 +119,9 @@ def _narrow(config: PreTrainedConfig) -> PreTrainedConfig:
     changed = {"hidden_size": width, "num_attention_heads": 2, "vocab_size": VOCABULARY, "pad_token_id": 0}
     changed |= {"intermediate_size": WIDTH, "ffn_hidden_size": WIDTH, "sliding_window": WINDOW}
     changed |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    changed |= {"moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": WIDTH}
+    if getattr(config, "first_k_dense_replace", 0):
+        changed |= {"first_k_dense_replace": 1}
     for name, new in changed.items():
         if getattr(config, name, None) is not None:
             setattr(small, name, new)
@@ -129,7 +132,11 @@ def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the small model in float32 on the CPU; every parameter is perturbed, so that a zero or a one
     hides nothing."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        _narrow(config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        _narrow(config),
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        trust_remote_code=False,
     )
     with torch.no_grad():
         for parameter in model.parameters():

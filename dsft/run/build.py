@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dsft.checkpoint.export import read_model_files, write_beside
+from dsft.checkpoint.export import read_model_files, write_beside, write_names
 from dsft.checkpoint.read import CheckpointReader
 from dsft.data.steps.steps import TrainSteps, evaluation, micro_batches_of
 from dsft.engine.api import Engine, LossScale
@@ -20,8 +20,10 @@ from dsft.engine.self_check import check_rows
 from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.model.attention import attend_per_segment, check_can_compile
-from dsft.model.build import build_model, check_trainable, switch_off_dropout
-from dsft.model.conversion import persistent_buffers
+from dsft.model.build import build_model, switch_off_dropout
+from dsft.model.conversion import persistent_buffers, renames
+from dsft.model.experts import described
+from dsft.model.files import tensor_names
 from dsft.model.lora_experts import left_out
 from dsft.model.policy import Policy
 from dsft.model.weights import DTYPES
@@ -98,7 +100,6 @@ def build(
         policy = build_model(
             spec.model, inputs.facts, spec.train.seed, dtype, world.stage, resolved.cut, keep
         )
-        check_trainable(policy.causal_lm)
         if spec.model.lora is not None:
             adapted.extend(left_out(policy.causal_lm))
         if spec.task_kind.preference:
@@ -112,6 +113,8 @@ def build(
 
     policy = world.each(part)
     share_buffers(policy.causal_lm, world)
+    for line in sorted({line for line in world.gather(described(policy.causal_lm)) if line}):
+        start.log(line)
     if switched_off:
         start.log(
             f"dropout: {' and '.join(switched_off)} set to 0, since policy and reference are compared "
@@ -124,8 +127,12 @@ def build(
             start.log(line)
     files: dict[str, bytes] = {}
 
+    buffers = world.gather(persistent_buffers(policy.causal_lm))
+
     def write() -> None:
-        write_beside(job.model_folder, persistent_buffers(policy.causal_lm))
+        write_beside(job.model_folder, {name: buffer for stage in buffers for name, buffer in stage.items()})
+        if spec.model.name_or_path is not None and renames(policy.causal_lm):
+            write_names(job.model_folder, tensor_names(spec.model.name_or_path))
         files.update(read_model_files(job.model_folder))
 
     world.first(write)

@@ -72,6 +72,10 @@ class Model(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention implementation. auto: that of torch, for packed rows the fastest one that device, precision
     and model allow; sdpa: packed rows are computed segment by segment; the others: those of transformers."""
+    experts_implementation: Literal["auto", "eager", "batched_mm", "grouped_mm"] = "auto"
+    """Implementation of a mixture's experts, of transformers. auto: grouped_mm (grouped matrix products for
+    all experts at once) where the widths allow it, else eager (one expert after the other); batched_mm copies
+    an expert's weights for each token."""
     gradient_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass to save memory."""
     trust_remote_code: bool = False

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from dsft.model.config import UNTESTED
 from dsft.model.conversion import persistent_buffers
 
 VOCABULARY = 128
@@ -39,6 +40,38 @@ RECURRENT = {
     "linear_value_head_dim": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
+}
+
+EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 8,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
+    "shared_expert_intermediate_size": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,  # some layers are dense
+    "num_dense_layers": 1,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+"""For every mixture that has a key of that name."""
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT,
+    "glm4_moe": {},
+    "gpt_oss": ALTERNATING,
+    "mixtral": {},
+    "olmoe": {},
+    "qwen2_moe": {},
+    "qwen3_moe": {},
 }
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -114,7 +147,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},
     "vaultgemma": ALTERNATING,
     "youtu": LATENT,
-}
+} | MIXTURES
 
 USUAL = (
     "apertus",  # its activation has parameters; norms of queries and keys
@@ -129,25 +162,13 @@ USUAL = (
     "olmo2",  # norms behind attention and MLP
     "phi3",  # queries, keys and values, and gate and up, in one matrix each; a window
     "qwen3_5_text",  # a convolution and a gated delta rule in place of attention
+    "qwen3_moe",  # a mixture of experts, whose weights are joined on reading
 )
 """What differs most from each other; the others are tried with -m long."""
 
-MIXTURES: dict[str, dict[str, Any]] = dict.fromkeys(
-    """
-    afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32
-    deepseek_v4 dots1 dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite
-    glm_moe_dsa gpt_oss hy_v3 hy_v4 inkling_text kimi_linear kolibri1 laguna longcat_flash mellum
-    mimo_v2_flash minimax minimax_m2 minimax_m3_vl_text mixtral qwen2_moe qwen3_5_moe_text qwen3_moe
-    qwen3_next solar_open
-    """.split(),
-    {},
-) | {"dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 8}}
-"""Refused, with what their defaults leave open."""
-
 TINY = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "hrm_text": (TINY, "other tensors in its files"),
-    "olmo_hybrid": (TINY | RECURRENT | {"num_key_value_heads": 1}, "other tensors in its files"),
+    **dict.fromkeys(UNTESTED, ({}, "is not tested")),
     "phi4_multimodal": ({}, "more than a text model"),
 }
 """The others that `base_model_pp_plan` describes: a small config, and why they are refused."""
@@ -155,6 +176,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 PACKED = {
     "doge": "eager",
     "falcon": "refused",
+    "gpt_oss": "refused",
     "granite_swa": "eager",
     "nemotron": "eager",
     "stablelm": "eager",
@@ -168,7 +190,8 @@ def keys_of(kind: str) -> dict[str, Any]:
     """`model.from_config`, without its model_type, of the small model."""
     config_class = CONFIG_MAPPING[kind]
     known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    return {name: value for name, value in SMALL.items() if name in known} | ARCHITECTURES[kind]
+    small = SMALL | (EXPERTS if kind in MIXTURES else {})
+    return {name: value for name, value in small.items() if name in known} | ARCHITECTURES[kind]
 
 
 def deeper(kind: str) -> dict[str, Any]:

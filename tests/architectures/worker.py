@@ -46,7 +46,7 @@ from dsft.engine.partition import sharding_for
 from dsft.engine.world import World, join
 from dsft.errors import DsftError
 from dsft.model.attention import attend_per_segment, own_attention
-from dsft.model.build import build_model, check_trainable
+from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.conversion import persistent_buffers
 from dsft.model.policy import Policy
@@ -152,7 +152,6 @@ def score(policy: Policy, batch: MicroBatch) -> Tensor:
 def build(spec: Spec, keep: Sharding) -> Policy:
     """As a run does."""
     policy = build_model(spec.model, FACTS, seed=0, dtype=torch.float32, sharding=keep)
-    check_trainable(policy.causal_lm)
     if spec.data.packing:
         attend_per_segment(policy.causal_lm, spec.model.attention, spec.data.max_length)
     (head,) = policy._head
@@ -215,9 +214,9 @@ def judge(folder: Path, outcomes: Mapping[str, Outcome | str], steps: list[plain
 
 
 def compare(folder: Path, outcomes: Mapping[str, Outcome | str], steps: list[plain.Step]) -> dict[str, Any]:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    model = plain_model(folder)
     expected = plain_outcome(model, steps)
-    exact = plain_outcome(AutoModelForCausalLM.from_pretrained(folder).double(), steps)
+    exact = plain_outcome(plain_model(folder).double(), steps)
     results: dict[str, Any] = {"float64": differences(expected, exact), "shared": shared_prompts(folder)}
     for mode, outcome in outcomes.items():
         if isinstance(outcome, str):
@@ -231,6 +230,12 @@ def compare(folder: Path, outcomes: Mapping[str, Outcome | str], steps: list[pla
         results[mode]["attention"] = outcome.attention
         results[mode] |= exported(folder, mode, model, outcome.final)
     return results
+
+
+def plain_model(folder: Path) -> PreTrainedModel:
+    """As transformers loads it; experts are computed one after the other, not as the engines do."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+    return model
 
 
 def plain_outcome(model: PreTrainedModel, steps: list[plain.Step]) -> Outcome:
@@ -276,7 +281,9 @@ def shared_prompts(folder: Path) -> dict[str, float]:
     shared = answers_of(policy, pairs.micro_batch(plain.rows_of(task), 0, "shared"))
     with own_attention(policy.causal_lm):
         padded = pairs.micro_batch(plain.rows_of(task), 0, "padded")
-        alone, exact = answers_of(policy, padded), answers_of(policy.double(), padded)
+        alone = answers_of(policy, padded)
+        policy.causal_lm.set_experts_implementation("eager")  # the others know no float64
+        exact = answers_of(policy.double(), padded)
     answers, gradient = apart(shared, alone)
     return {"answers": answers, "gradient": gradient, "rounding": max(apart(alone, exact))}
 
@@ -301,7 +308,9 @@ def exported(folder: Path, mode: str, model: PreTrainedModel, final: Tensors) ->
     """Exports the checkpoint of `mode`, and loads it as transformers does."""
     run = folder.with_name(f"{folder.name}-{mode}")
     export_checkpoint(run / "checkpoints" / "step-1", run / "export")
-    again, report = AutoModelForCausalLM.from_pretrained(run / "export", output_loading_info=True)
+    again, report = AutoModelForCausalLM.from_pretrained(
+        run / "export", output_loading_info=True, experts_implementation="eager"
+    )
     model.load_state_dict(whole(model, final))
     ids = torch.arange(3, 23)[None]
     with torch.no_grad():

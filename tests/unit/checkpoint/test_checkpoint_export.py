@@ -20,7 +20,6 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
 )
 
 from dsft.checkpoint.export import export, export_checkpoint, write_beside, write_model_folder
@@ -204,15 +203,6 @@ def test_a_missing_range_leaves_the_older_export(maker: Any, tmp_path: Path) -> 
 def test_a_disk_that_cannot_be_written(maker: Any) -> None:
     with pytest.raises(StorageError, match="cannot be written"):
         export(saved(maker), Path("/proc/out"))
-
-
-def test_models_whose_files_hold_other_tensors_are_refused(
-    maker: Any, tokenizer: Any, tmp_path: Path
-) -> None:
-    write_model_folder(tmp_path / "mixtral", MixtralConfig(num_hidden_layers=1), tokenizer)
-    other = type(maker)(tmp_path / "other", tmp_path / "mixtral", maker.tensors)
-    with pytest.raises(CheckpointError, match="Models of type mixtral have other tensors in files"):
-        export(saved(other), tmp_path / "out")
 
 
 PEAK = """
