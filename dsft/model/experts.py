@@ -9,6 +9,7 @@ hidden), the experts of each token (tokens, top_k) and the weights of these (tok
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,14 +104,12 @@ def _obstacle(causal_lm: PreTrainedModel, layers: list[ExpertLayer]) -> str:
     return ""
 
 
-def described(causal_lm: PreTrainedModel) -> str:
-    """Return a line about the experts and what computes them; empty for a dense model."""
-    layers = expert_layers(causal_lm)
-    if not layers:
-        return ""
-    kinds = sorted({(layer.top_k, layer.num_experts) for layer in layers})
-    counts = " or ".join(f"{top_k} of {num_experts}" for top_k, num_experts in kinds)
-    return f"experts: {counts} for each token, computed by {causal_lm.config._experts_implementation}"
+def described(causal_lm: PreTrainedModel) -> Iterator[str]:
+    """Yield the line for the start of a run that says what computes the experts."""
+    if layers := expert_layers(causal_lm):
+        kinds = sorted({(layer.top_k, layer.num_experts) for layer in layers})
+        counts = " or ".join(f"{top_k} of {num_experts}" for top_k, num_experts in kinds)
+        yield f"experts: {counts} for each token, computed by {causal_lm.config._experts_implementation}"
 
 
 def _error(where: str, message: str) -> SpecError:

@@ -93,15 +93,16 @@ def build(
     keep = sharding_for(config, world)
 
     switched_off: list[str] = []
-    adapted: list[str] = []
+    notes: list[str] = []
     attention: list[str] = []
 
     def part() -> Policy:
         policy = build_model(
             spec.model, inputs.facts, spec.train.seed, dtype, world.stage, resolved.cut, keep
         )
+        notes.extend(described(policy.causal_lm))
         if spec.model.lora is not None:
-            adapted.extend(left_out(policy.causal_lm))
+            notes.extend(left_out(policy.causal_lm))
         if spec.task_kind.preference:
             switched_off.extend(switch_off_dropout(policy.causal_lm))
         if spec.data.packing:
@@ -113,35 +114,40 @@ def build(
 
     policy = world.each(part)
     share_buffers(policy.causal_lm, world)
-    for line in sorted({line for line in world.gather(described(policy.causal_lm)) if line}):
-        start.log(line)
     if switched_off:
         start.log(
             f"dropout: {' and '.join(switched_off)} set to 0, since policy and reference are compared "
             "without dropout"
         )
-    for line in sorted({line for lines in world.gather(adapted) for line in lines}):
+    for line in sorted({line for lines in world.gather(notes) for line in lines}, reverse=True):
         start.log(line)
     for line in sorted({line for lines in world.gather(attention) for line in lines}):
         if is_verbose():
             start.log(line)
-    files: dict[str, bytes] = {}
-
-    buffers = world.gather(persistent_buffers(policy.causal_lm))
-
-    def write() -> None:
-        write_beside(job.model_folder, {name: buffer for stage in buffers for name, buffer in stage.items()})
-        if spec.model.name_or_path is not None and renames(policy.causal_lm):
-            write_names(job.model_folder, tensor_names(spec.model.name_or_path))
-        files.update(read_model_files(job.model_folder))
-
-    world.first(write)
+    files = _model_files(job, policy, world)
     engine = build_engine(policy, spec, config, world, objective)
     if not objective.needs_reference:
         return Built(policy, engine, objective, files)
     return Built(
         policy, engine, objective, files, source_of(spec, inputs, world, policy, engine, stored, start)
     )
+
+
+def _model_files(job: Job, policy: Policy, world: World) -> dict[str, bytes]:
+    """Write what an export needs of the model beside its parameters into the run's model folder: tensors of
+    all stages, and the names in the files that it was read from. Return the folder's files on rank 0. A
+    collective."""
+    files: dict[str, bytes] = {}
+    buffers = {n: b for stage in world.gather(persistent_buffers(policy.causal_lm)) for n, b in stage.items()}
+
+    def write() -> None:
+        write_beside(job.model_folder, buffers)
+        if job.spec.model.name_or_path is not None and renames(policy.causal_lm):
+            write_names(job.model_folder, tensor_names(job.spec.model.name_or_path))
+        files.update(read_model_files(job.model_folder))
+
+    world.first(write)
+    return files
 
 
 def bring_to(

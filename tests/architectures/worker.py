@@ -323,9 +323,9 @@ def exported(folder: Path, mode: str, model: PreTrainedModel, final: Tensors) ->
 
 
 def whole(model: PreTrainedModel, weights: Tensors) -> Tensors:
-    """A state dict of `model` with `weights`, which names a tied tensor once."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
+    """A state dict of `model` with `weights`, which names a tied tensor once, and what is trained alone."""
+    first = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    every = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
     return model.state_dict() | {name: weights[first[id(parameter)]] for name, parameter in every}
 
 
