@@ -17,11 +17,9 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -40,10 +38,9 @@ from dsft.checkpoint.files import (
 )
 from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of, rows_of
 from dsft.checkpoint.read import CheckpointReader
-from dsft.engine.api import Kind
+from dsft.checkpoint.tensors import BESIDE, NAMES, FileTensors, TensorSource, TensorsWithExtras, read_names
 from dsft.errors import CheckpointError, LockedError, StorageError
 from dsft.model.config import on_meta, read_config
-from dsft.model.conversion import ConvertedTensors, dot_natural_key, name_patterns, write_map
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.weights import DTYPES
 from dsft.plan.tables import size_text
@@ -55,14 +52,6 @@ SHARD = 4 * 2**30
 
 ORIGIN = "dsft_export.json"
 """File of an export that names its checkpoint, and lists the export's files with their sizes and SHA-256."""
-
-BESIDE = "beside.safetensors"
-"""File in a checkpoint's model folder with the tensors that a model's file has beside the parameters. Most
-models have none."""
-
-NAMES = "tensor_names.json"
-"""File in a checkpoint's model folder with the names in the files that the model was read from, as patterns.
-Missing for fresh models, and where files and modules have the same names."""
 
 BY_HAND = (CARD, "generation_config.json", "chat_template.jinja")
 """Files of an export that people edit; an edit does not make the export count as damaged."""
@@ -77,66 +66,6 @@ NOT_FOR_PEFT = (
     "down_proj for the model's experts: for peft and transformers export with --merged"
 )
 """Note on an adapter that peft's own loader would misread."""
-
-
-class TensorSource(Protocol):
-    """Tensors by name, of which ranges are read: those of a checkpoint, or computed from them."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor: ...
-
-
-class TensorsWithExtras:
-    """`values`, with the tensors that a model's file has beside the parameters. dtypes: of the latter that
-    would lose digits in the type `dtype`, which are exported as they are."""
-
-    def __init__(self, values: TensorSource, model_folder: Path, dtype: torch.dtype) -> None:
-        path = model_folder / BESIDE
-        self._values = values
-        self._beside = load_file(path) if path.exists() else {}
-        self.dtypes = {n: t.dtype for n, t in self._beside.items() if not torch.equal(t.to(dtype).to(t), t)}
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            **values.shapes,
-            **{name: tuple(tensor.shape) for name, tensor in self._beside.items()},
-        }
-
-    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
-        if name in self._beside:
-            return self._beside[name].flatten()[start:stop]
-        return self._values.read(name, kind, start, stop)
-
-
-class FileTensors:
-    """`values` under the names and in the shapes of a model's files. dtypes: of those that are not exported
-    in the type of the weights."""
-
-    def __init__(
-        self, values: TensorsWithExtras, model: PreTrainedModel, read_from: Iterable[str] | None
-    ) -> None:
-        """`model` is on the meta device; read_from: as in `write_map`."""
-        tensor_map = write_map(model, values.shapes, read_from)
-        self._values, self._names = values, tensor_map.unchanged
-        shape_of = values.shapes.__getitem__
-        self._converted = ConvertedTensors(tensor_map.conversions, shape_of, self._read, model)
-        first = dict(self._names)
-        first |= {key: conversion.parts[0][1] for key, conversion in self._converted.conversions.items()}
-        shapes = {key: shape_of(name) for key, name in self._names.items()} | self._converted.shapes
-        # In the order of the values, so that those of one conversion follow each other.
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            key: shapes[key] for key in sorted(first, key=lambda key: dot_natural_key(first[key]))
-        }
-        self.dtypes = {key: values.dtypes[name] for key, name in first.items() if name in values.dtypes}
-
-    def read(self, key: str, kind: Kind, start: int, stop: int) -> Tensor:
-        if key in self._names:
-            return self._values.read(self._names[key], kind, start, stop)
-        out = torch.empty(stop - start)
-        self._converted.read(key, start, out)
-        return out
-
-    def _read(self, name: str, start: int, out: Tensor) -> None:
-        out.copy_(self._values.read(name, "value", start, start + len(out)))
 
 
 def write_model_folder(
@@ -175,31 +104,6 @@ def read_model_files(folder: Path) -> dict[str, bytes]:
         return read_files(folder)
     except OSError as error:
         raise StorageError(f"{error.filename or folder} cannot be read ({error.strerror}).") from None
-
-
-def write_beside(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors that a model's file has beside the parameters (`persistent_buffers`) into the model
-    folder."""
-    if not tensors:
-        return
-    try:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / BESIDE)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"{folder / BESIDE} cannot be written ({error}).") from None
-
-
-def write_names(folder: Path, names: Iterable[str]) -> None:
-    """Write the names of the tensors in the files that the model is read from into the model folder."""
-    try:
-        write_json(folder / NAMES, name_patterns(names))
-    except OSError as error:
-        raise StorageError(f"{folder / NAMES} cannot be written ({error.strerror or error}).") from None
-
-
-def read_names(folder: Path) -> list[str] | None:
-    """Return the patterns that `write_names` wrote; None where it wrote none."""
-    found: list[str] | None = read_json(folder / NAMES) if (folder / NAMES).exists() else None
-    return found
 
 
 def export_checkpoint(path: Path, out: Path, *, merged: bool = False) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from dsft.checkpoint.export import read_model_files, write_beside, write_names
+from dsft.checkpoint.export import read_model_files
 from dsft.checkpoint.read import CheckpointReader
+from dsft.checkpoint.tensors import write_beside, write_names
 from dsft.data.steps.steps import TrainSteps, evaluation, micro_batches_of
 from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine

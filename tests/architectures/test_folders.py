@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from dsft.checkpoint.export import export, write_beside
+from dsft.checkpoint.export import export
 from dsft.checkpoint.files import read_files
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.save import CheckpointState, save
+from dsft.checkpoint.tensors import write_beside
 from dsft.engine.api import Fragment
 from dsft.engine.replicas import digest, replicated
 from dsft.errors import DsftError, SpecError

@@ -37,9 +37,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from dsft.checkpoint.export import export_checkpoint, write_beside
+from dsft.checkpoint.export import export_checkpoint
 from dsft.checkpoint.files import read_files
 from dsft.checkpoint.save import CheckpointState, save
+from dsft.checkpoint.tensors import write_beside
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for

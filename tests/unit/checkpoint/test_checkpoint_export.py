@@ -22,8 +22,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from dsft.checkpoint.export import export, export_checkpoint, write_beside, write_model_folder
+from dsft.checkpoint.export import export, export_checkpoint, write_model_folder
 from dsft.checkpoint.read import CheckpointReader
+from dsft.checkpoint.tensors import write_beside
 from dsft.errors import CheckpointError, LockedError, StorageError
 from dsft.model.conversion import persistent_buffers
 

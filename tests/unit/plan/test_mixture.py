@@ -66,10 +66,10 @@ def test_the_published_counts_come_out() -> None:
     assert qwen.active == 2 * embedding + 2048 + 48 * (layer + 8 * 3 * 768 * 2048)
 
 
-def test_qwen3_30b_a3b_on_one_host_fits_at_zero_3_alone() -> None:
+def test_qwen3_30b_a3b_on_one_host_fits_at_zero_3_or_in_a_pipeline() -> None:
     plan = plan_of("qwen3_30b_a3b")
     found = compare(plan)
-    assert {one.keys.zero_stage for one in found.fitting} == {3}
+    assert {one.keys.zero_stage for one in found.fitting if one.keys.pipeline_stages == 1} == {3}
     assert found.advice is not None and found.advice.keys.checkpointing
     text = text_of(plan)
     assert (
