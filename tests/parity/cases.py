@@ -32,6 +32,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2_tied": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**LLAMA, **SMALL_HEADS, "model_type": "qwen3", "tie_word_embeddings": False},
     "gemma2_tied": {**LLAMA, **WINDOWS, "model_type": "gemma2", "query_pre_attn_scalar": 8},
+    "glm4_moe": {
+        **LLAMA,
+        "model_type": "glm4_moe",
+        "moe_intermediate_size": 8,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "gemma3_tied": {
         **LLAMA,
         **WINDOWS,
@@ -382,6 +393,20 @@ def _partly_trained(ranks: int) -> Iterator[Case]:
             yield Case(mode, ranks, "adamw", "one", checkpointing=stages > 1, stages=stages, trains="dora")
             yield Case(mode, ranks, "sgd", "varying", 0.1, stages=stages, trains="trainable")
     yield Case("zero2", ranks, "adamw", "varying", 0.1, packed=True, trains="lora")
+    yield from _adapted_mixtures(ranks)
+
+
+def _adapted_mixtures(ranks: int) -> Iterator[Case]:
+    """Adapters on attention, a dense layer and shared experts of a mixture, whose routed experts and routers
+    are frozen."""
+    lora = functools.partial(
+        Case, ranks=ranks, optimizer="adamw", max_norm=0.1, trains="lora", shape="glm4_moe"
+    )
+    for mode in ("zero0", "zero1", "zero2", "zero3", "zero3_offload"):
+        yield lora(mode, micro_batches="varying", packed=mode in ("zero2", "zero3"))
+    yield lora("zero3", micro_batches="one", checkpointing=True, trains="dora")
+    for mode in ("zero2", "zero3"):
+        yield lora(mode, micro_batches="one", reference="adapter", packed=True, shared=True)
 
 
 def _of_pairs(ranks: int) -> Iterator[Case]:

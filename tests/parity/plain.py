@@ -32,7 +32,7 @@ class Adapted(nn.Module):
 
     def __init__(self, linear: nn.Linear, rank: int, scale: float, has_magnitude: bool) -> None:
         super().__init__()
-        self.weight, self.scale = linear.weight, scale
+        self.weight, self.bias, self.scale = linear.weight, linear.bias, scale
         self.lora_A = nn.Linear(linear.in_features, rank, bias=False)
         self.lora_B = nn.Linear(rank, linear.out_features, bias=False)
         self.lora_magnitude_vector = nn.Parameter(torch.ones(linear.out_features)) if has_magnitude else None
@@ -42,7 +42,7 @@ class Adapted(nn.Module):
         weight = self.weight + self.scale * product
         if self.lora_magnitude_vector is not None:
             weight = weight * (self.lora_magnitude_vector / weight.detach().norm(dim=1))[:, None]
-        return F.linear(x, weight)
+        return F.linear(x, weight, self.bias)
 
 
 def adapt(model: nn.Module, names: Iterable[str], rank: int, scale: float, has_magnitude: bool) -> None:

@@ -59,6 +59,7 @@ from dsft.engine.world import World, join
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
+from dsft.model.conversion import persistent_buffers
 from dsft.model.head import Head
 from dsft.model.lora import PREFIX, WEIGHTS
 from dsft.model.names import plain_name
@@ -418,6 +419,7 @@ def plain_model(whole: Policy, case: Case) -> nn.Module:
         if case.trains == "trainable":
             parameter.requires_grad_("layers.1." in name or "layers.2.mlp." in name or "norm.weight" in name)
     values = {plain_name(n): p.float() for n, p in whole.causal_lm.named_parameters()}
+    values |= persistent_buffers(whole.causal_lm)
     if case.twice:
         use_twice(model)
     missing, unexpected = model.load_state_dict(values, strict=False)
