@@ -231,7 +231,7 @@ def _crossed(rows: Sequence[tuple[Option, ...]], title: Callable[[tuple[Option, 
             cells.append(cell)
             if cell == SHOWN and frozenset(titles) not in named:
                 named.add(frozenset(titles))
-                more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
+                more = " and others" if len(cases) > 1 else ""
                 names.append(f"| {title(row)} | {column.title} | `{cases[0]}`{more} |")
         lines.append(f"| {title(row)} | {' | '.join(cells)} |")
     shown_by = ["", "<details><summary>Shown by</summary>", "", "| | with | case |", "|---|---|---|", *names]
@@ -251,7 +251,7 @@ def _cell(row: Sequence[Option], column: Option, reasons: Reasons, cases: Sequen
 def architectures_markdown() -> str:
     """A row for all architectures with the same cells; then those that are refused altogether."""
     reasons, rows, refused = Reasons(), dict[tuple[str, ...], list[str]](), dict[str, list[str]]()
-    columns = (*TRAINED, *OPTIONS)
+    columns = (*TRAINED, TASK_OPTIONS[1], *OPTIONS)
     for kind in kinds():
         config = keys_of(kind)
         reason = model_refusal(kind, config)
