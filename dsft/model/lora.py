@@ -257,8 +257,9 @@ def _targets(
                 break
         if not found:
             means_experts = of_experts(causal_lm, wanted)
+            fit = [name for name, module in modules.items() if _unfit(module, head, saved) is None]
             problem = (
-                f"{wanted!r} names {NO_ADAPTERS}" if means_experts else no_match(wanted, _last_parts(modules))
+                f"{wanted!r} names {NO_ADAPTERS}" if means_experts else no_match(wanted, _last_parts(fit))
             )
             problems.append(Problem(f"model.lora.target_modules.{index}", problem))
         targets += found

@@ -93,7 +93,10 @@ def test_names_without_pefts_own_parts() -> None:
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ({"target_modules": ("q_prj",)}, "'q_prj' matches no name here; write one that matches, such as"),
+        (
+            {"target_modules": ("q_prj",)},
+            "'q_prj' matches no name here; write one that matches, such as q_proj, ",
+        ),
         ({"target_modules": ("mlp",)}, "model.layers.0.mlp, which is of class LlamaMLP and no linear layer"),
         ({"target_modules": ("embed_tokens",)}, "of class Embedding and no linear layer"),
         ({"target_modules": ("lm_head",)}, "is the output head, which gets no adapter"),
