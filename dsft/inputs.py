@@ -18,7 +18,7 @@ from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import longest_micro_batch
 from dsft.data.tokenizer.load import notes, open_tokenizer, pad_id
 from dsft.model.attention import check_can_pack
-from dsft.model.config import TokenFacts, new_rows, resolve_config, token_facts
+from dsft.model.config import TokenFacts, config_around, new_rows, resolve_config, token_facts
 from dsft.model.files import FileSample, fingerprint
 from dsft.model.vocabulary import NewRows
 from dsft.plan.batch import BatchSizes
@@ -31,7 +31,8 @@ SAMPLE_ROWS = 200
 @dataclass(frozen=True)
 class Inputs:
     """The inputs of a run, the same on every rank. files: samples of the pretrained model's files, by
-    `fingerprint`; None for a fresh model. rows: the new rows of the embeddings; None where there are none."""
+    `fingerprint`; None for a fresh model. rows: the new rows of the embeddings; None where there are none.
+    around: the config of the multimodal model whose text model is trained; None for a text model."""
 
     tokenizer: PreTrainedTokenizerBase
     facts: TokenFacts
@@ -39,6 +40,7 @@ class Inputs:
     config: PreTrainedConfig
     files: Sequence[FileSample] | None
     loaded: RunData
+    around: PreTrainedConfig | None = None
 
     @property
     def train(self) -> Dataset:
@@ -76,14 +78,15 @@ def read_inputs(spec: Spec, log: Callable[[str], None], *, first: bool = True) -
         log(line)
     if spec.data.packing:
         check_can_pack(config, spec.data.max_length)
-    files = fingerprint(spec.model.name_or_path) if spec.model.name_or_path is not None else None
+    name = spec.model.name_or_path
+    files, around = (fingerprint(name), config_around(name)) if name else (None, None)
 
     with task_progress(log, first=first) as progress:
         cache = Cache(cache_folder(spec), spec.data.num_workers, log, progress)
         loaded = load_data(spec, tokenizer, cache)
     for line in loaded.lines:
         log(line)
-    return Inputs(tokenizer, facts, rows, config, files, loaded)
+    return Inputs(tokenizer, facts, rows, config, files, loaded, around)
 
 
 def longest(

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from dsft.checkpoint.around import TensorsAround, files_around, set_dtype
 from dsft.checkpoint.card import CARD, Form, model_card
 from dsft.checkpoint.files import (
     CHUNK,
@@ -40,7 +41,7 @@ from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of, row
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.tensors import BESIDE, NAMES, FileTensors, TensorSource, TensorsWithExtras, read_names
 from dsft.errors import CheckpointError, LockedError, StorageError
-from dsft.model.config import on_meta, read_config
+from dsft.model.config import config_around, on_meta, read_config
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.weights import DTYPES
 from dsft.plan.tables import size_text
@@ -92,6 +93,8 @@ def write_model_folder(
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         generation_config.save_pretrained(folder)
+        for name, content in files_around(name_or_path, config).items():
+            (folder / name).write_bytes(content)
     except OSError as error:
         raise StorageError(f"{folder} cannot be written ({error.strerror or error}).") from None
     return stops
@@ -158,11 +161,15 @@ def export(
         model = on_meta(read_config(checkpoint.model_folder))
         tensors = WholeModel(checkpoint, model, trained) if is_partial(checkpoint) else checkpoint
         _check_names(tensors, checkpoint.path, model)
-        whole = TensorsWithExtras(tensors, checkpoint.model_folder, saved_as)
         for name in (BESIDE, NAMES):
             (aside / name).unlink(missing_ok=True)
         _write_config(aside, model, saved_as)
-        in_files = FileTensors(whole, model, read_names(checkpoint.model_folder))
+        in_files: TensorsAround | FileTensors
+        if config_around(aside) is not None:
+            in_files = TensorsAround(tensors, checkpoint, model)
+        else:
+            whole = TensorsWithExtras(tensors, checkpoint.model_folder, saved_as)
+            in_files = FileTensors(whole, model, read_names(checkpoint.model_folder))
         return _write_weights(in_files, aside, saved_as, max_shard_bytes)
 
     is_merged = checkpoint.state["spec"].get("model", {}).get("lora") is not None
@@ -258,8 +265,11 @@ def _check_names(values: TensorSource, where: Path, model: PreTrainedModel) -> N
 
 def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
     path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
+    config, whole = json.loads(path.read_text()), config_around(folder)
+    if whole is None:
+        config |= {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
+    else:
+        set_dtype(config, dtype, whole)
     write_json(path, config)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsft.model.tensor_types import NAMES
 from dsft.system.files import sync_folder
 
 THREADS = 8
@@ -27,12 +28,6 @@ THREADS = 8
 
 CHUNK = 16 * 2**20
 """Elements of a tensor that are in host memory at a time."""
-
-DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}  # https://github.com/huggingface/safetensors#format
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ def write_tensors(
     for entry in entries:
         start, end = end, end + entry.num_bytes
         header[entry.name] = {
-            "dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]
+            "dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]
         }  # fmt: skip
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # pad, so that the data is aligned

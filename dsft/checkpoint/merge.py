@@ -17,12 +17,15 @@ from transformers.pytorch_utils import Conv1D
 from dsft.checkpoint.compare import check_same_base
 from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.api import Kind
-from dsft.model.build import has_frozen, initial_values
+from dsft.model.build import around, has_frozen, initial_values
 from dsft.model.files import fingerprint
-from dsft.model.lora import PREFIX, inject, scale
+from dsft.model.lora import PREFIX, condensed, inject, saved_modules, scale
 from dsft.model.lora_experts import misread
 from dsft.model.vocabulary import NewRows, vocabulary_names
+from dsft.model.whole import Whole
 from dsft.spec.schema import Lora, Model
+
+LORA_A = ".lora_A.weight"
 
 
 class Adapter:
@@ -39,15 +42,21 @@ class Adapter:
         self._checkpoint, self._frozen = checkpoint, _frozen_embeddings(checkpoint, meta, dtype)
         shapes = {**checkpoint.shapes, **{name: tuple(t.shape) for name, t in self._frozen.items()}}
         first_names = {name: name for name in shapes} | _tied(meta)
+        whole = around(model, meta)
+        targets = _targets(meta, checkpoint, model.lora, whole) if whole else {}
         made = inject(meta, model.lora)
         self.is_misread = misread(meta, made)
         config = made.to_dict() | {
             "base_model_name_or_path": model.name_or_path,
             "modules_to_save": list(model.lora.modules_to_save) or None,
             "inference_mode": True,
+            **targets,
         }
         self.config = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
-        self._names = {PREFIX + name: first for name, first in sorted(first_names.items()) if first in shapes}
+        in_file = whole.name if whole else str
+        self._names = {
+            PREFIX + in_file(name): first for name, first in sorted(first_names.items()) if first in shapes
+        }
         self.shapes = {name: shapes[first] for name, first in self._names.items()}
 
     def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
@@ -55,6 +64,18 @@ class Adapter:
         if (first := self._names[name]) in self._frozen:
             return self._frozen[first].flatten()[start:stop]
         return self._checkpoint.read(first, kind, start, stop)
+
+
+def _targets(
+    meta: PreTrainedModel, checkpoint: CheckpointReader, lora: Lora, whole: Whole
+) -> dict[str, list[str] | None]:
+    """Return which modules of a multimodal model have adapters and which are trained in full, for
+    adapter_config.json. Last parts of names could mean modules of its towers too."""
+    modules = dict(whole.model.named_modules())
+    adapted = [name.removesuffix(LORA_A) for name in checkpoint.shapes if name.endswith(LORA_A)]
+    saved = [name for name, _ in saved_modules(meta, lora)[0]]
+    target, in_full = (sorted(condensed([*map(whole.name, n)], modules)) for n in (adapted, saved))
+    return {"target_modules": target, "modules_to_save": in_full or None}
 
 
 def _frozen_embeddings(

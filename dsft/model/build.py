@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dsft.errors import Problem, SpecError
-from dsft.model.config import TokenFacts, new_rows, on_meta, resolve_config
+from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.model.config import TokenFacts, config_around, new_rows, on_meta, resolve_config
 from dsft.model.conversion import UnsupportedConversionError, write_map
 from dsft.model.experts import choose_experts
 from dsft.model.files import SafetensorsReader, weight_files
@@ -30,6 +30,7 @@ from dsft.model.split_points import check_cut
 from dsft.model.stage import cut_to_stage
 from dsft.model.vocabulary import ExtendedReader, NewRows
 from dsft.model.weights import Sharding, TensorReader, Weights
+from dsft.model.whole import Whole, whole_of
 from dsft.older import checkpoint_activations
 from dsft.plan.cut import Cut
 from dsft.spec.patterns import matches, unmatched
@@ -63,12 +64,13 @@ def build_model(
     causal_lm = on_meta(config)
     check_trainable(causal_lm)
     choose_experts(causal_lm, model.experts_implementation)
-    weights = _weights(model, causal_lm, seed, dtype, new_rows(model, facts))
+    whole = around(model, causal_lm)
+    weights = _weights(model, causal_lm, seed, dtype, new_rows(model, facts), whole)
     if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings
         on_gpu = torch.cuda.is_available()  # else activations are in the host's memory already
         offload = model.activation_offload and on_gpu
         checkpoint_activations(causal_lm, offload)
-    choose_trained(causal_lm, model)  # before the cut: patterns and names are the whole model's
+    choose_trained(causal_lm, model, whole)  # before the cut: patterns and names are the whole model's
     if split_points is not None:
         cut_to_stage(causal_lm, split_points, stage, cut)
     if model.kernels == "liger":
@@ -77,7 +79,9 @@ def build_model(
         compile_layers(causal_lm)
     policy = Policy(causal_lm, is_first=stage == 0, is_last=stage == cut.stages - 1)
     if model.lora is not None:
-        fill_adapted(weights, policy, dtype, with_adapters(causal_lm, model.lora, seed, dtype, sharding))
+        names = whole.name if whole else str
+        adapters = with_adapters(causal_lm, model.lora, seed, dtype, sharding, names)
+        fill_adapted(weights, policy, dtype, adapters)
     else:
         weights.fill(policy, dtype, sharding)
     return policy
@@ -89,11 +93,18 @@ def initial_values(
     """Return a function from a parameter's name to its value before any training, on the CPU. `causal_lm` is
     on the meta device; a fresh model is filled by this, one from files is read a tensor at a time. Raises as
     `build_model` does."""
-    weights = _weights(model, causal_lm, seed, dtype, rows)
+    weights = _weights(model, causal_lm, seed, dtype, rows, around(model, causal_lm))
     if isinstance(weights, ReadWeights):
         return lambda name: weights.tensor(causal_lm.get_parameter(name), dtype)
     weights.fill(causal_lm, dtype, WHOLE)
     return lambda name: causal_lm.get_parameter(name).detach()
+
+
+def around(model: Model, causal_lm: PreTrainedModel) -> Whole | None:
+    """Return the multimodal model whose text model `causal_lm` is; None where there is none. Raises as
+    `whole_of` does."""
+    config = None if model.name_or_path is None else config_around(model.name_or_path)
+    return None if config is None else whole_of(config, causal_lm)
 
 
 def has_frozen(model: Model) -> bool:
@@ -101,11 +112,12 @@ def has_frozen(model: Model) -> bool:
     return model.lora is not None or model.trainable is not None
 
 
-def choose_trained(causal_lm: PreTrainedModel, model: Model) -> None:
-    """Add adapters or freeze parameters, as the spec says. Raises SpecError for names that match nothing."""
+def choose_trained(causal_lm: PreTrainedModel, model: Model, whole: Whole | None = None) -> None:
+    """Add adapters or freeze parameters, as the spec says. whole: the multimodal model around it. Raises
+    SpecError for names that match nothing."""
     if model.lora is not None:
         inject(causal_lm, model.lora)
-        check_saved(causal_lm, model.lora)
+        check_saved(causal_lm, model.lora, whole.name if whole else str)
     elif model.trainable is not None:
         train_only(causal_lm, model.trainable)
 
@@ -126,7 +138,12 @@ def check_trainable(causal_lm: PreTrainedModel) -> None:
 
 
 def _weights(
-    model: Model, causal_lm: PreTrainedModel, seed: int, dtype: torch.dtype, rows: NewRows | None
+    model: Model,
+    causal_lm: PreTrainedModel,
+    seed: int,
+    dtype: torch.dtype,
+    rows: NewRows | None,
+    whole: Whole | None,
 ) -> Weights:
     """Return the source of values; it is set up before the model is changed. Files that cannot be read tensor
     by tensor are read whole, by transformers' own loader."""
@@ -140,10 +157,16 @@ def _weights(
     try:
         files = weight_files(name)
         if files:
-            return weights_of(SafetensorsReader(causal_lm, files, f"model.name_or_path {name!r}"))
+            return weights_of(SafetensorsReader(causal_lm, files, f"model.name_or_path {name!r}", whole))
         reason = "it has no safetensors files"
     except UnsupportedConversionError as error:
         reason = f"{error} needs the values"
+    if whole:
+        kind = whole.model.config.model_type
+        raise MissingInputError(
+            f"model.name_or_path {name!r}: the text model of a {kind} model is read from safetensors files, "
+            f"tensor by tensor, but {reason}; save it again with transformers, or choose another model."
+        )
     config = causal_lm.config
     weights = weights_of(read_whole(config, name, dtype, rows.held if rows else config.vocab_size))
     warnings.warn(f"{name}: every rank reads the whole model, since {reason}", stacklevel=2)

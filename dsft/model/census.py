@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.errors import MissingInputError, SpecError
-from dsft.model.build import check_trainable, choose_trained
+from dsft.model.build import around, check_trainable, choose_trained
 from dsft.model.config import TokenFacts, on_meta, resolve_config, token_facts
 from dsft.model.experts import expert_layers
 from dsft.model.names import plain_name
 from dsft.model.split_points import find_split_points
 from dsft.model.stage import SplitPoints
+from dsft.model.whole_proof import check_text
 from dsft.spec.schema import Model
 
 NOT_SEARCHED = "the split points of its layers were not searched"
@@ -35,7 +36,10 @@ def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = T
     config = resolve_config(model, facts or _facts(model))
     causal_lm = on_meta(config)
     check_trainable(causal_lm)
-    choose_trained(causal_lm, model)
+    whole = around(model, causal_lm)
+    if whole is not None:
+        check_text(whole.model.config)
+    choose_trained(causal_lm, model, whole)
     split_points = find_split_points(config) if cuts else NOT_SEARCHED
     before = split_points.before if isinstance(split_points, SplitPoints) else ()
     return {

@@ -33,6 +33,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 from dsft.data.tokenizer.load import num_ids
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.vocabulary import NewRows
+from dsft.model.whole import text_config
 from dsft.older import can_use_sdpa
 from dsft.spec.architecture import quantization
 from dsft.spec.schema import Model
@@ -62,6 +63,8 @@ UNTESTED = tuple(
     """.split()
 )
 """Model types that have a `base_model_pp_plan`, but are not tested to be trained right."""
+INSIDE = ("qwen3_vl_text",)
+"""Model types of text models inside multimodal ones that are tested likewise."""
 
 FLASH = {
     "flash_attention_2": ("flash-attn", is_flash_attn_2_available),
@@ -130,15 +133,17 @@ def _check_kind(config: PreTrainedConfig) -> None:
     quantized = quantization(vars(config))
     if quantized is not None:
         raise _error("model", quantized)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise _error("model", f"{kind} is not a causal language model of transformers; choose another model")
     if config.sub_configs:
-        parts = ", ".join(config.sub_configs)
+        parts, text = ", ".join(config.sub_configs), text_config(config)
+        way_out = f"set model_type to {text.model_type}" if text else "choose another model"
+        reason = "a new one can only be one" if text else "transformers builds no causal language model of it"
         raise _error(
             "model",
-            f"a {kind} model is more than a text model (its config has {parts}); choose a text-only model",
+            f"a {kind} model is more than a text model (its config has {parts}), and {reason}; {way_out}",
         )
-    if kind in UNTESTED or (not config.base_model_pp_plan and kind not in DECODERS):
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise _error("model", f"{kind} is not a causal language model of transformers; choose another model")
+    if kind in UNTESTED or (not config.base_model_pp_plan and kind not in (*DECODERS, *INSIDE)):
         raise _error(
             "model",
             f"training a {kind} model is not tested; choose a model of the table in docs/models.md, such as "
@@ -219,9 +224,23 @@ def _pretrained(model: Model) -> PreTrainedConfig:
 
 
 def read_config(name_or_path: str | Path) -> PreTrainedConfig:
-    """Return the config of a model's folder or hub id, without the choice of kernels that its file may name:
-    transformers would download the code of a kernel from the hub and import it, whatever trust_remote_code is
-    (5.23, `is_kernel` in transformers.integrations.hub_kernels).
+    """Return the config of a model's folder or hub id; of a multimodal model that of its text model, where it
+    has one. Raises as `read_whole_config` does."""
+    config = read_whole_config(name_or_path)
+    return text_config(config) or config
+
+
+def config_around(name_or_path: str | Path) -> PreTrainedConfig | None:
+    """Return the config of the multimodal model whose text model `read_config` gives; None where the model is
+    a text model. Raises as `read_whole_config` does."""
+    config = read_whole_config(name_or_path)
+    return config if text_config(config) else None
+
+
+def read_whole_config(name_or_path: str | Path) -> PreTrainedConfig:
+    """Return the config of a model's folder or hub id as it is, but without the choice of kernels that its
+    file may name: transformers would download the code of a kernel from the hub and import it, whatever
+    trust_remote_code is (5.23, `is_kernel` in transformers.integrations.hub_kernels).
 
     Raises MissingInputError where the file names a kernel of the hub; OSError or ValueError, as transformers
     does, where there is no config that can be read.

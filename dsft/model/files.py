@@ -18,18 +18,15 @@ from transformers import PreTrainedModel
 
 from dsft.errors import MissingInputError
 from dsft.model.conversion import ConvertedTensors, read_map
+from dsft.model.tensor_types import DTYPES
 from dsft.model.weights import Shape
+from dsft.model.whole import Whole
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model*.bin",)
 TRAINABLE = ("F64", "F32", "F16", "BF16")
 """safetensors' types of weights that can be trained; those of quantized models cannot."""
 
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
 PIECE = 2**20  # elements that are read at a time
 SAMPLES, SAMPLE = 64, 2**12  # number of samples that hosts compare per file, and bytes of each
 
@@ -50,6 +47,12 @@ class SafetensorsFile:
         except (SafetensorError, OSError) as error:
             raise MissingInputError(f"{path} cannot be read ({error}); give the complete folder.") from None
         self._tensors.pop("__metadata__", None)
+        for key, facts in self._tensors.items():
+            if facts["dtype"] not in DTYPES:
+                raise MissingInputError(
+                    f"{path}: {key} has the type {facts['dtype']}, which dsft does not know; save the model "
+                    "in another type."
+                )
         self._begin = 8 + header_bytes
         self.keys = tuple(self._tensors)
 
@@ -87,18 +90,24 @@ class SafetensorsFile:
 class SafetensorsReader:
     """The values of a model in safetensors files; implements `TensorReader`."""
 
-    def __init__(self, model: PreTrainedModel, files: Sequence[Path], where: str) -> None:
-        """Plan the reads. `model` is on the meta device, as transformers builds it. Raises MissingInputError
-        for a file that cannot be read, UnsupportedConversionError for a conversion that cannot be
-        planned without the values."""
+    def __init__(
+        self, model: PreTrainedModel, files: Sequence[Path], where: str, whole: Whole | None = None
+    ) -> None:
+        """Plan the reads. `model` is on the meta device, as transformers builds it; `whole`: the multimodal
+        model that the files are of, if `model` is only its text model. Raises MissingInputError for a file
+        that cannot be read, UnsupportedConversionError for a conversion that cannot be planned without the
+        values."""
         self.where = where
         self._file_of = {key: file for file in map(SafetensorsFile, files) for key in file.keys}
-        tensors = model.state_dict()
-        tensor_map = read_map(model, self._file_of)
+        in_files = whole.model if whole else model
+        tensors = in_files.state_dict()
+        tensor_map = read_map(in_files, self._file_of)
+        if whole:
+            tensor_map = whole.text_map(tensor_map, model)
         self._keys, self.unexpected = tensor_map.unchanged, tensor_map.unexpected
         self.shapes = {name: self._shape(key) for name, key in self._keys.items()}
         bare = SimpleNamespace(
-            config=model.config,
+            config=in_files.config,
             get_parameter=tensors.__getitem__,
             get_parameter_or_buffer=tensors.__getitem__,
         )  # the model itself will be cut
@@ -149,7 +158,7 @@ def weight_files(name_or_path: str) -> list[Path]:
     """Return the safetensors files of a folder, or of a hub id, which is looked up in the cache or
     downloaded; an empty list where there are none. Raises MissingInputError where it is neither, or the index
     names a missing file."""
-    folder = _folder(name_or_path, ["model*.safetensors", INDEX])
+    folder = folder_with(name_or_path, ["model*.safetensors", INDEX])
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if not (folder / INDEX).exists():
@@ -167,11 +176,11 @@ def weight_files(name_or_path: str) -> list[Path]:
 def pickled_files(name_or_path: str) -> list[Path]:
     """Return the files in torch's pickle format, which transformers reads where `weight_files` finds none.
     Raises as it does."""
-    folder = _folder(name_or_path, PICKLED)
+    folder = folder_with(name_or_path, PICKLED)
     return sorted(path for pattern in PICKLED for path in folder.glob(pattern))
 
 
-def _folder(name_or_path: str, patterns: Sequence[str]) -> Path:
+def folder_with(name_or_path: str, patterns: Sequence[str]) -> Path:
     """Return the folder itself, or that of a hub id with its files of these patterns."""
     folder = Path(name_or_path)
     if folder.is_dir():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ from dsft.model.vocabulary import vocabulary_names
 from dsft.model.weights import Sharding, Weights, check_finite
 from dsft.spec.patterns import no_match
 from dsft.spec.schema import Lora
+
+Names = Callable[[str], str]
+"""From a name in the causal language model to that in the model that an adapter's file is for."""
 
 PREFIX = "base_model.model."
 """Prefix of every name in an adapter's file: peft's wrappers around the model."""
@@ -47,7 +50,7 @@ def inject(causal_lm: PreTrainedModel, lora: Lora) -> Any:
     """
     from peft import inject_adapter_in_model
 
-    saved, problems = _saved(causal_lm, lora)
+    saved, problems = saved_modules(causal_lm, lora)
     modules = [module for _, module in saved]
     targets, more = _targets(causal_lm, lora, modules)
     _refuse([*problems, *more])
@@ -62,15 +65,20 @@ def inject(causal_lm: PreTrainedModel, lora: Lora) -> Any:
 
 
 def with_adapters(
-    causal_lm: PreTrainedModel, lora: Lora, seed: int, dtype: torch.dtype, sharding: Sharding
+    causal_lm: PreTrainedModel,
+    lora: Lora,
+    seed: int,
+    dtype: torch.dtype,
+    sharding: Sharding,
+    names: Names = str,
 ) -> Sharding:
     """Give all adapters values in `dtype` on the CPU, before the weights that they adapt have any: those of
     the adapter at `lora.path`, else fresh ones. Values that depend on the adapted weights are set when those
     are filled: fill them with the returned `Sharding`.
 
     Fresh: A uniform within ±1/√in, as in peft, drawn from (seed, its name); B zero; a magnitude the 2-norm of
-    each row of the weight, so that the adapted model equals the model. Raises MissingInputError for a `path`
-    that cannot be read or has other tensors.
+    each row of the weight, so that the adapted model equals the model. names: as the file at `path` has them.
+    Raises MissingInputError for a `path` that cannot be read or has other tensors.
     """
     waiting = []  # layers whose magnitudes need the weights that they adapt
     for name, layer in _adapted(causal_lm):
@@ -81,7 +89,7 @@ def with_adapters(
         layer.lora_B[ADAPTER].weight = nn.Parameter(torch.zeros(b_shape, dtype=dtype))
         if lora.use_dora:
             waiting.append(layer)
-    read = _reader(causal_lm, Path(lora.path)) if lora.path is not None else None
+    read = _reader(causal_lm, Path(lora.path), names) if lora.path is not None else None
 
     def take(parameter: nn.Parameter, part: Tensor | None) -> None:
         for layer in waiting:
@@ -146,7 +154,7 @@ def _row_norms(linear: nn.Module) -> Tensor:
     return torch.linalg.norm(weight.T if isinstance(linear, Conv1D) else weight, dim=1).to(weight.dtype)
 
 
-def check_saved(causal_lm: PreTrainedModel, lora: Lora) -> None:
+def check_saved(causal_lm: PreTrainedModel, lora: Lora, names: Names = str) -> None:
     """Raise MissingInputError where the adapter at `lora.path` has tensors for which the whole model, with
     its adapters, has no place: it is of a deeper model or of other modules, and only a part would be trained
     further."""
@@ -155,7 +163,7 @@ def check_saved(causal_lm: PreTrainedModel, lora: Lora) -> None:
     file = _open(Path(lora.path))
     named = causal_lm.named_parameters(remove_duplicate=False)
     ours = {n for n, p in named if p.requires_grad} | set(vocabulary_names(causal_lm))
-    extra = sorted(set(file.keys()) - {PREFIX + plain_name(n) for n in ours})
+    extra = sorted(set(file.keys()) - {PREFIX + names(plain_name(n)) for n in ours})
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise MissingInputError(
@@ -174,14 +182,14 @@ def _open(folder: Path) -> Any:
         ) from None
 
 
-def _reader(causal_lm: PreTrainedModel, folder: Path) -> Callable[[nn.Parameter], None]:
+def _reader(causal_lm: PreTrainedModel, folder: Path, names: Names) -> Callable[[nn.Parameter], None]:
     """Return a function that reads each trained parameter's value from an adapter's file, which must have all
     of them. Embeddings that are in the file and not trained must have the file's values already."""
-    trained = {PREFIX + plain_name(n): n for n, p in causal_lm.named_parameters() if p.requires_grad}
+    trained = {PREFIX + names(plain_name(n)): n for n, p in causal_lm.named_parameters() if p.requires_grad}
     where = f"model.lora.path {str(folder)!r}"
     file = _open(folder)
     in_file = set(file.keys())
-    embeddings = {PREFIX + plain_name(n): n for n in vocabulary_names(causal_lm)}
+    embeddings = {PREFIX + names(plain_name(n)): n for n in vocabulary_names(causal_lm)}
     frozen = {name: n for name, n in embeddings.items() if name in in_file and name not in trained}
     for name, ours in (trained | frozen).items():
         if name not in in_file:
@@ -199,16 +207,16 @@ def _reader(causal_lm: PreTrainedModel, folder: Path) -> Callable[[nn.Parameter]
     }
 
     def read(parameter: nn.Parameter) -> None:
-        names = [n for n, (module, local) in places.items() if getattr(module, local) is parameter]
+        found = [n for n, (module, local) in places.items() if getattr(module, local) is parameter]
         if parameter.requires_grad:
-            parameter.data.copy_(file.get_tensor(names[0]))
-            check_finite(parameter.data.view(-1), f"{where}: {WEIGHTS}: {names[0]}", parameter.shape)
-        elif names and not torch.equal(file.get_tensor(names[0]).to(parameter.dtype), parameter.data):
+            parameter.data.copy_(file.get_tensor(found[0]))
+            check_finite(parameter.data.view(-1), f"{where}: {WEIGHTS}: {found[0]}", parameter.shape)
+        elif found and not torch.equal(file.get_tensor(found[0]).to(parameter.dtype), parameter.data):
             raise MissingInputError(
-                f"{where}: {names[0]} has other values than this run's model, where it is not trained; train "
+                f"{where}: {found[0]} has other values than this run's model, where it is not trained; train "
                 "it with model.lora.modules_to_save, or give the base that the adapter was made for."
             )
-        for name in names:
+        for name in found:
             del places[name]
 
     return read
@@ -223,7 +231,7 @@ def _config(causal_lm: PreTrainedModel, lora: Lora, targets: list[str]) -> Any:
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
-        target_modules=sorted(_condensed(targets, modules)),
+        target_modules=sorted(condensed(targets, modules)),
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         fan_in_fan_out=isinstance(modules[targets[0]], Conv1D),
@@ -279,7 +287,9 @@ def _unfit(module: nn.Module, head: nn.Module | None, saved: Collection[nn.Modul
     return None
 
 
-def _saved(causal_lm: PreTrainedModel, lora: Lora) -> tuple[list[tuple[str, nn.Module]], list[Problem]]:
+def saved_modules(
+    causal_lm: PreTrainedModel, lora: Lora
+) -> tuple[list[tuple[str, nn.Module]], list[Problem]]:
     """Return name and module of what is trained in full, and what is wrong with the spec's names."""
     modules = {name: module for name, module in causal_lm.named_modules() if name}
     problems: list[Problem] = []
@@ -315,7 +325,7 @@ def _check_ties(causal_lm: PreTrainedModel, saved: Collection[nn.Module]) -> Non
     _refuse([Problem("model.lora.modules_to_save", message)])
 
 
-def _condensed(targets: list[str], modules: dict[str, nn.Module]) -> Collection[str]:
+def condensed(targets: Sequence[str], modules: Mapping[str, nn.Module]) -> Collection[str]:
     """Return the last parts of the names where these mean the same modules, else the names: last parts are
     what people write and other versions of a model understand."""
     last_parts = {name.rsplit(".", 1)[-1] for name in targets}

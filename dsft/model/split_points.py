@@ -65,7 +65,7 @@ def _find(config: PreTrainedConfig) -> SplitPoints | str:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.device("cpu"):
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
-            model = _small_model(config)
+            model = small_model(config)
             split_points = _trace(model)
             _prove(model, split_points)
     except _Unfit as error:
@@ -102,10 +102,12 @@ def _is_per_layer(value: Any, num_layers: int) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == num_layers
 
 
-def _narrow(config: PreTrainedConfig) -> PreTrainedConfig:
+def narrow(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config of the small model: two heads of the same size, few layers with one of each kind, a
     small vocabulary, a window shorter than a row."""
     kinds = sorted(set(one_of_each(config)))[:MOST_LAYERS]
+    if getattr(config, "num_kv_shared_layers", 0):  # a layer needs the one whose keys and values it uses
+        kinds = list(range(config.num_hidden_layers))
     others = [index for index in range(config.num_hidden_layers) if index not in kinds]
     small = shallow(config, sorted(kinds + others[: max(0, 3 - len(kinds))]))
     heads, hidden = config.num_attention_heads, config.hidden_size
@@ -113,13 +115,14 @@ def _narrow(config: PreTrainedConfig) -> PreTrainedConfig:
     for name, value in vars(config).items():
         if type(value) is int and value == hidden:  # the embedding's own width, too
             setattr(small, name, width)
-    for name in ("num_key_value_heads", "num_kv_heads"):
+    for name in ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"):
         if getattr(config, name, None) is not None:
             setattr(small, name, 2 if getattr(config, name) == heads else 1)
     changed = {"hidden_size": width, "num_attention_heads": 2, "vocab_size": VOCABULARY, "pad_token_id": 0}
     changed |= {"intermediate_size": WIDTH, "ffn_hidden_size": WIDTH, "sliding_window": WINDOW}
     changed |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
     changed |= {"moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": WIDTH}
+    changed |= {"vocab_size_per_layer_input": VOCABULARY}
     if getattr(config, "first_k_dense_replace", 0):
         changed |= {"first_k_dense_replace": 1}
     for name, new in changed.items():
@@ -128,11 +131,11 @@ def _narrow(config: PreTrainedConfig) -> PreTrainedConfig:
     return small
 
 
-def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
+def small_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the small model in float32 on the CPU; every parameter is perturbed, so that a zero or a one
     hides nothing."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        _narrow(config),
+        narrow(config),
         dtype=torch.float32,
         attn_implementation="eager",
         experts_implementation="eager",

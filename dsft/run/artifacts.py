@@ -64,7 +64,7 @@ def facts_of(
         layout=asdict(job.layout) | {"zero_stage": job.spec.parallel.zero_stage},
         versions=versions(),
         held_out_loss=held_out_loss if is_known else None,
-        base=inputs.files if has_frozen(model) else None,
+        base=inputs.files if has_frozen(model) or inputs.around else None,
         built_from=compared["built_from"],
         software=compared["software"],
         new_rows=asdict(inputs.rows) if inputs.rows else None,

@@ -25,6 +25,9 @@ PIPELINE_MODEL_TYPES = frozenset(
 """Model types that can be cut into pipeline stages; tests/architectures/test_stages.py compares two and three
 stages of each with the whole model."""
 
+PIPELINE_PARTS = frozenset({"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"})
+"""Text models of multimodal ones that can be cut; tests/architectures/test_wholes.py finds where."""
+
 PER_LAYER_INPUTS = ("gemma3n_text", "gemma4_text")
 
 
@@ -34,7 +37,7 @@ def pipeline_obstacle(config: Mapping[str, Any]) -> str | None:
     kind = config.get("model_type")
     if kind in PER_LAYER_INPUTS:
         return f"a {kind} model cannot be cut into stages, since each of its layers looks up tokens again"
-    if isinstance(kind, str) and kind not in PIPELINE_MODEL_TYPES:
+    if isinstance(kind, str) and kind not in PIPELINE_MODEL_TYPES | PIPELINE_PARTS:
         return f"cutting a {kind} model into stages has not been tested (docs/models.md lists tested models)"
     if config.get("num_kv_shared_layers"):
         return f"a {kind} model whose layers share keys and values cannot be cut into stages"
@@ -54,9 +57,19 @@ def quantization(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of the text model in the config.json of a multimodal model; other configs as they are.
+    Older ones of Qwen-VL have these keys at the top, beside vision_config."""
+    text, kind = config.get("text_config"), config.get("model_type")
+    if isinstance(text, Mapping):
+        return {**config, "model_type": None, **text}
+    return {**config, "model_type": f"{kind}_text"} if "vision_config" in config else config
+
+
 def model_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield findings that follow from the model's config: quantized weights, too few positions, a pipeline
     that is impossible."""
+    config = text_part(config)
     quantized = quantization(config)
     if quantized is not None:
         yield Finding(("model",), quantized, MODEL)

@@ -1,0 +1,121 @@
+"""Keep what a multimodal model has around its text model: its config and processor files go into every
+checkpoint's model folder; its other tensors are copied into an export from the files that training began
+from, byte for byte and a piece at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from dsft.checkpoint.compare import check_same_base
+from dsft.checkpoint.merge import model_of
+from dsft.checkpoint.read import CheckpointReader
+from dsft.checkpoint.tensors import TensorSource
+from dsft.engine.api import Kind
+from dsft.errors import CheckpointError, MissingInputError
+from dsft.model.build import around
+from dsft.model.config import config_around
+from dsft.model.conversion import read_map
+from dsft.model.files import SafetensorsFile, fingerprint, folder_with, weight_files
+from dsft.model.tensor_types import DTYPES
+from dsft.model.whole import Whole, text_key
+
+CONFIG = "config.json"
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""Files of what makes a model's inputs of images, video and sound."""
+
+
+def files_around(name_or_path: str | None, text: PreTrainedConfig) -> dict[str, bytes]:
+    """Return config.json and the processor files of the multimodal model whose text model has the config
+    `text`, by name; none where the model is a text model. In config.json only the size of the vocabulary
+    changes."""
+    whole = None if name_or_path is None else config_around(name_or_path)
+    if name_or_path is None or whole is None:
+        return {}
+    folder = folder_with(name_or_path, [CONFIG, *PROCESSORS])
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if whole.get_text_config().vocab_size != text.vocab_size:
+        _text_keys(config, whole)["vocab_size"] = text.vocab_size
+    files = {name: (folder / name).read_bytes() for name in PROCESSORS if (folder / name).is_file()}
+    return {CONFIG: (json.dumps(config, indent=2) + "\n").encode(), **files}
+
+
+def set_dtype(config: dict[str, Any], dtype: torch.dtype, whole: PreTrainedConfig) -> None:
+    """Set the type of the text model's weights in the keys of a multimodal model's config.json; other parts
+    that name their own type keep it."""
+    name = str(dtype).removeprefix("torch.")
+    for keys in (config, _text_keys(config, whole)):
+        keys.pop("torch_dtype", None)
+        keys["dtype"] = name
+
+
+def _text_keys(config: dict[str, Any], whole: PreTrainedConfig) -> dict[str, Any]:
+    """Return the part of a config.json that has the text model's keys; older files have them at the top."""
+    found = config.get(text_key(whole))
+    return found if isinstance(found, dict) else config
+
+
+class TensorsAround:
+    """The tensors of a multimodal model by their names in its files: those of the text model from `values`,
+    all others as the files have them. dtypes: of these others."""
+
+    def __init__(
+        self, values: TensorSource, checkpoint: CheckpointReader, causal_lm: PreTrainedModel
+    ) -> None:
+        """`causal_lm`: the text model, on the meta device. Raises MissingInputError where the files are gone,
+        CheckpointError where they have changed since training began or have other tensors than the model."""
+        model = model_of(checkpoint)
+        try:
+            whole, files = around(model, causal_lm), weight_files(str(model.name_or_path))
+            check_same_base(checkpoint, fingerprint(str(model.name_or_path)))
+        except MissingInputError as error:
+            raise MissingInputError(
+                f"{checkpoint.path} is of the text model in {model.name_or_path!r}, and the export needs the "
+                f"other tensors from there: {error}"
+            ) from None
+        if whole is None:
+            raise CheckpointError(
+                f"{checkpoint.path} is of the text model of a multimodal model, and model.name_or_path "
+                f"{model.name_or_path!r} is now another model; put the model back as it was."
+            )
+        self._values = values
+        self._file_of = {key: file for file in map(SafetensorsFile, files) for key in file.keys}
+        self._names = _trained_names(whole, causal_lm, self._file_of)
+        self.dtypes = {
+            key: DTYPES[file.dtype(key)] for key, file in self._file_of.items() if key not in self._names
+        }
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            key: values.shapes[self._names[key]] if key in self._names else file.shape(key)
+            for key, file in self._file_of.items()
+        }
+
+    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
+        if name in self._names:
+            return self._values.read(self._names[name], kind, start, stop)
+        piece = torch.empty(stop - start, dtype=self.dtypes[name])
+        self._file_of[name].read(name, start, piece)
+        return piece
+
+
+def _trained_names(
+    whole: Whole, causal_lm: PreTrainedModel, keys: Sequence[str] | Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the names in the files of the text model's parameters -> their first names in `causal_lm`."""
+    first = {id(parameter): name for name, parameter in causal_lm.named_parameters()}
+    names = {name: first[id(p)] for name, p in causal_lm.named_parameters(remove_duplicate=False)}
+    found = whole.text_map(read_map(whole.model, keys), causal_lm)
+    trained = {key: names[name] for name, key in found.unchanged.items() if name in names}
+    missing = sorted(set(first.values()) - set(trained.values()))
+    if missing:
+        kind = whole.model.config.model_type
+        raise CheckpointError(
+            f"Models of type {kind} have other tensors in files than in memory ({missing[0]}), "
+            "and dsft cannot export them yet; the checkpoint itself is whole."
+        )
+    return trained

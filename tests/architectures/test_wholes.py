@@ -1,0 +1,150 @@
+"""Text models inside multimodal ones: found, read, trained as the causal language model that transformers
+builds of them, and written back into the whole, whose other tensors stay as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from transformers import AutoModelForMultimodalLM, PreTrainedModel
+
+from dsft.checkpoint.around import files_around
+from dsft.checkpoint.export import export_checkpoint
+from dsft.checkpoint.save import CheckpointState, save
+from dsft.engine.api import Fragment
+from dsft.model.build import build_model, check_trainable
+from dsft.model.config import TokenFacts
+from dsft.model.files import fingerprint
+from dsft.model.policy import Policy
+from dsft.model.split_points import find_split_points
+from dsft.model.whole import text_config
+from dsft.model.whole_proof import apart
+from dsft.spec.schema import Checkpoint, Lora, Model
+from tests.architectures.test_folders import Alone, tensors_of
+from tests.architectures.wholes import VOCABULARY, WHOLES, small_whole
+from tests.selected import tiered
+
+FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+USUAL = ("gemma3", "qwen3_vl", "qwen3_5")
+"""Tied, a class that transformers does not have, tensors that it ignores; the others with -m long."""
+
+MTP = {"mtp.layers.0.weight": torch.arange(6).to(torch.float8_e4m3fn)}
+"""A tensor that transformers ignores, of a type that the rest has not."""
+
+
+@pytest.mark.parametrize("kind", tiered(WHOLES, USUAL))
+def test_the_text_model_is_trained_and_the_rest_stays(kind: str, tmp_path: Path) -> None:
+    given, tied = tmp_path / "given", kind.startswith("gemma")
+    folder_of(given, kind, tied)
+    model = Model(name_or_path=str(given))
+    policy = build_model(model, FACTS, seed=0, dtype=torch.bfloat16)
+    check_trainable(policy.causal_lm)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(2)
+    out = tmp_path / "out"
+    export_checkpoint(saved(policy, model, tmp_path), out)
+    expected, found = tensors_of(given), tensors_of(out)
+    assert found.keys() == expected.keys()
+    text = {key for key in expected if key in trained(kind, given, policy)}
+    assert text and text != expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == (torch.bfloat16 if key in text else tensor.dtype)
+        same = (2 * tensor).bfloat16() if key in text else tensor
+        assert torch.equal(found[key].view(torch.uint8), same.view(torch.uint8)), key
+    again, report = AutoModelForMultimodalLM.from_pretrained(
+        out, dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        own = policy.eval().causal_lm(input_ids=ids).logits
+        assert torch.equal(again.eval()(input_ids=ids).logits, own)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", tiered(["gemma3", "qwen2_5_vl"], ["gemma3"]))
+def test_an_adapter_fits_the_whole_and_can_be_merged_into_it(kind: str, tmp_path: Path) -> None:
+    given, ids = tmp_path / "given", torch.arange(3, 20)[None]
+    folder_of(given, kind, tied=False)
+    lora = Lora(rank=2, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+    model = Model(name_or_path=str(given), lora=lora)
+    policy = build_model(model, FACTS, seed=0, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        expected = policy.eval().causal_lm(input_ids=ids).logits
+    checkpoint = saved(policy, model, tmp_path, "fp32")
+    export_checkpoint(checkpoint, tmp_path / "adapter")
+    export_checkpoint(checkpoint, tmp_path / "merged", merged=True)
+    whole = AutoModelForMultimodalLM.from_pretrained(given, dtype=torch.float32).eval()
+    adapted = PeftModel.from_pretrained(whole, tmp_path / "adapter")
+    assert not any(
+        "lora" in name for name, _ in adapted.named_parameters() if "vision" in name or "visual" in name
+    )
+    merged = AutoModelForMultimodalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(input_ids=ids).logits, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+    before, after = tensors_of(given), tensors_of(tmp_path / "merged")
+    assert after.keys() == before.keys()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert all(any(part in key for part in ("q_proj", "down_proj", "lm_head")) for key in changed)
+    assert not any("vis" in key for key in changed) and len(changed) == 5
+    again = build_model(
+        Model(name_or_path=str(given), lora=lora.model_copy(update={"path": str(tmp_path / "adapter")})),
+        FACTS, seed=1, dtype=torch.float32,
+    )  # fmt: skip
+    assert all(torch.equal(p, policy.named_trained()[n]) for n, p in again.named_trained().items())
+
+
+@pytest.mark.parametrize("kind", tiered(WHOLES, USUAL))
+def test_the_small_text_model_agrees_with_the_whole(kind: str) -> None:
+    config = small_whole(kind).config
+    assert apart(config, [list(range(3, 60)), [5] * 20]) == 0.0
+    text = text_config(config)
+    assert text is not None
+    stages = find_split_points(text)
+    assert isinstance(stages, str) == (kind == "gemma4"), stages
+
+
+def folder_of(folder: Path, kind: str, tied: bool) -> PreTrainedModel:
+    """Several files, of two types, with a tensor that transformers ignores where it ignores one."""
+    whole = small_whole(kind, tied=tied)
+    whole.save_pretrained(folder, max_shard_size="20KB")
+    if kind == "qwen3_5":
+        save_file(MTP, folder / "model-mtp.safetensors")
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        index["weight_map"] |= dict.fromkeys(MTP, "model-mtp.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "preprocessor_config.json").write_text('{"crop": 3}')
+    return whole
+
+
+def saved(policy: Policy, model: Model, folder: Path, precision: str = "bf16") -> Path:
+    """What a run would leave."""
+    files = files_around(model.name_or_path, policy.causal_lm.config)
+    assert files["preprocessor_config.json"] == b'{"crop": 3}'
+    trained = policy.named_trained()
+    fragments = [Fragment(name, "value", 0, p.detach().float().flatten()) for name, p in trained.items()]
+    spec = {"model": model.model_dump(mode="json"), "train": {"precision": precision, "seed": 0}}
+    facts = CheckpointState({"step": 0}, spec, {}, {}, {}, {}, base=fingerprint(str(model.name_or_path)))
+    shapes = {name: tuple(p.shape) for name, p in trained.items()}
+    save(folder, fragments, shapes, facts, Alone(), model_files=files, retention=Checkpoint(keep_last=None))
+    return folder / "checkpoints" / "step-0"
+
+
+def trained(kind: str, given: Path, policy: Policy) -> set[str]:
+    """The names in the files of the text model's parameters, by their values."""
+    values = [p.detach() / 2 for p in policy.causal_lm.parameters()]
+    return {
+        key
+        for key, tensor in tensors_of(given).items()
+        if tensor.dtype == torch.float32
+        and any(v.shape == tensor.shape and torch.equal(v, tensor.bfloat16()) for v in values)
+    }
