@@ -71,18 +71,21 @@ class TensorsAround:
         """`causal_lm`: the text model, on the meta device. Raises MissingInputError where the files are gone,
         CheckpointError where they have changed since training began or have other tensors than the model."""
         model = model_of(checkpoint)
+        name = str(model.name_or_path)
         try:
-            whole, files = around(model, causal_lm), weight_files(str(model.name_or_path))
-            check_same_base(checkpoint, fingerprint(str(model.name_or_path)))
-        except MissingInputError as error:
+            files = weight_files(name)
+            whole = around(model, causal_lm)
+        except (MissingInputError, OSError, ValueError) as error:
             raise MissingInputError(
-                f"{checkpoint.path} is of the text model in {model.name_or_path!r}, and the export needs the "
-                f"other tensors from there: {error}"
+                f"{checkpoint.path} has the text model alone, and an export copies the other tensors from "
+                f"model.name_or_path {name!r}, which cannot be read ({str(error).splitlines()[0]}); put it "
+                "back, then run dsft export."
             ) from None
+        check_same_base(checkpoint, fingerprint(name))
         if whole is None:
             raise CheckpointError(
                 f"{checkpoint.path} is of the text model of a multimodal model, and model.name_or_path "
-                f"{model.name_or_path!r} is now another model; put the model back as it was."
+                f"{name!r} is now another model; put the model back as it was."
             )
         self._values = values
         self._file_of = {key: file for file in map(SafetensorsFile, files) for key in file.keys}

@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    TextStreamer,
+)
 from transformers.utils import logging
 
 from dsft.checkpoint.export import ORIGIN
@@ -27,7 +33,7 @@ from dsft.data.render.template import prepare_messages, template_of
 from dsft.data.rows import BadRowError
 from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DsftError, MissingInputError, printable
-from dsft.model.config import read_config
+from dsft.model.config import config_around, read_config
 from dsft.model.lora_experts import own_names
 from dsft.system.json_file import read_json
 
@@ -89,7 +95,7 @@ class ChatModel:
         return inputs.to(self.model.device)
 
     def _settings(self, size: int) -> GenerationConfig:
-        positions = getattr(self.model.config, "max_position_embeddings", None)
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         room = self.sampling.max_new_tokens if positions is None else positions - size
         if room < 1:
             raise DsftError(
@@ -169,9 +175,10 @@ def load(folder: Path, sampling: Sampling) -> ChatModel:
 
 
 def _load_model(name: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        name, config=read_config(name), dtype="auto", trust_remote_code=False
-    )
+    whole = config_around(name)
+    loader: Any = AutoModelForCausalLM if whole is None else AutoModelForMultimodalLM
+    config = whole or read_config(name)
+    return loader.from_pretrained(name, config=config, dtype="auto", trust_remote_code=False)
 
 
 def _load_with_adapter(folder: Path, num_tokens: int) -> Any:

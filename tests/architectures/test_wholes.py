@@ -3,26 +3,28 @@ builds of them, and written back into the whole, whose other tensors stay as the
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import save_file
-from transformers import AutoModelForMultimodalLM, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedModel
 
 from dsft.checkpoint.around import files_around
 from dsft.checkpoint.export import export_checkpoint
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.engine.api import Fragment
+from dsft.errors import CheckpointError, MissingInputError, SpecError
 from dsft.model.build import build_model, check_trainable
-from dsft.model.config import TokenFacts
+from dsft.model.config import TokenFacts, resolve_config
 from dsft.model.files import fingerprint
 from dsft.model.policy import Policy
 from dsft.model.split_points import find_split_points
 from dsft.model.whole import text_config
-from dsft.model.whole_proof import apart
+from dsft.model.whole_proof import apart, check_text
 from dsft.spec.schema import Checkpoint, Lora, Model
 from tests.architectures.test_folders import Alone, tensors_of
 from tests.architectures.wholes import VOCABULARY, WHOLES, small_whole
@@ -111,6 +113,60 @@ def test_the_small_text_model_agrees_with_the_whole(kind: str) -> None:
     assert text is not None
     stages = find_split_points(text)
     assert isinstance(stages, str) == (kind == "gemma4"), stages
+
+
+def test_new_tokens_go_into_the_whole(tmp_path: Path) -> None:
+    given, out = tmp_path / "given", tmp_path / "out"
+    folder_of(given, "gemma3", tied=True)
+    model = Model(name_or_path=str(given))
+    more = dataclasses.replace(FACTS, vocab_size=VOCABULARY + 3)
+    policy = build_model(model, more, seed=0, dtype=torch.float32)
+    export_checkpoint(saved(policy, model, tmp_path, "fp32"), out)
+    again = AutoModelForMultimodalLM.from_pretrained(out, dtype=torch.float32).eval()
+    ids = torch.tensor([[3, 4, VOCABULARY + 2]])
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=ids).logits, policy.eval().causal_lm(input_ids=ids).logits)
+    assert json.loads((out / "config.json").read_text())["text_config"]["vocab_size"] == VOCABULARY + 3
+
+
+def test_an_export_needs_the_original_files_as_they_were(tmp_path: Path) -> None:
+    given, out = tmp_path / "given", tmp_path / "out"
+    folder_of(given, "gemma3", tied=True)
+    model = Model(name_or_path=str(given))
+    checkpoint = saved(build_model(model, FACTS, 0, torch.float32), model, tmp_path)
+    path = next(
+        path for path in given.glob("*.safetensors") if any("vision" in key for key in load_file(path))
+    )
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-2] + b"??")
+    with pytest.raises(CheckpointError, match="these have changed since"):
+        export_checkpoint(checkpoint, out)
+    path.unlink()
+    with pytest.raises(
+        MissingInputError, match="copies the other tensors from .* put it back, then run dsft export"
+    ):
+        export_checkpoint(checkpoint, out)
+    assert not out.exists()
+    path.write_bytes(whole)
+    export_checkpoint(checkpoint, out)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "mllama",
+            "a mllama model is more than a text model .*, and transformers builds no causal language model",
+        ),
+        ("cohere2_vision", "a cohere2_vision model gives other logits on text alone than its text model"),
+    ],
+)
+def test_a_whole_without_such_a_text_model_is_refused(kind: str, words: str, tmp_path: Path) -> None:
+    config = CONFIG_MAPPING[kind]()
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SpecError, match=words):
+        resolve_config(Model(name_or_path=str(tmp_path)), FACTS)
+        check_text(config)
 
 
 def folder_of(folder: Path, kind: str, tied: bool) -> PreTrainedModel:
