@@ -404,6 +404,8 @@ def _adapted_mixtures(ranks: int) -> Iterator[Case]:
     )
     for mode in ("zero0", "zero1", "zero2", "zero3", "zero3_offload"):
         yield lora(mode, micro_batches="varying", packed=mode in ("zero2", "zero3"))
+    for mode in PIPELINES:
+        yield lora(mode, micro_batches="varying", stages=2)
     yield lora("zero3", micro_batches="one", checkpointing=True, trains="dora")
     for mode in ("zero2", "zero3"):
         yield lora(mode, micro_batches="one", reference="adapter", packed=True, shared=True)

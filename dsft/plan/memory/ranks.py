@@ -304,7 +304,7 @@ def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
     adapter's matrices share their input with the layer's own and add only their rank. Of experts each token
     has top_k copies of these; the result of their activation function is as wide as the narrowest matrix.
     """
-    matrices = [p.shape for p in own if len(p.shape) == 2 and ".lora_" not in p.name]
+    matrices = [p.shape for p in own if len(p.shape) == 2 and p.experts == 1 and ".lora_" not in p.name]
     ranks = [min(p.shape) for p in own if len(p.shape) == 2 and ".lora_" in p.name]
     norms = weight_bytes(spec) < FP32 and any(p.trained and len(p.shape) == 1 for p in own)
     widest = max((shape[0] for shape in matrices), default=0)

@@ -44,6 +44,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4},
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 8},
+    "olmoe": {"num_experts": 4},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 8},
     "deepseek_v3": LATENT | GROUPS,
 }
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -122,6 +124,8 @@ def write_adapter(folder: Path, model: Model, checkpoint: CheckpointReader) -> b
     [
         ("qwen3_moe", ATTENTION),
         ("mixtral", ATTENTION),
+        ("olmoe", ATTENTION),
+        ("gpt_oss", ATTENTION),
         ("qwen2_moe", ATTENTION | MLP | {"shared_expert_gate"}),
         ("deepseek_v3", MLP | {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
     ],

@@ -44,7 +44,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return COUNTED[key]
 
     monkeypatch.setattr("dsft.plan.build.census", census)
-    monkeypatch.setattr("dsft.model.census.check_trainable", lambda _: None)
     yield
 
 
