@@ -24,6 +24,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     method = draft.get("rlhf_type")
     if task is None and method is not None and method not in _METHODS:
         raise refuse("rlhf_type", str(method))
+    if draft.get("task_type") not in (None, "causal_lm"):
+        raise refuse("task_type", str(draft.get("task_type")))
     task = task or ("dpo" if method else "pretrain" if draft.get("use_chat_template") is False else "sft")
     draft.put("task", task, "rlhf_type" if method else "choose another one with --task sft, pretrain or dpo")
     draft.carry("model.name_or_path", "model", note="a name of ModelScope may differ on the Hugging Face hub")

@@ -173,8 +173,8 @@ NEEDLESS: dict[str, tuple[str, ...]] = {
     "dsft prepares and reads rows in its own way; it changes no result": tuple(
         """dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
         dataloader_persistent_workers preprocessing_batch_size preprocessing_num_workers dataset_num_proc
-        dataset_processes dataset_prepared_path tokenized_path buffer_size streaming group_by_length
-        pad_to_sequence_len pad_to_multiple_of lazy_tokenize remove_unused_columns sample_packing_bin_size
+        dataset_processes dataset_prepared_path load_from_cache_file tokenized_path buffer_size streaming
+        group_by_length pad_to_sequence_len pad_to_multiple_of lazy_tokenize remove_unused_columns sample_packing_bin_size
         sample_packing_group_size eval_sample_packing packing_num_proc packing_strategy skip_prepare_dataset
         shuffle_merged_datasets""".split()
     ),

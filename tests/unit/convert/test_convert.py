@@ -346,6 +346,7 @@ def test_deepspeed() -> None:
         ({"stage": "rm", "template": "x", "dataset": "identity"}, "stage: 'rm': dsft does not offer"),
         ({"rl": "kto", "base_model": "a/b", "datasets": []}, "rl: 'kto': dsft does not offer"),
         ({"rlhf_type": "grpo", "model": "a/b", "tuner_type": "lora"}, "rlhf_type: 'grpo'"),
+        ({"model": "a", "dataset": "b.json", "task_type": "seq_cls", "tuner_type": "lora"}, "task_type"),
         ({"stage": "sft", "template": "x", "dataset": "nothing"}, "'nothing' is not in dataset_info"),
         ({"stage": "sft", "template": "x", "dataset": "elsewhere"}, "a hub that dsft does not read"),
         ({"stage": "sft", "template": "x", "dataset": "a", "dataset_dir": "no"}, "it with --dataset-info"),
