@@ -174,9 +174,9 @@ NEEDLESS: dict[str, tuple[str, ...]] = {
         """dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor
         dataloader_persistent_workers preprocessing_batch_size preprocessing_num_workers dataset_num_proc
         dataset_processes dataset_prepared_path load_from_cache_file tokenized_path buffer_size streaming
-        group_by_length pad_to_sequence_len pad_to_multiple_of lazy_tokenize remove_unused_columns sample_packing_bin_size
-        sample_packing_group_size eval_sample_packing packing_num_proc packing_strategy skip_prepare_dataset
-        shuffle_merged_datasets""".split()
+        group_by_length pad_to_sequence_len pad_to_multiple_of lazy_tokenize remove_unused_columns
+        sample_packing_bin_size sample_packing_group_size eval_sample_packing packing_num_proc
+        packing_strategy skip_prepare_dataset shuffle_merged_datasets""".split()
     ),
     "dsft needs no such setting": tuple(
         """overwrite_cache overwrite_output_dir plot_loss logging_first_step logging_strategy logging_dir

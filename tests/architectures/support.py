@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from dsft.errors import SpecError
-from dsft.model.attention import check_can_pack
+from dsft.errors import DsftError, SpecError
+from dsft.model.attention import attend_per_segment
 from dsft.model.build import check_trainable
 from dsft.model.config import DECODERS, TokenFacts, on_meta, resolve_config
+from dsft.model.policy import Policy
 from dsft.plan.load import cluster_findings
 from dsft.spec.findings import Finding
 from dsft.spec.load import refusals
@@ -269,14 +271,27 @@ def architectures_markdown() -> str:
 def _of_kind(kind: str, config: Keys, column: Option, reasons: Reasons) -> str:
     reason = refusal(column, model=config)
     if reason is None and column.title == "packing":
-        try:
-            check_can_pack(_resolved(kind, config), BASE["data"]["max_length"])
-        except SpecError as error:
-            reason = f"`{error.problems[0].where}`: {_short(error.problems[0].message)}"
+        reason = packed_refusal(kind)
     if reason is not None:
         return reasons.number(_without(kind, reason))
     eager = " eager" if column.title == "packing" and architectures.PACKED.get(kind) == "eager" else ""
     return SHOWN + eager if cases_of([column.title], kind) else WORKS
+
+
+def packed_refusal(kind: str) -> str | None:
+    """Return why a run stops at its first packed row, for a kind whose cases are not packed."""
+    if architectures.PACKED.get(kind) != "refused":
+        return None
+    ids = torch.arange(8).view(1, 8)
+    try:
+        model = architectures.small_model(kind)
+        attend_per_segment(model, "auto", BASE["data"]["max_length"])
+        Policy(model)(ids, ids % 4, ids, (4, 4))
+    except SpecError as error:
+        return f"`{error.problems[0].where}`: {_short(error.problems[0].message)}"
+    except DsftError as error:
+        return f"`data.packing`: {_short(str(error))}"
+    return "`data.packing`: packed rows are not exact, as the check at the start of a run finds"
 
 
 def kinds() -> list[str]:
