@@ -293,11 +293,9 @@ async def one_attempt(
             await asyncio.sleep(EVERY)
 
     where = ", ".join(f"{host} {slots}" for host, slots in plan.hosts.items())
-    count = sum(plan.hosts.values())
+    count = counted(sum(plan.hosts.values()), "process")
     by = "" if plan.launcher == "dsft" else f" by {plan.launcher}"
-    running.log(
-        f"launching {settings.spec.name}: {counted(count, 'process')} ({where}){by}; logs: {plan.logs}"
-    )
+    running.log(f"launching {settings.spec.name}: {count} ({where}){by}; logs: {plan.logs}")
     reporting = asyncio.create_task(report())
     try:
         outcome = await running.run()
