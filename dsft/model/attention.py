@@ -89,7 +89,7 @@ def check_can_pack(config: PreTrainedConfig, max_length: int) -> None:
     recurrent = recurrent_layers(kind)
     layers = set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYERS - recurrent
     one_rope = _one_rope_up_to(text)
-    if kind._is_stateful and not recurrent:
+    if kind._is_stateful and "linear_attention" not in recurrent:
         reason = "has recurrent layers, whose state would pass from one packed row to the next"
     elif layers:
         kinds = " and ".join(sorted(layers))

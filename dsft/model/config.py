@@ -45,6 +45,8 @@ DECODERS = (
     "gpt2",
     "gpt_bigcode",
     "hunyuan_v1_dense",
+    "lfm2",
+    "lfm3",
     "nemotron",
     "olmoe",
     "opt",

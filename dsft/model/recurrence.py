@@ -1,5 +1,5 @@
 """Make the recurrent layers of gated-delta models exact over packed rows: each segment begins with an empty
-state (Qwen3-Next, Qwen3.5, Kimi Linear and their kin).
+state (Qwen3-Next, Qwen3.5, Kimi Linear and their kin); and the layers of LFM2, which are a convolution alone.
 
 Such a layer mixes tokens in two functions of transformers only: a causal convolution, and a gated delta
 rule in chunks. All else in it acts on each token by itself. So only these two are computed per segment, by
@@ -76,11 +76,12 @@ def segment_rows(
 
 
 def recurrent_layers(kind: type[PreTrainedModel]) -> frozenset[str]:
-    """Return the types of recurrent layers of a model's class that can be packed."""
+    """Return the types of a model's layers, other than attention, that can be packed: those that mix tokens
+    in the functions above, as the code of its modules says."""
     classes = [one for one in vars(sys.modules[kind.__module__]).values() if isinstance(one, type)]
-    if any(_mixers(one) & RECURRENCES for one in classes if issubclass(one, nn.Module)):
-        return frozenset({"linear_attention"})
-    return frozenset()
+    mixers = [_mixers(one) for one in classes if issubclass(one, nn.Module)]
+    recurrent = {"linear_attention"} if any(found & RECURRENCES for found in mixers) else set()
+    return frozenset(recurrent | ({"conv"} if {CONVOLUTION} in mixers else set()))
 
 
 def mix_per_segment(causal_lm: PreTrainedModel) -> bool:

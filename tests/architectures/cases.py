@@ -125,6 +125,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "internlm3": {},
     "iquestcoder": {},
     "jais2": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
     "llama": {},
     "minicpm3": LATENT,
     "ministral": ALTERNATING,

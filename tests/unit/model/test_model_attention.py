@@ -388,11 +388,7 @@ LONGROPE = {
         ("mamba", {}, "recurrent layers"),
         ("bloom", {"n_head": 4}, "takes no position_ids"),
         ("gptj", {"rotary_dim": 4}, "computes its attention itself"),
-        (
-            "lfm2",
-            {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
-            "layers of type conv",
-        ),
+        ("llama4_text", {}, "layers of type chunked_attention"),
         ("phi3", {}, "would rotate all packed rows as the longest one where that has over 32 tokens"),
     ],
 )

@@ -69,10 +69,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {},
     "qwen3_next": {},
     "olmo_hybrid": {},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "kimi_linear": LATENT,
     "bailing_hybrid": LATENT,
 }
-USUAL = ("qwen3_5_text", "qwen3_next", "kimi_linear")
+USUAL = ("qwen3_5_text", "qwen3_next", "kimi_linear", "lfm2")
 """The others have the layers of one of these."""
 
 
@@ -314,7 +315,7 @@ def test_packed_rows_are_not_compiled() -> None:
 )
 def test_other_recurrences_are_refused(kind: str) -> None:
     config = CONFIG_MAPPING[kind]()
-    assert recurrent_layers(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]) == frozenset()
+    assert "linear_attention" not in recurrent_layers(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     with pytest.raises(SpecError, match=f"data.packing: a {kind} model cannot be packed: .*recurrent layers"):
         check_can_pack(config, 64)
 
