@@ -18,12 +18,13 @@ from dsft.checkpoint.export import export_checkpoint
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, MissingInputError, SpecError
+from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, check_trainable
-from dsft.model.config import TokenFacts, resolve_config
+from dsft.model.config import TokenFacts, on_meta, resolve_config
 from dsft.model.files import fingerprint
 from dsft.model.policy import Policy
 from dsft.model.split_points import find_split_points
-from dsft.model.whole import text_config
+from dsft.model.whole import text_config, whole_of
 from dsft.model.whole_proof import apart, check_text
 from dsft.spec.schema import Checkpoint, Lora, Model
 from tests.architectures.test_folders import Alone, tensors_of
@@ -66,6 +67,32 @@ def test_the_text_model_is_trained_and_the_rest_stays(kind: str, tmp_path: Path)
     with torch.no_grad():
         own = policy.eval().causal_lm(input_ids=ids).logits
         assert torch.equal(again.eval()(input_ids=ids).logits, own)
+
+
+@pytest.mark.parametrize("kind", tiered(WHOLES, USUAL))
+def test_losses_and_gradients_are_those_of_the_whole(kind: str, tmp_path: Path) -> None:
+    """Of two rows by themselves, in plain PyTorch, and of both packed into one."""
+    whole = folder_of(tmp_path, kind, tied=kind.startswith("gemma"))
+    policy = build_model(Model(name_or_path=str(tmp_path)), FACTS, seed=0, dtype=torch.float32)
+    around = whole_of(whole.config, on_meta(policy.causal_lm.config))
+    attend_per_segment(policy.causal_lm, "auto", 16)
+    lengths = (11, 7)
+    ids = torch.randint(3, VOCABULARY, (1, sum(lengths)))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    targets = torch.cat([row.roll(-1, 1) for row in ids.split(lengths, 1)], 1)
+    logps = policy(ids, positions, targets, lengths).logps
+    logits = torch.cat([whole(input_ids=row).logits for row in ids.split(lengths, 1)], 1)
+    expected = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    torch.testing.assert_close(logps, expected, rtol=0, atol=2e-6)
+    for one in (logps, expected):
+        one.sum().backward()
+    gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    found = {around.name(name): p.grad for name, p in policy.named_trained().items()}
+    assert found.keys() == gradients.keys()
+    rounding = 1e-4 if kind == "gemma4" else 2e-6  # docs/models.md has that of gemma4_text
+    allowed = rounding * max(float(gradient.abs().max()) for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=allowed, msg=name)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
