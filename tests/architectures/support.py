@@ -21,6 +21,7 @@ from dsft.model.attention import attend_per_segment
 from dsft.model.build import check_trainable
 from dsft.model.config import DECODERS, TokenFacts, on_meta, resolve_config
 from dsft.model.policy import Policy
+from dsft.model.whole import text_config, whole_of
 from dsft.plan.load import cluster_findings
 from dsft.spec.findings import Finding
 from dsft.spec.load import refusals
@@ -28,6 +29,7 @@ from dsft.spec.schema import Model, Spec
 from dsft.spec.task import TASKS
 from tests.architectures import cases as architectures
 from tests.architectures.test_architectures import MODES
+from tests.architectures.wholes import WHOLES
 from tests.parity.cases import SHAPES, Case, all_cases
 from tests.parity.test_state import SWAPPED
 
@@ -276,6 +278,22 @@ def _of_kind(kind: str, config: Keys, column: Option, reasons: Reasons) -> str:
         return reasons.number(_without(kind, reason))
     eager = " eager" if column.title == "packing" and architectures.PACKED.get(kind) == "eager" else ""
     return SHOWN + eager if cases_of([column.title], kind) else WORKS
+
+
+def wholes_markdown() -> str:
+    """The text models inside the multimodal models that tests/architectures/test_wholes.py trains."""
+    lines = ["| multimodal model type | text model | |", "|---|---|---|"]
+    for kind, keys in sorted(WHOLES.items()):
+        whole = CONFIG_MAPPING[kind](**keys)
+        text = text_config(whole)
+        assert text is not None, f"{kind} has no text model inside"
+        try:
+            whole_of(whole, on_meta(text))
+            cell = SHOWN
+        except SpecError as error:
+            cell = _short(error.problems[0].message)
+        lines.append(f"| {kind} | {text.model_type} | {cell} |")
+    return "\n".join(lines)
 
 
 def packed_refusal(kind: str) -> str | None:

@@ -16,6 +16,7 @@ from tests.unit.spec.test_docs import check_block
         ("tasks", support.tasks_markdown),
         ("options", support.options_markdown),
         ("architectures", support.architectures_markdown),
+        ("wholes", support.wholes_markdown),
     ],
 )
 def test_the_table_follows_from_validators_and_cases(name: str, make: Callable[[], str]) -> None:
