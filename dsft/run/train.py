@@ -62,9 +62,8 @@ def train(
     probe_memory(engine, with_zeros(largest[0]), largest[1] and with_zeros(largest[1]), memory.meter)
     memory.enter("load")
     log(bring_to(built.engine, start, progress, world, folder))
-    for line in resume_warnings(job, start, progress, len(inputs.train), last_step):
-        log(line)
-    for line in prove(job, inputs, world, built, fresh=start is None):
+    warnings = resume_warnings(job, start, progress, len(inputs.train), last_step)
+    for line in (*warnings, *prove(job, inputs, world, built, fresh=start is None)):
         log(line)
 
     report = open_report(job, resolved.config, inputs.loaded, world, last_step, progress.step)
