@@ -59,7 +59,8 @@ ELSEWHERE: Mapping[str, tuple[str, str, str]] = {
     r"sbatch ": ("Slurm", "tests/lab/test_scripts.py", "sbatch"),
     r"ssh|vllm ": ("several hosts", "tests/lab/hosts.py", "ssh"),
     r"scripts/gpu": ("a GPU", "tests/standin/test_gpu_rehearsal.py", "gpu"),
-    r"(sudo )?scripts/(lab|quickstart|test)|pip |PIP_": ("a network", ".ci/run", "SCRIPTS/test"),
+    r"scripts/quickstart": ("a network", "tests/integration/test_pinned_losses.py", "quickstart.yaml"),
+    r"(sudo )?scripts/(lab|test)|pip |PIP_": ("a network", ".ci/run", "SCRIPTS/test"),
 }
 """Pattern of a command -> what it needs, and a file in which its like is run, with a word of it."""
 
