@@ -77,12 +77,15 @@ class StepResult:
     grad_norm   2-norm of the averaged, unscaled gradient before clipping; may be a device scalar
     applied     False where that norm was not finite
     loss_scale  the step's loss scale, in fp16 alone
+    experts     of a mixture of experts, this rank's share of the step's `Routing.pop`, (layers, experts + 1)
+                float64 on the device
     """
 
     sums: Tensor
     grad_norm: float | Tensor
     applied: bool
     loss_scale: LossScale | None = None
+    experts: Tensor | None = None
 
 
 class Scorer(Protocol):

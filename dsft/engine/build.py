@@ -10,7 +10,6 @@ from dsft.engine.optimizer import check_groups
 from dsft.engine.pipeline import PipelineEngine
 from dsft.engine.world import World
 from dsft.engine.zero import ZeroEngine
-from dsft.errors import Problem, SpecError
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
@@ -21,15 +20,8 @@ def build_engine(
 ) -> Engine:
     """Build the engine. A collective. `policy` is the stage `world.stage` of `world.layout.pipeline_stages`.
 
-    Raises SpecError where its parameter groups cannot be stepped, and in a pipeline where the objective reads
-    an extra.
+    Raises SpecError where its parameter groups cannot be stepped.
     """
-    if objective.extras and world.layout.pipeline_stages > 1:
-        message = (
-            f"the objective needs {', '.join(objective.extras)} from the model, and the stages of a pipeline "
-            "do not pass it on; set it to 1"
-        )
-        raise SpecError("The objective cannot be computed.", [Problem("parallel.pipeline_stages", message)])
     check_groups(policy.named_trained(), spec, world)
     policy.set_loss(objective.uniform, objective.label_smoothing)
     kind = PipelineEngine if world.layout.pipeline_stages > 1 else ZeroEngine

@@ -10,7 +10,7 @@ import copy
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine import state
-from dsft.engine.api import Fragment, LossScale, ReadRange, StepResult
+from dsft.engine.api import Fragment, LossScale, ReadRange, ScoreOutput, StepResult
 from dsft.engine.gradients import Scaler, StepClip, install_norms, install_scaler
 from dsft.engine.optimizer import RATE, build_optimizer
 from dsft.engine.partition import Snapshot, full_shape
@@ -30,6 +30,7 @@ from dsft.engine.replicas import replicated
 from dsft.engine.world import World
 from dsft.errors import WorldError
 from dsft.model.policy import Policy
+from dsft.model.routing import StepLoss
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
 from dsft.spec.usual import NEEDS_AMPERE
@@ -77,6 +78,7 @@ class TrainingEngine(ABC):
         """Set up all but DeepSpeed, which a subclass starts with `_initialize`."""
         self._world, self._objective = world, objective
         self._causal_lm, self._trained = policy.causal_lm, policy.named_trained()
+        self._routing = policy.routing
         self._shapes = {name: full_shape(p) for name, p in self._trained.items()}
 
     def _initialize(self, module: nn.Module, spec: Spec, config: Mapping[str, Any]) -> None:
@@ -87,6 +89,37 @@ class TrainingEngine(ABC):
     def step(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
     ) -> StepResult: ...
+
+    @abstractmethod
+    def score(
+        self, micro_batches: Sequence[MicroBatch], output: ScoreOutput = ..., *, training: bool = ...
+    ) -> tuple[Tensor, ...]: ...
+
+    def _routed(
+        self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int]
+    ) -> AbstractContextManager[None]:
+        """Return a context for the passes of a step, which counts the tokens of experts and adds the balance
+        loss. For global_batch first count the whole step's tokens, by a forward pass without gradients that
+        draws the same random numbers. A collective."""
+        routing = self._routing
+        if routing is None:
+            return nullcontext()
+        experts = routing.experts
+        if experts.balance == "none" or experts.balance_weight is None:
+            return routing.training(None)
+        frequencies, device, sequences = None, self._world.device, counts["sequences"]
+        if experts.balance == "global_batch":
+            devices = [] if device.type == "cpu" else [device]
+            with torch.random.fork_rng(devices), routing.counting():
+                self.score(micro_batches, training=True)
+            frequencies = self._world.sum(routing.pop(device))
+        scaler, kind = self._deepspeed.scaler, experts.balance
+        scale = experts.balance_weight * self._world.layout.shards * (scaler.loss_scale if scaler else 1.0)
+        return routing.training(StepLoss(kind, scale if sequences else 0.0, sequences, frequencies))
+
+    def _popped(self) -> Tensor | None:
+        """Return what `_routed` has counted."""
+        return None if self._routing is None else self._routing.pop(self._world.device)
 
     def snapshot(self, parameters: Iterable[nn.Parameter]) -> Snapshot:
         return Snapshot(self._engine, parameters)
@@ -111,7 +144,7 @@ class TrainingEngine(ABC):
 
     def _rehearse(self, micro_batch: MicroBatch, number: int) -> None:
         """Make one step on `number` copies of `micro_batch`, which leaves the engine as it was."""
-        nothing = {term.count: 0 for term in self._objective.terms}  # so every scale is 0
+        nothing = {name: 0 for name in ("sequences", *(term.count for term in self._objective.terms))}
         rehearse(self._engine, lambda: self.step([micro_batch] * number, nothing, 0.0), self._world.device)
 
     def _zeros(self) -> Tensor:

@@ -48,8 +48,9 @@ class PipelineEngine(TrainingEngine):
         # DeepSpeed takes the mean over micro-batches and the ranks of a stage; only this line undoes it.
         scales = torch.tensor(self._objective.scales(counts), dtype=torch.float64)
         self._scales = to_device(scales * (number * shards), self._world.device)
-        self._engine.train_batch(self._feed(micro_batches))
-        return StepResult(self._total, *self._deepspeed.outcome())
+        with self._routed(micro_batches, counts):
+            self._engine.train_batch(self._feed(micro_batches))
+        return StepResult(self._total, *self._deepspeed.outcome(), experts=self._popped())
 
     def rehearse(self, micro_batch: MicroBatch) -> None:
         """Rehearse with as many micro-batches as the first stage has in flight at once, or with those of a
@@ -100,7 +101,7 @@ class PipelineEngine(TrainingEngine):
         if self._record is not None:
             self._record(scored.logps.detach(), micro_batch)
             return scored.logps.new_zeros(())
-        sums = self._objective.term_sums(*scored, micro_batch)
+        sums = self._objective.term_sums(scored.logps, micro_batch)
         self._total += sums.detach()
         return sums.dot(self._scales)
 

@@ -32,18 +32,19 @@ class ZeroEngine(TrainingEngine):
     ) -> StepResult:
         """Run forward and backward on each of the micro-batches, then one optimizer step."""
         self._deepspeed.set_learning_rate(learning_rate)
-        self._engine.train()
         total = self._zeros()
         # DeepSpeed takes the mean over the ranks; only this line undoes it.
         scales = torch.tensor(self._objective.scales(counts), dtype=torch.float64)
         scales = to_device(scales * self._world.layout.shards, self._world.device)
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
-            sums = self._sums(micro_batch)
-            self._engine.backward(sums.dot(scales), scale_wrt_gas=False)
-            total += sums.detach()
+        with self._routed(micro_batches, counts):
+            self._engine.train()
+            for number, micro_batch in enumerate(micro_batches, start=1):
+                self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
+                sums = self._sums(micro_batch)
+                self._engine.backward(sums.dot(scales), scale_wrt_gas=False)
+                total += sums.detach()
         self._engine.step()
-        return StepResult(total, *self._deepspeed.outcome())
+        return StepResult(total, *self._deepspeed.outcome(), experts=self._popped())
 
     def rehearse(self, micro_batch: MicroBatch) -> None:
         """Rehearse with two copies in one step, where steps have several micro-batches: the second has the
@@ -73,7 +74,7 @@ class ZeroEngine(TrainingEngine):
     def _sums(self, micro_batch: MicroBatch) -> Tensor:
         """Return (n_terms,) float64, differentiable."""
         batch = micro_batch.to(self._world.device)
-        return self._objective.term_sums(*self._scored(batch), batch)
+        return self._objective.term_sums(self._scored(batch).logps, batch)
 
     def _scored(self, batch: MicroBatch) -> PolicyOutput:
         scored: PolicyOutput = self._engine(batch.input_ids, *forward_arguments(batch))

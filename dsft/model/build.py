@@ -26,6 +26,7 @@ from dsft.model.kernels import use_liger
 from dsft.model.lora import check_saved, fill_adapted, inject, with_adapters
 from dsft.model.policy import Policy
 from dsft.model.read import ReadWeights, read_whole
+from dsft.model.routing import freeze_routers, routing_of
 from dsft.model.split_points import check_cut
 from dsft.model.stage import cut_to_stage
 from dsft.model.vocabulary import ExtendedReader, NewRows
@@ -70,6 +71,7 @@ def build_model(
         on_gpu = torch.cuda.is_available()  # else activations are in the host's memory already
         offload = model.activation_offload and on_gpu
         checkpoint_activations(causal_lm, offload)
+    routing = routing_of(causal_lm, model.experts)
     choose_trained(causal_lm, model, whole)  # before the cut: patterns and names are the whole model's
     if split_points is not None:
         cut_to_stage(causal_lm, split_points, stage, cut)
@@ -77,7 +79,9 @@ def build_model(
         use_liger(causal_lm)
     if model.compile:
         compile_layers(causal_lm)
-    policy = Policy(causal_lm, is_first=stage == 0, is_last=stage == cut.stages - 1)
+    routing = None if model.compile else routing  # which would compile its hooks
+    is_last = stage == cut.stages - 1
+    policy = Policy(causal_lm, is_first=stage == 0, is_last=is_last, routing=routing)
     if model.lora is not None:
         names = whole.name if whole else str
         adapters = with_adapters(causal_lm, model.lora, seed, dtype, sharding, names)
@@ -109,7 +113,7 @@ def around(model: Model, causal_lm: PreTrainedModel) -> Whole | None:
 
 def has_frozen(model: Model) -> bool:
     """Whether only a part of the parameters, or adapters, are trained."""
-    return model.lora is not None or model.trainable is not None
+    return model.lora is not None or model.trainable is not None or model.experts.freeze_router
 
 
 def choose_trained(causal_lm: PreTrainedModel, model: Model, whole: Whole | None = None) -> None:
@@ -120,6 +124,8 @@ def choose_trained(causal_lm: PreTrainedModel, model: Model, whole: Whole | None
         check_saved(causal_lm, model.lora, whole.name if whole else str)
     elif model.trainable is not None:
         train_only(causal_lm, model.trainable)
+    if model.experts.freeze_router:
+        freeze_routers(causal_lm)
 
 
 def check_trainable(causal_lm: PreTrainedModel) -> None:

@@ -19,28 +19,36 @@ from dsft.data.steps.batch import Borders, MicroBatch
 from dsft.model.attention import LONGEST, packed_keywords, recurrent_keywords
 from dsft.model.head import install_head, plain_logps
 from dsft.model.names import plain_name
+from dsft.model.routing import Routing
 from dsft.model.stage import StageInput, StageOutput
 
 
 class PolicyOutput(NamedTuple):
-    """What a policy returns for a micro-batch. A named tuple with a dictionary, since DeepSpeed's ZeRO 3
-    looks for tensors in these.
+    """What a policy returns for a micro-batch. A named tuple, since DeepSpeed's ZeRO 3 looks for tensors in
+    tuples.
 
     logps   (B, T) float32: the log-probability of each target, 0 where there is none
-    extras  what else the model computes and a `Term` of the objective may name, such as a router's loss;
-            empty for all models so far
     """
 
     logps: Tensor
-    extras: dict[str, Tensor]
 
 
 class Policy(nn.Module):
     """A causal language model, or one stage of it, with the signature that the engines call."""
 
-    def __init__(self, causal_lm: PreTrainedModel, is_first: bool = True, is_last: bool = True) -> None:
+    def __init__(
+        self,
+        causal_lm: PreTrainedModel,
+        is_first: bool = True,
+        is_last: bool = True,
+        routing: Routing | None = None,
+    ) -> None:
+        """routing: of the whole model, where that is a mixture of experts."""
         super().__init__()
         self.causal_lm = causal_lm
+        self.routing = routing
+        if routing is not None:
+            routing.watch(causal_lm)
         self.is_first = is_first
         self.is_last = is_last
         head = install_head(causal_lm) if is_last else None
@@ -73,14 +81,18 @@ class Policy(nn.Module):
         num_targets: int | None = None,
         starts: tuple[int, ...] | None = None,
         borders: Borders | None = None,
+        is_padding: Tensor | None = None,
     ) -> PolicyOutput | Tensor:
         """Return the targets' log-probabilities; before the last stage hidden states (B, T, hidden) for the
         next one.
 
         inputs: (B, T) int64 token ids, or (B, T, hidden) from the previous stage; position_ids and targets
         (B, T) int64; lengths, starts, borders: of a packed row's segments, as in MicroBatch; noise_scale (B,
-        T): of the first stage's embeddings in training; num_targets: their number, where it is known.
+        T): of the first stage's embeddings in training; num_targets: their number, where it is known;
+        is_padding (B, T) bool; None: there is no padding.
         """
+        if self.routing is not None:
+            self.routing.begin(position_ids.shape, borders, is_padding)
         given: dict[str, Any] = {"input_ids": inputs}
         if self._entry:
             self._entry[0].received = inputs
@@ -93,11 +105,11 @@ class Policy(nn.Module):
             output = (self.causal_lm if self.full_logits else self.causal_lm.base_model)(**given)
         if self.full_logits:
             smoothing = self._label_smoothing if self.training else 0.0
-            return PolicyOutput(target_logps(output.logits, targets, smoothing), {})
+            return PolicyOutput(target_logps(output.logits, targets, smoothing))
         if self._exit:
             return self._exit[0].pop()
         hidden: Tensor = output.last_hidden_state
-        return PolicyOutput(self.causal_lm.get_output_embeddings()(hidden, targets, num_targets), {})
+        return PolicyOutput(self.causal_lm.get_output_embeddings()(hidden, targets, num_targets))
 
     def named_trained(self) -> dict[str, nn.Parameter]:
         """Return trained parameters by Hugging Face name; a tied one once, by the name of the input
@@ -110,7 +122,7 @@ def forward_arguments(batch: MicroBatch, noisy: bool = True) -> tuple[Any, ...]:
     `noisy`."""
     noise_scale = batch.noise_scale if noisy else None
     placed = (batch.position_ids, batch.targets, batch.lengths)
-    return (*placed, noise_scale, batch.num_targets, batch.starts, batch.borders)
+    return (*placed, noise_scale, batch.num_targets, batch.starts, batch.borders, batch.is_padding)
 
 
 @contextmanager

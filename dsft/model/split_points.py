@@ -231,7 +231,7 @@ def _scored(stages: list[Policy], rows: tuple[tuple[int, ...], ...]) -> Tensor:
     carried = ids
     for stage in stages:
         carried = stage(carried, positions, ids.roll(-1, 1))
-    logps, _ = carried
+    (logps,) = carried
     weights = torch.linspace(1.0, 2.0, logps.numel()).view_as(logps)  # a plain sum could hide an exchange
     (logps * weights).sum().backward()
     return logps.detach()

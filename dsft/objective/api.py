@@ -26,14 +26,11 @@ class Term:
     count   name of the global count that the sum is divided by, e.g. "tokens"
     weight  its weight in the loss; with 0 the term is a metric alone
     metric  the name under which sum ÷ count is reported
-    extra   name of an extra that the policy returns beside the log-probabilities, whose elements are added
-            up; None: the sum is one of `Objective.sums`
     """
 
     count: str
     weight: float = 1.0
     metric: str | None = None
-    extra: str | None = None
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,7 @@ class Objective:
     """What is minimized, and what is reported beside it.
 
     sums              maps target log-probabilities (B, T) and their micro-batch to one differentiable float64
-                      scalar per term without an extra, in the order of `terms`; detached where the weight
-                      is 0
+                      scalar per term, in the order of `terms`; detached where the weight is 0
     uniform           the gradient of the sums by a target's log-probability is the same for all targets of a
                       micro-batch, which spares the head a computation
     label_smoothing   probability mass that the head moves from each target to all tokens alike, in training:
@@ -59,18 +55,9 @@ class Objective:
     of_answers: Callable[[Tensor, Pairs], tuple[Tensor, ...]] | None = None
     needs_reference: bool = False
 
-    @property
-    def extras(self) -> tuple[str, ...]:
-        """Names of the extras that the terms read."""
-        return tuple(term.extra for term in self.terms if term.extra is not None)
-
-    def term_sums(self, logps: Tensor, extras: Mapping[str, Tensor], micro_batch: MicroBatch) -> Tensor:
-        """Return (n_terms,) float64, differentiable, from what the policy returns for a micro-batch. Raises
-        ValueError for an extra that it does not return."""
-        of_logps = iter(self.sums(logps, micro_batch))
-        return torch.stack(
-            [next(of_logps) if term.extra is None else _extra_sum(term.extra, extras) for term in self.terms]
-        )
+    def term_sums(self, logps: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Return (n_terms,) float64, differentiable, from what the policy returns for a micro-batch."""
+        return torch.stack(self.sums(logps, micro_batch))
 
     def scales(self, counts: Mapping[str, int]) -> tuple[float, ...]:
         """Return weight ÷ global count, per term; 0 for a count of 0, which has only zero sums."""
@@ -83,13 +70,6 @@ class Objective:
             for t, total in zip(self.terms, sums, strict=True)
             if t.metric is not None
         }
-
-
-def _extra_sum(name: str, extras: Mapping[str, Tensor]) -> Tensor:
-    if name not in extras:
-        found = ", ".join(extras) or "none"
-        raise ValueError(f"a term reads the policy's extra {name!r}, and the policy returns {found}")
-    return extras[name].double().sum()
 
 
 def evaluation_record(

@@ -101,8 +101,8 @@ def cost(
 
 
 def _flops(census: Census, spec: Spec) -> float:
-    """Return FLOPs per token: of the model, of recomputation, and of a reference's forward passes; a
-    precomputed reference scores each pair once per run."""
+    """Return FLOPs per token: of the model, of recomputation, of the pass that counts the tokens of experts,
+    and of a reference's forward passes; a precomputed reference scores each pair once per run."""
     length = spec.data.max_length
     needed = work(census, hidden_size(census))
     whole = sum(p.active for p in census.parameters if not p.embedding or p.aliases)
@@ -111,6 +111,8 @@ def _flops(census: Census, spec: Spec) -> float:
     found = needed.per_token + needed.per_square * length
     if spec.model.gradient_checkpointing:
         found += 2 * layers + attention
+    if spec.model.experts.balance == "global_batch":
+        found += 2 * whole + attention
     if needs_reference(spec):
         once = dpo_of(spec).reference == "precomputed"
         found += (2 * whole + attention) / (max(1.0, spec.train.num_train_epochs) if once else 1)

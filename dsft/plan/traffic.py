@@ -169,13 +169,15 @@ def _gradients(step: _Step) -> Iterator[Flow]:
 
 def _parameters(step: _Step) -> Iterator[Flow]:
     """Yield the gathering of parameters: of the updated ones once per step at ZeRO 1 and 2, for each forward
-    and backward at ZeRO 3."""
+    and backward at ZeRO 3, and there for the pass that counts the tokens of experts."""
     zero = step.spec.parallel.zero_stage
     width = weight_bytes(step.spec)
     if zero in (1, 2):
         yield from step.ring("updated parameters", 1, step.trained, width)
     elif zero == 3:
         yield from step.ring("parameters for use", step.micro_batches, _gathered(step), width)
+        if step.spec.model.experts.balance == "global_batch":
+            yield from step.ring("parameters to count tokens", step.micro_batches, step.sharded, width)
 
 
 def _gathered(step: _Step) -> int:
@@ -200,12 +202,14 @@ def _reference(step: _Step) -> Iterator[Flow]:
 
 
 def _pipeline(step: _Step) -> Iterator[Flow]:
-    """Yield the traffic between stages: hidden states to the next stage, their gradient to the previous one,
-    and the gradient of a tied embedding, all-reduced over all ranks of the first and the last stage
-    (engine/pipeline.py)."""
+    """Yield the traffic between stages: hidden states to the next stage, twice where a first pass counts the
+    tokens of experts; their gradient to the previous one; and the gradient of a tied embedding, all-reduced
+    over all ranks of the first and the last stage (engine/pipeline.py)."""
     last, times = step.layout.pipeline_stages - 1, step.micro_batches
     if step.stage < last:
-        yield Flow("hidden states", _link_between(step, step.stage + 1), times, step.hidden_bytes)
+        passes = 2 if step.spec.model.experts.balance == "global_batch" else 1
+        link = _link_between(step, step.stage + 1)
+        yield Flow("hidden states", link, passes * times, step.hidden_bytes)
     if step.stage > 0:
         yield Flow("their gradients", _link_between(step, step.stage - 1), times, step.hidden_bytes)
     if last > 0 and step.stage in (0, last):

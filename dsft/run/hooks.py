@@ -70,6 +70,7 @@ class Hooks(Run):
 
     def __post_init__(self) -> None:
         self.evaluates = self.evaluation is not None
+        self.routing = self.built.policy.routing
 
     def evaluate(self, step: int) -> Record:
         assert self.evaluation is not None, "something is held out"

@@ -24,7 +24,9 @@ from dsft.engine.api import Engine, StepResult
 from dsft.engine.replicas import Replicas
 from dsft.engine.world import World
 from dsft.errors import NonFiniteError, StoppedError
+from dsft.model.routing import Routing
 from dsft.objective.api import Objective, means
+from dsft.report.experts import expert_record
 from dsft.report.hosts import HostWatch
 
 Record = dict[str, float]
@@ -92,9 +94,11 @@ class Schedule:
 
 class Run:
     """What the loop needs besides the engine. By default nothing is evaluated, watched or saved; a real run's
-    methods are in `dsft.run.hooks`. evaluates: whether rows are held out."""
+    methods are in `dsft.run.hooks`. evaluates: whether rows are held out; routing: of a mixture of
+    experts."""
 
     evaluates = False
+    routing: Routing | None = None
     watch: HostWatch | None = None
     replicas: Replicas | None = None
 
@@ -147,6 +151,7 @@ class Window:
 
     last: tuple[StepResult, float] | None = None
     sums: Tensor | None = None
+    experts: Tensor | None = None
     counts: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
     squared: int = 0
@@ -159,6 +164,8 @@ class Window:
     def add(self, batch: GlobalStep, result: StepResult, learning_rate: float, waited: float) -> None:
         self.last = result, learning_rate
         self.sums = result.sums if self.sums is None else self.sums + result.sums
+        if result.experts is not None:
+            self.experts = result.experts if self.experts is None else self.experts + result.experts
         self.counts.update(batch.counts)
         self.num_tokens += batch.num_tokens
         self.squared += batch.squared
@@ -337,6 +344,7 @@ def training_record(
         window.sums,
         watch.mine(window.steps, window.began, window.data_wait, window.computed) if watch else none,
         replicas.mine(progress.step, saves=saves) if replicas else none,
+        none if window.experts is None else window.experts.flatten(),
     )
     summed = to_host(run.world.sum(torch.cat(parts)))
     result, learning_rate = window.last
@@ -345,10 +353,12 @@ def training_record(
     launched = time.perf_counter() if can_wait else None
 
     def read() -> Record:
-        sums, spent, digests = torch.split(summed(), [len(part) for part in parts])
+        sums, spent, digests, experts = torch.split(summed(), [len(part) for part in parts])
         if replicas:
             replicas.check(digests, progress.step)
         figures = means(objective, sums, window.counts, "train") | (watch.record(spent) if watch else {})
+        if run.routing is not None and len(experts):
+            figures |= expert_record(run.routing, experts, window.steps)
         seconds = (launched or time.perf_counter()) - window.began
         tokens_per_second = window.num_tokens / seconds
         mfu = run.mfu(window.num_tokens, window.squared, seconds)

@@ -30,6 +30,8 @@ _OTHER_NAMES = {
     "model.lora.path": "lora_model_dir adapter_name_or_path",
     "model.lora.modules_to_save": "additional_target",
     "model.trainable": "freeze_trainable_modules freeze_trainable_layers unfrozen_parameters",
+    "model.experts.balance_weight (with model.experts.balance)": "router_aux_loss_coef aux_loss_coef "
+    "moe_aux_loss_coef moe_aux_loss_coeff output_router_logits",
     "model.compile": "torch_compile",
     "model.kernels: liger": "use_liger_kernel use_liger enable_liger_kernel liger_kernel "
     "liger_rope liger_rms_norm liger_glu_activation",

@@ -28,6 +28,9 @@ stages of each with the whole model."""
 PIPELINE_PARTS = frozenset({"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"})
 """Text models of multimodal ones that can be cut; tests/architectures/test_wholes.py finds where."""
 
+MIXTURES = frozenset("deepseek_v3 glm4_moe gpt_oss mixtral olmoe qwen2_moe qwen3_moe".split())
+"""Those of PIPELINE_MODEL_TYPES that are mixtures of experts, whatever their config says."""
+
 PER_LAYER_INPUTS = ("gemma3n_text", "gemma4_text")
 
 
@@ -79,6 +82,22 @@ def model_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
         yield value_finding(spec, "data.max_length", message, *MODEL)
     if spec.parallel.pipeline_stages > 1:
         yield from _pipeline_findings(spec, config)
+    yield from _expert_findings(spec, config)
+
+
+def _expert_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check that the model has the experts that the spec means, as far as its config shows it."""
+    kind, experts = config.get("model_type"), spec.model.experts
+    if (spec.model.from_config or {}).get("output_router_logits"):
+        message = "output_router_logits asks for transformers' balance loss, which depends on how a step is "
+        message += "divided; leave it out, and set model.experts.balance"
+        yield finding("model.from_config", message)
+    if kind not in PIPELINE_MODEL_TYPES - MIXTURES or any("expert" in key for key in config):
+        return
+    for key, is_set in (("balance", experts.balance != "none"), ("freeze_router", experts.freeze_router)):
+        if is_set:
+            message = f"has no effect, since a {kind} model has no experts; leave it out"
+            yield value_finding(spec, f"model.experts.{key}", message, *MODEL)
 
 
 def _pipeline_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -121,6 +121,23 @@ def _trained(spec: Spec) -> Iterator[Finding]:
         )
 
 
+def _experts(spec: Spec) -> Iterator[Finding]:
+    balance, weight = "model.experts.balance", "model.experts.balance_weight"
+    has_balance, has_weight = value_at(spec, balance) != "none", value_at(spec, weight) is not None
+    if has_balance and not has_weight:
+        message = "needs balance_weight; add it, such as 0.0001 with sequence or 0.001 with global_batch"
+        yield value_finding(spec, balance, message, weight)
+    if has_weight and not has_balance:
+        message = "has no effect with balance none; set that to sequence or global_batch, or leave this out"
+        yield value_finding(spec, weight, message, balance)
+    if has_balance and spec.model.compile:
+        message = "is not supported with model.compile; set it to none, or model.compile to false"
+        yield value_finding(spec, balance, message, "model.compile")
+    if spec.model.experts.freeze_router and spec.model.lora is not None:
+        message = "has no effect with model.lora, which trains no router; leave it out"
+        yield value_finding(spec, "model.experts.freeze_router", message, "model.lora")
+
+
 def _groups(spec: Spec) -> Iterator[Finding]:
     for index, group in enumerate(spec.optim.groups):
         if group.learning_rate is None and group.weight_decay is None:
@@ -328,6 +345,7 @@ def _paths(spec: Spec) -> Iterator[Finding]:
 _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _model,
     _trained,
+    _experts,
     _batch,
     _schedule,
     _batch_scale,

@@ -51,9 +51,9 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
         "weight_quantization",
     ),
     NotOffered(
-        "expert parallelism or other training of mixtures of experts",
-        "train a dense model (docs/models.md)",
-        "expert_parallel expert_model_parallel ep moe aux_loss_coef router_aux_loss router_logits",
+        "expert parallelism",
+        "use parallel.zero_stage: 3, which shards the experts too, or parallel.pipeline_stages",
+        "expert_parallel expert_model_parallel ep",
         in_json="expert_parallel",
     ),
     NotOffered(

@@ -59,6 +59,20 @@ class Lora(Section):
     """Folder of a saved adapter to start from; keys that you leave out are taken from it."""
 
 
+class Experts(Section):
+    """How the routers of a mixture of experts are trained."""
+
+    balance: Literal["none", "sequence", "global_batch"] = "none"
+    """Loss that makes routers use all experts alike. none: no such loss, as transformers trains by default
+    (Qwen3-MoE, Mixtral, OLMoE, …); sequence: within each sequence (DeepSeek-V3's pretraining); global_batch:
+    over the whole step (Qwen3-MoE's pretraining), which takes one more forward pass."""
+    balance_weight: Positive | None = None
+    """Weight of the balance loss, which is 1 per layer where all experts are used alike; such as 0.0001 with
+    sequence (DeepSeek-V3) and 0.001 with global_batch."""
+    freeze_router: bool = False
+    """Train everything but the routers, for any mixture of experts."""
+
+
 class Model(Section):
     """The model to train: pretrained, or newly initialized from a config."""
 
@@ -84,6 +98,8 @@ class Model(Section):
     """Special tokens to add to the tokenizer; their embeddings start as the mean of all others."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights."""
+    experts: Experts = Experts()
+    """How the routers of a mixture of experts are trained."""
     trainable: Strings | None = None
     """Patterns for the names of the parameters to train; by default all are trained."""
     compile: bool = False

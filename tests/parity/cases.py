@@ -61,7 +61,34 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     },
+    "qwen3_moe": {
+        **LLAMA,
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "initializer_range": 0.1,
+    },
+    "deepseek_v3": {
+        **LLAMA,
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 2,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 8,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "initializer_range": 0.1,
+    },
 }
+BALANCE_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)
@@ -95,6 +122,7 @@ class Case:
     shape: str = "llama"  # of SHAPES
     twice: bool = False
     unplanned: bool = False
+    balance: Literal["none", "sequence", "global_batch"] = "none"
 
     @property
     def name(self) -> str:
@@ -116,6 +144,7 @@ class Case:
             self.shape * (self.shape != "llama"),
             "twice" * self.twice,
             "unplanned" * self.unplanned,
+            self.balance * (self.balance != "none"),
         ]
         return "-".join(
             filter(None, [self.mode, f"{self.ranks}ranks", self.optimizer, self.micro_batches, *flags])
@@ -281,6 +310,36 @@ def _cases(ranks: int) -> Iterator[Case]:
         yield from _recurrent(ranks)
     if ranks > 1:
         yield from _pipelines(ranks)
+    yield from _balanced(ranks)
+
+
+def _balanced(ranks: int) -> Iterator[Case]:
+    """Balance losses of mixtures of experts: the same rows on one, two and three ranks and in stages."""
+    softmax = functools.partial(Case, ranks=ranks, shape="qwen3_moe")
+    sigmoid = functools.partial(Case, ranks=ranks, shape="deepseek_v3")
+    if ranks == 4:
+        yield sigmoid(
+            "pipeline_zero1", optimizer="adamw", micro_batches="varying", stages=2, packed=True,
+            checkpointing=True, balance="sequence",
+        )  # fmt: skip
+        return
+    yield softmax("zero2", optimizer="sgd", micro_batches="varying", balance="global_batch")
+    if ranks == 3:
+        pipe = functools.partial(sigmoid, "pipeline_zero1", stages=3, packed=True)
+        yield pipe(optimizer="adamw", micro_batches="varying", balance="sequence")
+    if ranks != 2:
+        return
+    yield sigmoid("zero3", optimizer="adamw", micro_batches="varying", balance="sequence")
+    yield softmax("zero0", optimizer="adamw", micro_batches="four", balance="sequence")
+    yield softmax("zero1", optimizer="sgd", micro_batches="one", balance="global_batch", checkpointing=True)
+    yield sigmoid("zero3", optimizer="sgd", micro_batches="four", balance="global_batch", packed=True)
+    for case in (softmax, sigmoid):
+        pipe = functools.partial(case, "pipeline_zero1", micro_batches="varying", stages=2)
+        yield pipe(optimizer="adamw", balance="global_batch", packed=True)
+        yield pipe(optimizer="sgd", balance="sequence", checkpointing=True)
+    pairs = functools.partial(softmax, optimizer="adamw", micro_batches="four", reference="given")
+    yield pairs("zero2", balance="global_batch", packed=True, shared=True)
+    yield pairs("pipeline_zero1", balance="sequence", stages=2)
 
 
 def _released_faults(ranks: int) -> Iterator[Case]:

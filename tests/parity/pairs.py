@@ -21,7 +21,8 @@ PADDING = 7  # a token like others, to show that padding does not matter
 
 def counts(step: plain.Step[plain.Pair]) -> dict[str, int]:
     pairs = plain.rows_of(step)
-    return {"pairs": len(pairs), "chosen_tokens": plain.count(chosen for chosen, _ in pairs)}
+    chosen_tokens = plain.count(chosen for chosen, _ in pairs)
+    return {"pairs": len(pairs), "chosen_tokens": chosen_tokens, "sequences": 2 * len(pairs)}
 
 
 def numbered(steps: Sequence[plain.Step[plain.Pair]], data_rank: int, form: Form) -> list[list[MicroBatch]]:
@@ -48,16 +49,25 @@ def micro_batch(pairs: Sequence[plain.Pair], first: int, form: Form) -> MicroBat
         length = max(len(ids) for (ids, _), _ in segments)
         shape = (len(segments), length)
         ids, targets = torch.full(shape, PADDING), torch.full(shape, NO_TARGET)
+        is_padding = torch.ones(shape, dtype=torch.bool)
         for number, (row, _) in enumerate(segments):
             ids[number, : len(row[0])], targets[number, : len(row[0])] = tensors(row)
-        return MicroBatch(ids, torch.arange(length).repeat(len(segments), 1), targets, pairs=told)
+            is_padding[number, : len(row[0])] = not pairs
+        positions = torch.arange(length).repeat(len(segments), 1)
+        return MicroBatch(ids, positions, targets, pairs=told, is_padding=is_padding)
     parts = zip(*(tensors(row) for row, _ in segments), strict=True)
     ids, targets = (torch.cat(part)[None] for part in parts)
     starts = tuple(start for _, start in segments)
     lengths = tuple(len(ids) for (ids, _), _ in segments)
     positions = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
     return MicroBatch(
-        ids, positions[None], targets, lengths, starts=starts if form == "shared" else None, pairs=told
+        ids,
+        positions[None],
+        targets,
+        lengths,
+        starts=starts if form == "shared" else None,
+        pairs=told,
+        is_padding=None if pairs else torch.ones_like(ids, dtype=torch.bool),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +82,59 @@ def next_token(smoothing: float = 0.0) -> Losses[Row]:
             yield summed_loss(model, row, smoothing).double() / count(rows_of(step))
 
     return losses
+
+
+class Balanced(Generic[T]):
+    """Another loss, with the gradient of a balance loss of mixtures of experts beside its own. `losses` sends
+    each sequence through the model on its own, in order. `top_k`: experts per token; `is_sigmoid`: how
+    routers score. `found`: the balance loss of the last step, without the weight."""
+
+    def __init__(
+        self, losses: Losses[T], kind: str, weight: float, top_k: int, is_sigmoid: bool, sequences: int = 1
+    ) -> None:
+        """`sequences`: of each row; two of a pair."""
+        self.losses, self.kind, self.weight, self.sequences = losses, kind, weight, sequences
+        self.top_k, self.is_sigmoid, self.found = top_k, is_sigmoid, 0.0
+
+    def __call__(self, model: nn.Module, step: Step[T]) -> Iterator[Tensor]:
+        passes: list[tuple[int, Tensor, Tensor]] = []  # layer, logits and chosen experts of a sequence
+        routers = [m for name, m in model.named_modules() if name.endswith((".gate", ".router"))]
+        hooks = [
+            m.register_forward_hook(lambda m, i, out, n=n: passes.append((n, out[0], out[2])))
+            for n, m in enumerate(routers)
+        ]
+        try:
+            frequency = [torch.zeros(()) for _ in routers]
+            if self.kind == "global_batch":
+                with torch.no_grad():
+                    list(self.losses(model, step))
+                for n in range(len(routers)):
+                    chosen = torch.cat([c for layer, _, c in passes if layer == n])
+                    counted = chosen.flatten().bincount(minlength=passes[0][1].shape[1])
+                    frequency[n] = counted.double() / len(chosen)  # of being chosen; their sum is top_k
+                self.tokens = len(chosen)
+                passes.clear()
+            self.found = 0.0
+            for loss in self.losses(model, step):
+                balance = sum(self.part(frequency[n], logits, step) for n, logits, _ in passes)
+                passes.clear()
+                self.found += float(balance.detach())
+                yield loss + self.weight * (balance - balance.detach())
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def part(self, frequency: Tensor, logits: Tensor, step: Step[T]) -> Tensor:
+        """Of one layer and one sequence."""
+        experts, scores = logits.shape[1], logits.double()
+        scores = scores.sigmoid() if self.is_sigmoid else scores.softmax(-1)
+        scores = scores / scores.sum(-1, keepdim=True)
+        if self.kind == "global_batch":  # https://arxiv.org/abs/2501.11873, N_E Σ f_i p_i, ÷ top_k
+            return experts / self.top_k * (frequency * scores.sum(0)).sum() / self.tokens
+        # https://arxiv.org/abs/2412.19437, 17 to 20
+        in_top = torch.zeros_like(scores).scatter(1, scores.topk(self.top_k, -1).indices, 1.0)
+        f = experts / (self.top_k * len(scores)) * in_top.sum(0)
+        return (f * scores.mean(0)).sum() / (self.sequences * len(rows_of(step)))
 
 
 def summed_logps(model: nn.Module, row: Row) -> Tensor:

@@ -17,6 +17,7 @@ change       ‖final weights − plain‖ ÷ ‖final weights − first weights
 evaluation   |held-out loss after training − plain|, absolute
 copies       of a tied parameter on two pipeline stages: |difference| ÷ the tensor's largest |element|
 metrics      of pairs: |reported − plain| ÷ max(1, |plain|), at the engine's weights of that step
+balance      |balance loss − plain| ÷ plain, over the steps
 gathers      of the head's weight by ZeRO 3, the most in forward or backward, per micro-batch: |number − 1|
 """
 
@@ -78,7 +79,7 @@ from dsft.run.loop import Record
 from dsft.spec.schema import Spec
 from tests.examples import dataset_of
 from tests.parity import pairs, plain
-from tests.parity.cases import ACCUMULATION, CHUNK_ROWS, FAULTY_STEP, SHAPES, Case, cases
+from tests.parity.cases import ACCUMULATION, BALANCE_WEIGHT, CHUNK_ROWS, FAULTY_STEP, SHAPES, Case, cases
 from tests.process_groups import own_groups
 
 VOCABULARY, SEED = 128, 11
@@ -196,7 +197,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     held_out = task.made(SEED + 1, (3,), world.layout.data_parallel, VOCABULARY)[0]
     *batches, held_out_batches = task.shares([*steps, held_out])
     refer = task.refer(policy, engine)
-    sums, norms = [], []
+    sums, norms, balances = [], [], []
     if case.packed and not case.of_pairs:
         check_packing(engine, policy, proof_rows(steps), world, case.precision, pad_id=7)
     gathers.clear()
@@ -207,6 +208,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
         assert result.applied is not BROKEN["now"], f"rank {world.rank}, step {number}: {result.applied}"
         sums.append(world.sum(result.sums))
         norms.append(float(result.grad_norm))
+        balances.append(0.0 if result.experts is None else float(world.sum(result.experts)[:, -1].sum()))
     BROKEN["now"] = False
     most_gathers = max(gathers.values(), default=0) / sum(map(len, steps))
     evaluated = world.sum(engine.evaluate(refer(held_out_batches)))
@@ -225,10 +227,12 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     records = [means(task.objective, s, task.counts(step), "") for s, step in zip(sums, steps, strict=True)]
     expected, expected_evaluation = expect(case, model, task, steps, held_out)
     evaluation = means(task.objective, evaluated, task.counts(held_out), "")["/loss"]
-    gradient_apart, metrics_apart, farther = [], [], 0.0
+    gradient_apart, metrics_apart, balance_apart, farther = [], [], [0.0], 0.0
     for i in applied:
         gradient = plain.gradient(model, task.losses, before[i], steps[i])
         gradient_apart.append(relative(gathered[i], gradient))
+        if isinstance(task.losses, plain.Balanced):
+            balance_apart.append(abs(balances[i] - task.losses.found) / task.losses.found)
         metrics_apart.append(metrics_differ(records[i], task.losses))
         if case.precision == "fp32" and gradient_apart[-1] > case.bounds()["gradient"]:
             exact = plain.gradient(copy.deepcopy(model).double(), task.losses, before[i], steps[i])
@@ -243,6 +247,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
         "change": distance(final, expected.weights) / distance(expected.weights, start),
         "evaluation": abs(evaluation - expected_evaluation),
         "metrics": max(metrics_apart),
+        "balance": max(balance_apart),
         "frozen": changed,
         "copies": apart,
         "gathers": abs(most_gathers - 1.0) if case.gathers_head else 0.0,
@@ -284,6 +289,8 @@ def expect(
 def metrics_differ(found: Record, losses: plain.Losses[Any]) -> float:
     """From those of the last step that `losses` was taken of. Which of two equal rewards is greater, rounding
     decides, so where a pair has no margin the accuracy is not compared."""
+    if isinstance(losses, plain.Balanced):
+        losses = losses.losses
     if not isinstance(losses, plain.Preference):
         return 0.0
     expected = {f"/{name}": value for name, value in losses.metrics().items()}
@@ -297,10 +304,10 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
     if spec.dpo is None:
         return Task(
             next_token(case.label_smoothing),
-            plain.next_token(case.label_smoothing),
+            balanced(case, plain.next_token(case.label_smoothing), 1),
             plain.next_token(),
             plain.make_steps,
-            lambda step: {"tokens": plain.count(plain.rows_of(step))},
+            lambda step: {"tokens": plain.count(plain.rows_of(step)), "sequences": len(plain.rows_of(step))},
             lambda steps: [share(step, world, case) for step in steps],
         )
     reference = copy.deepcopy(model).requires_grad_(False)
@@ -321,7 +328,16 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
 
     sft_weight = 1.0 if case.loss_type == "orpo" else case.sft_weight
     losses = plain.Preference(reference, case.loss_type, spec.dpo.beta, sft_weight)
-    return Task(preference(spec.dpo), losses, losses, plain.make_pairs, pairs.counts, shares, refer)
+    training = balanced(case, losses, 2)
+    return Task(preference(spec.dpo), training, losses, plain.make_pairs, pairs.counts, shares, refer)
+
+
+def balanced(case: Case, losses: plain.Losses[Any], sequences: int) -> plain.Losses[Any]:
+    """`sequences`: of each row."""
+    if case.balance == "none":
+        return losses
+    is_sigmoid, top_k = case.shape == "deepseek_v3", SHAPES[case.shape]["num_experts_per_tok"]
+    return plain.Balanced(losses, case.balance, BALANCE_WEIGHT, top_k, is_sigmoid, sequences)
 
 
 def live(case: Case, spec: Spec, world: World) -> Refer:
@@ -346,6 +362,10 @@ def make_spec(case: Case) -> Spec:
             "model": {
                 "from_config": SHAPES[case.shape],
                 "gradient_checkpointing": case.checkpointing,
+                "experts": {
+                    "balance": case.balance,
+                    "balance_weight": None if case.balance == "none" else BALANCE_WEIGHT,
+                },
                 **PARTS[case.trains],
             },
             "data": {"train": [{"path": "builtin:quickstart"}]},
@@ -410,6 +430,8 @@ def plain_model(whole: Policy, case: Case) -> nn.Module:
     shape = SHAPES[case.shape] | {"pad_token_id": None}  # Gemma's is 0, an embedding without a gradient
     config = AutoConfig.for_model(vocab_size=VOCABULARY, use_cache=False, **shape)
     model: Any = AutoModelForCausalLM.from_config(config)
+    if case.balance != "none":
+        model.set_experts_implementation("eager")
     if "lora" in PARTS[case.trains]:
         lora = PARTS[case.trains]["lora"]
         scale = lora["alpha"] / (lora["rank"] ** 0.5 if "use_rslora" in lora else lora["rank"])
@@ -458,9 +480,14 @@ def micro_batch(rows: list[plain.Row]) -> MicroBatch:
     length = max((len(ids) for ids, _ in rows), default=2)
     shape = (max(len(rows), 1), length)
     batch = MicroBatch(
-        torch.full(shape, 7), torch.arange(length).repeat(shape[0], 1), torch.full(shape, NO_TARGET)
+        torch.full(shape, 7),
+        torch.arange(length).repeat(shape[0], 1),
+        torch.full(shape, NO_TARGET),
+        is_padding=torch.ones(shape, dtype=torch.bool),
     )
+    assert batch.is_padding is not None
     for number, (ids, trained) in enumerate(rows):
+        batch.is_padding[number, : len(ids)] = False
         batch.input_ids[number, : len(ids)] = torch.tensor(ids)
         wanted = [i if is_target else NO_TARGET for i, is_target in zip(ids, trained, strict=True)]
         batch.targets[number, : len(ids) - 1] = torch.tensor(wanted[1:])
@@ -475,6 +502,7 @@ def packed_micro_batch(rows: list[plain.Row]) -> MicroBatch:
         torch.cat([batch.position_ids for batch in alone], 1),
         torch.cat([batch.targets for batch in alone], 1),
         tuple(batch.input_ids.shape[1] for batch in alone),
+        is_padding=None if rows else alone[0].is_padding,
     )
 
 

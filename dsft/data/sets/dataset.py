@@ -164,8 +164,8 @@ class Dataset:
 
     @cached_property
     def counts(self) -> Mapping[str, NDArray[np.int32]]:
-        """The counts that losses are normalized by, name -> (n,) of each example: {"tokens"}, or for pairs
-        {"pairs", "chosen_tokens"}."""
+        """The counts that losses are normalized by, name -> (n,) of each example: {"tokens", "sequences"}, or
+        for pairs {"pairs", "chosen_tokens", "sequences"}."""
         names = self.parts[0].counts if self.parts else ()
         return {name: _joined([part.counts[name] for part in self.parts]) for name in names}
 

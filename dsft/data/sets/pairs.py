@@ -78,8 +78,8 @@ class PairExamples:
 
     @property
     def counts(self) -> Mapping[str, Ids]:
-        pairs = np.broadcast_to(np.int32(1), (len(self.pairs),))
-        return {"pairs": pairs, "chosen_tokens": self.targets[:, CHOSEN]}
+        ones, twos = (np.broadcast_to(np.int32(number), (len(self.pairs),)) for number in (1, 2))
+        return {"pairs": ones, "chosen_tokens": self.targets[:, CHOSEN], "sequences": twos}
 
     @cached_property
     def digest(self) -> str:

@@ -55,7 +55,17 @@ class RowExamples:
 
     @property
     def counts(self) -> Mapping[str, Ids]:
-        return {"tokens": self.target_counts}
+        return {"tokens": self.target_counts, "sequences": self._segment_counts}
+
+    @cached_property
+    def _segment_counts(self) -> Ids:
+        """(m,) number of segments of each example."""
+        if self.at is None:
+            return np.broadcast_to(np.int32(1), (len(self.lengths),))  # takes no memory
+        lengths = self.rows.lengths[self.ids]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        last = ends[self.at] - lengths[self.at] + self.begin + self.lengths - 1
+        return small(np.searchsorted(ends, last, side="right") - self.at + 1)
 
     @cached_property
     def digest(self) -> str:

@@ -46,8 +46,8 @@ class MicroBatch:
     """The rows of one forward pass on one data-parallel rank: B rows of T tokens, right-padded.
 
     There is no attention mask: padding comes after the row's tokens, where a causal model does not see it,
-    and has no targets. A micro-batch without examples is one short row without targets, so that every rank
-    runs the same number of forward and backward passes.
+    and has no targets. A micro-batch without examples is one short row of padding, so that every rank runs
+    the same number of forward and backward passes.
     """
 
     input_ids: Tensor  # (B, T) int64
@@ -60,6 +60,7 @@ class MicroBatch:
     # that begins at p > 0 continues the first p tokens of the last segment that begins at 0
     pairs: Pairs | None = None
     borders: Borders | None = None  # of a packed row's segments; computed by `to`
+    is_padding: Tensor | None = None  # (B, T) bool; None: there is no padding
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy to `device`, to a GPU asynchronously through pinned memory. Compute borders, the number of
@@ -74,6 +75,7 @@ class MicroBatch:
             position_ids=to_device(self.position_ids, device),
             targets=to_device(self.targets, device),
             noise_scale=None if self.noise_scale is None else to_device(self.noise_scale, device),
+            is_padding=None if self.is_padding is None else to_device(self.is_padding, device),
             num_targets=self.num_targets
             if self.num_targets is not None
             else int((self.targets != NO_TARGET).sum()),
@@ -114,6 +116,7 @@ def first_part(micro_batch: MicroBatch, length: int) -> MicroBatch:
         targets=micro_batch.targets[:, :length],
         lengths=lengths,
         noise_scale=None if micro_batch.noise_scale is None else micro_batch.noise_scale[:, :length],
+        is_padding=None if micro_batch.is_padding is None else micro_batch.is_padding[:, :length],
         starts=starts,
         pairs=pairs,
     )
@@ -176,7 +179,8 @@ class GlobalStep:
 
     micro_batches  of this rank; every rank has the same number of them, which may differ between steps
     counts         global over all ranks and micro-batches, known before the first forward pass:
-                   {"tokens": n}, or for preference pairs {"pairs": n, "chosen_tokens": m}
+                   {"tokens": n, "sequences": s}, or for preference pairs {"pairs": n, "chosen_tokens": m,
+                   "sequences": s}; each segment and each answer is a sequence
     num_tokens     global: input tokens without padding
     squared        global: Σ length² over the examples (for pairs, over their rows), the cost of attention
     epoch          epochs of the data after this step

@@ -50,6 +50,7 @@ def collate_packed(
         noise_scale,
         starts=starts if any(starts) else None,
         pairs=None if pair_ids is None else _pairs(examples, pair_ids),
+        is_padding=None if examples else torch.ones(1, EMPTY_ROW_LENGTH, dtype=torch.bool),
     )
 
 
@@ -72,10 +73,12 @@ def collate_padded(
     length = max((len(example.input_ids) for example in examples), default=EMPTY_ROW_LENGTH)
     input_ids = np.full((rows, length), pad_id, dtype=np.int64)
     targets = np.full((rows, length), NO_TARGET, dtype=np.int64)
+    is_padding = torch.ones(rows, length, dtype=torch.bool)
     noise_scale = None if neftune_alpha is None else torch.zeros(rows, length)
     for row, example in enumerate(examples):
         n = len(example.input_ids)
         input_ids[row, :n] = example.input_ids
+        is_padding[row, :n] = False
         targets[row, :n] = targets_of(example)
         if noise_scale is not None and neftune_alpha is not None:
             noise_scale[row, :n] = noise_scales(example.segment_lengths, neftune_alpha)
@@ -85,6 +88,7 @@ def collate_padded(
         targets=torch.from_numpy(targets),
         noise_scale=noise_scale,
         pairs=pairs,
+        is_padding=is_padding if is_padding.any() else None,
     )
 
 

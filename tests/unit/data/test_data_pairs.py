@@ -483,7 +483,7 @@ def test_a_mixture_counts_pairs(tmp_path: Path) -> None:
     data = load_data(spec_of("dpo", Data(train=tuple(sources))), TOKENIZER).train
     step = TrainSteps(data, BatchSizes(12, 12, 1, 1, None), 0, 0, 0).step(0)
     assert {name: of.examples for name, of in step.sources.items()} == {"a": 6, "b": 6}
-    assert step.counts == {"pairs": 12, "chosen_tokens": 24} and step.squared == 2 * 12 * 25
+    assert step.counts == {"pairs": 12, "chosen_tokens": 24, "sequences": 24} and step.squared == 2 * 12 * 25
 
 
 def test_pairs_are_indexed_and_read_when_they_are_laid() -> None:
@@ -550,7 +550,11 @@ def test_every_pair_of_a_step_stands_once_over_all_ranks(
             _, c, r = sizes[number]
             assert chosen == list(range(first + 400, first + 400 + c)) and counts.tolist() == [c, r]
             assert rejected == list(range(first + 800, first + 800 + r))
-        assert assigned[0].counts == {"pairs": len(found), "chosen_tokens": sum(len(a[0]) for *_, a in found)}
+        assert assigned[0].counts == {
+            "pairs": len(found),
+            "chosen_tokens": sum(len(answers[0]) for *_, answers in found),
+            "sequences": 2 * len(found),
+        }
         for micro_batch in (one for step in assigned for one in step.micro_batches):
             assert budget is None or micro_batch.input_ids.shape[1] <= budget
             assert micro_batch.pairs is not None and micro_batch.pairs.reference is None

@@ -39,7 +39,7 @@ def through(parts: list[Policy], ids: Tensor, positions: Tensor, targets: Tensor
         carried = part(carried, positions, targets)
         assert carried.is_floating_point()
     scored = last(carried, positions, targets)
-    assert scored.logps.dtype == torch.float32 and not scored.extras
+    assert scored.logps.dtype == torch.float32
     return scored.logps
 
 

@@ -77,6 +77,11 @@ def test_a_reference_costs_its_forward_where_it_is_made(costs: Any) -> None:
     assert computing("precomputed") == pytest.approx(seconds(7 * step, tokens=4 * ROW))
 
 
+def test_counting_the_tokens_of_experts_costs_a_forward_pass(costs: Any) -> None:
+    balanced = {"experts": {"balance": "global_batch", "balance_weight": 0.1}}
+    assert costs(1, model=balanced).computing == pytest.approx(costs(1).computing * 8 / 6)
+
+
 def test_a_cpu_computes_slower(costs: Any) -> None:
     on_cpu = costs(1, cluster={"hosts": {"a": 1}, "accelerator": {"name": "cpu"}})
     assert on_cpu.seconds > 100 * costs(1).seconds

@@ -132,3 +132,12 @@ def test_a_live_reference_that_is_sharded_is_gathered_too(flows: Any) -> None:
     assert not any("reference" in what for what in flows({"a": 2}, task="dpo", parallel=parallel))
     found = flows({"a": 2}, task="dpo", dpo={"reference": "live"}, parallel=parallel)
     assert found["reference's parameters, within a host"].bytes_each == 4 * SHARDED // 2
+
+
+def test_counting_the_tokens_of_experts_gathers_and_sends_once_more(flows: Any) -> None:
+    model = {"experts": {"balance": "global_batch", "balance_weight": 0.1}}
+    found = flows({"a": 2}, model=model, parallel={"zero_stage": 3})
+    assert found["parameters to count tokens, within a host"].bytes_each == 4 * SHARDED // 2
+    parallel = {"pipeline_stages": 2}
+    sent = [flows({"a": 2}, model=m, parallel=parallel)["hidden states, within a host"] for m in ({}, model)]
+    assert sent[1].times == 2 * sent[0].times

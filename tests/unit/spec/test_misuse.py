@@ -184,6 +184,15 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "a_part_of_the_model": spec(
         model="model: {from_config: {model_type: llama}, lora: {target_modules: q_proj}, trainable: []}\n"
     ).replace("optim: {", "optim: {groups: [{parameters: '*'}], "),
+    "experts_of_a_dense_model": spec(
+        model="model: {from_config: {model_type: llama, output_router_logits: true}, experts: {balance: sequence, balance_weight: 1, freeze_router: true}}\n"
+    ),
+    "balance_without_a_weight": spec(
+        model="model: {from_config: {model_type: mixtral}, lora: {}, compile: true, experts: {balance: global_batch, freeze_router: true}}\n"
+    ),
+    "weight_without_a_balance": spec(
+        model="model: {from_config: {model_type: mixtral}, experts: {balance_weight: 0.1}}\nrouter_aux_loss_coef: 0.01\n"
+    ),
     # not built
     "not_built": spec(
         head="name: small\ntask: dpo\n",

@@ -50,7 +50,7 @@ def test_each_is_refused_by_its_names(one: Any) -> None:
         ("tensor_model_parallel_size", "tensor parallelism"),
         ("ulysses_sequence_parallel_size", "sequence or context"),
         ("fsdp_transformer_layer_cls_to_wrap", "parallel engines other"),
-        ("moe_aux_loss_coef", "expert parallelism"),
+        ("expert_model_parallel_size", "expert parallelism"),
         ("fp8_enable_fsdp_float8_all_gather", "parallel engines other"),
         ("freeze_vision_tower", "training on images"),
         ("zero_hpz_partition_size", "other ways to shard"),
