@@ -15,7 +15,8 @@ STARVED = 0.1
 def expert_record(routing: Routing, summed: Tensor, steps: int) -> dict[str, float]:
     """Return the metrics of each layer, and of all layers the largest load and the mean share of starved
     experts, and the balance loss per step. summed: `Routing.pop` over all ranks and steps, flattened."""
-    table, record = summed.view(len(routing.layers), -1), {}
+    record: dict[str, float] = {}
+    table = summed.view(len(routing.layers), -1)
     loads, starved = [], []
     for layer, row in zip(routing.layers, table, strict=True):
         tokens = row[: layer.num_experts]
