@@ -94,11 +94,10 @@ def what_next(
     else:
         over = base or "the fresh model, which no folder holds"
         loader = "AutoPeftModelForCausalLM" if has_new_rows else "PeftModel"  # it adds the new rows
-        readers = "not for peft's own loader" if is_misread else f"for peft's {loader}.from_pretrained"
-        lines = [
-            f"adapter: {export}, {readers} over {over}; the whole model: "
-            f"dsft export {checkpoint} OUT --merged"
-        ]
+        readers = f"for peft's {loader}.from_pretrained over {over}"
+        if is_misread:
+            readers = f"of {over}, not for peft's own loader"
+        lines = [f"adapter: {export}, {readers}; the whole model: dsft export {checkpoint} OUT --merged"]
     if spec.task_kind.answers and (lora is None or base is not None):
         lines.append(f"talk to it: dsft chat {export}")
     return lines

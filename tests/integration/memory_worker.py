@@ -172,8 +172,8 @@ def gathered(limit: int, ahead: int) -> dict[str, int]:
     found: list[int] = []
 
     def count() -> None:
-        whole: list[Any] = [p for p in model.parameters() if p.ds_status.name != "NOT_AVAILABLE"]
-        found.append(sum(p.ds_numel for p in whole))
+        every: list[Any] = list(model.parameters())
+        found.append(sum(p.ds_numel for p in every if p.ds_status.name != "NOT_AVAILABLE"))
 
     for one in model.modules():
         if isinstance(one, Experts):
