@@ -274,7 +274,7 @@ def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> N
 
 
 def _write_weights(
-    values: FileTensors, folder: Path, dtype: torch.dtype, max_shard_bytes: int
+    values: FileTensors | TensorsAround, folder: Path, dtype: torch.dtype, max_shard_bytes: int
 ) -> dict[str, FileDigest]:
     """Write the weights, in `dtype` where they have no type of their own. Return the digest of each file."""
     all_entries = [
