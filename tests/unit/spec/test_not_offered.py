@@ -123,3 +123,15 @@ def test_a_model_whose_weights_are_quantized() -> None:
     (found,) = model_findings(SPEC, {"quantization_config": {"quant_method": "mxfp4"}})
     assert "('mxfp4')" in found.message
     assert list(model_findings(SPEC, {"quantization_config": None})) == []
+
+
+def test_a_multimodal_config_is_judged_by_its_text_model() -> None:
+    spec = SPEC.model_copy(update={"parallel": SPEC.parallel.model_copy(update={"pipeline_stages": 2})})
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 2}
+    assert list(model_findings(spec, {"model_type": "gemma3", "text_config": text})) == []
+    assert (
+        list(model_findings(spec, {"model_type": "qwen2_5_vl", "vision_config": {}, "num_hidden_layers": 2}))
+        == []
+    )
+    (found,) = model_findings(spec, {"model_type": "gemma4", "text_config": {"model_type": "gemma4_text"}})
+    assert "looks up tokens again" in found.message
