@@ -22,6 +22,7 @@ if __name__ == "__main__":
     block_signals()  # signals, until `set_up_process`; the imports below take about a second
 
 import argparse
+import gc
 import os
 import shlex
 import time
@@ -195,7 +196,7 @@ def train(
         for warning in warnings(spec):
             print(f"warning: {warning}", flush=True)
     share = set_environment(spec, launched)
-    with known_accelerator():
+    with heavy_imports():
         from dsft.run import Job, run  # torch and deepspeed are imported from here on
 
     run(
@@ -227,7 +228,7 @@ def score_only(
         batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
         spec = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict).spec
     set_environment(spec, launched)
-    with known_accelerator():
+    with heavy_imports():
         from dsft.run.main import score_only as score
 
     way_on = "the same command without --reference_only trains"
@@ -237,15 +238,20 @@ def score_only(
 
 
 @contextmanager
-def known_accelerator() -> Iterator[None]:
-    """Around the import of DeepSpeed. Raises WorldError where it knows no accelerator of DS_ACCELERATOR's
+def heavy_imports() -> Iterator[None]:
+    """Around the import of torch and DeepSpeed. What they leave is never garbage, so the collector does not
+    look through it, then or later. Raises WorldError where DeepSpeed knows no accelerator of DS_ACCELERATOR's
     name."""
+    gc.disable()
     try:
         yield
     except ValueError as error:
         if "DS_ACCELERATOR" in str(error):
             raise WorldError(str(error)) from None
         raise
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def set_environment(spec: Spec, launched: Launched) -> Share | None:

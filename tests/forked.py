@@ -27,7 +27,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = (
     "dsft.run",
     "transformers.models.llama.modeling_llama",
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # by DeepSpeed's start, and torch.compile with it
 )
 """What every rank imports."""
 
@@ -60,6 +59,9 @@ def make_once() -> None:
     from deepspeed.utils import numa
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    from dsft.engine.initialize import import_muon
+
+    import_muon()
     known = cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     known()
     numa.get_numa_cores = functools.cache(numa.get_numa_cores)

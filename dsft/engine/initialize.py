@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
@@ -156,6 +158,7 @@ def initialize_deepspeed(
 ) -> DeepSpeedParts:
     """Start DeepSpeed. A collective: every rank calls it with its own stage. `config` is not changed."""
     install_norms()
+    import_muon()
     own = copy.deepcopy(dict(config))  # DeepSpeed writes into it
     clips_here = _is_plain_fp32(own)
     if clips_here:
@@ -173,6 +176,17 @@ def initialize_deepspeed(
         optimizer.register_step_pre_hook(clip)
     scaler = install_scaler(engine.optimizer) if spec.train.precision == "fp16" else None
     return DeepSpeedParts(engine, optimizer, clip, scaler)
+
+
+def import_muon() -> None:
+    """Import DeepSpeed's Muon, which every ZeRO engine imports and dsft does not offer, without torch.compile
+    (deepspeed/runtime/zero/muon/original_muon.py:50 compile), which would import the compiler: a tenth of a
+    rank's start."""
+    compile, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = compile
 
 
 COUNTERS = (

@@ -1,15 +1,17 @@
-"""`dsft/train.py`, but one rank kills itself with SIGKILL at a chosen instant.
+"""`dsft/train.py`, but one rank kills itself with SIGKILL, or asks itself to stop, at a chosen instant.
 
     dying.py INSTANT RANK STEP SPEC [key=value …]
 
 The ranks' clocks are two hours apart, since nothing may depend on them.
 
-INSTANT: step (before the step's forward), part (half of a rank's file written), manifest (before
-MANIFEST.json), rename (before the folder gets its name), latest (before `latest` names it).
+INSTANT: asked (SIGTERM in place of SIGKILL, in a step), step (before the step's forward), part (half of a rank's
+file written), manifest (before MANIFEST.json), rename (before the folder gets its name), latest (before `latest`
+names it).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -29,10 +31,12 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def before(function: Callable[..., Any], is_time: Callable[..., bool]) -> Callable[..., Any]:
+def before(
+    function: Callable[..., Any], is_time: Callable[..., bool], do: Callable[[], None] = die
+) -> Callable[..., Any]:
     def wrapped(*arguments: Any, **named: Any) -> Any:
         if is_time(*arguments):
-            die()
+            do()
         return function(*arguments, **named)
 
     return wrapped
@@ -40,7 +44,10 @@ def before(function: Callable[..., Any], is_time: Callable[..., bool]) -> Callab
 
 def arm(instant: str, step: int) -> None:
     folder = f"step-{step}"
-    if instant == "step":
+    if instant == "asked":
+        ask = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+        loop.seed_step = before(loop.seed_step, lambda seed, index, rank: index == step, ask)
+    elif instant == "step":
         loop.seed_step = before(loop.seed_step, lambda seed, index, rank: index == step)
     elif instant == "part":
         whole = saving.write_tensors

@@ -20,6 +20,7 @@ from dsft.data.read import files
 from dsft.errors import StorageError, WorldError
 from tests.integration.builder import made, small_blocks
 from tests.launching import LATE
+from tests.selected import tiered
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILDER = Path(__file__).with_name("builder.py")
@@ -61,7 +62,7 @@ def start(
     )
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", tiered([2, 4], [4]))
 def test_several_at_once_make_each_block_once(data: Path, tmp_path: Path, count: int) -> None:
     started = [start(data, tmp_path / "cache", seconds=0.02) for _ in range(count)]
     printed = [process.communicate(timeout=LATE)[0].splitlines() for process in started]

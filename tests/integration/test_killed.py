@@ -4,7 +4,8 @@ checkpoint, bit for bit, and never from step 0."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -39,28 +40,28 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return run
 
 
-@pytest.mark.parametrize(
-    ("instant", "rank", "step", "goes_on_from", "overrides"),
-    [
-        ("step", 1, 6, 4, ()),
-        ("part", 1, 8, 4, ()),
-        ("manifest", 0, 8, 4, ()),
-        ("rename", 0, 8, 4, ()),
-        ("latest", 0, 8, 8, ()),  # the folder has its name: it is committed, whatever `latest` says
-        ("step", 0, 6, 4, ZERO_3),
-        ("part", 0, 8, 4, ZERO_3),
-    ],
+# instant, rank, step at which it comes, step from which the next start goes on
+Kill = tuple[str, int, int, int]
+KILLS: tuple[Kill, ...] = (
+    ("asked", 1, 1, 2),  # by SIGTERM, one rank alone: all save the same step, this one or the next
+    ("step", 1, 6, 4),
+    ("part", 1, 8, 4),
+    ("manifest", 0, 8, 4),
+    ("rename", 0, 8, 4),
+    ("latest", 0, 8, 8),  # the folder has its name: it is committed, whatever `latest` says
 )
-def test_the_next_start_goes_on_bit_for_bit(
-    whole: Callable[..., Path],
-    tmp_path: Path,
-    instant: str,
-    rank: int,
-    step: int,
-    goes_on_from: int,
-    overrides: tuple[str, ...],
+
+
+@pytest.mark.parametrize(
+    ("kills", "overrides"),
+    [(KILLS, ()), ((("step", 0, 6, 4), ("part", 0, 8, 4)), ZERO_3)],
+    ids=["zero1", "zero3-bf16"],
+)
+def test_each_start_goes_on_bit_for_bit(
+    whole: Callable[..., Path], tmp_path: Path, kills: Sequence[Kill], overrides: tuple[str, ...]
 ) -> None:
-    goes_on(tmp_path, whole(*overrides), (instant, rank, step), goes_on_from, overrides)
+    """One run, killed at one instant after the other."""
+    goes_on(tmp_path, whole(*overrides), kills, overrides)
 
 
 def test_so_it_does_with_all_on_a_disk_as_in_host_memory(whole: Callable[..., Path], tmp_path: Path) -> None:
@@ -71,34 +72,36 @@ def test_so_it_does_with_all_on_a_disk_as_in_host_memory(whole: Callable[..., Pa
     disk = tmp_path / "disk"
     disk.mkdir()
     swapped = [f"parallel.offload_{part}={{device: nvme, nvme_path: {disk}}}" for part in parts]
-    goes_on(tmp_path, in_memory, ("step", 1, 6), 4, (*LARGE, *swapped))
+    goes_on(tmp_path, in_memory, [("step", 1, 6, 4)], (*LARGE, *swapped))
     assert list(disk.iterdir()) == [], "nothing stays on the disk"
 
 
-def goes_on(
-    tmp_path: Path,
-    expected: Path,
-    killed_at: tuple[str, int, int],
-    goes_on_from: int,
-    overrides: tuple[str, ...],
-) -> None:
-    """killed_at: instant, rank and step; expected: the folder of the run without a break."""
-    (instant, rank, step), spec = killed_at, write_spec(tmp_path)
-    killed = forked(DYING, 2, [instant, str(rank), str(step), str(spec), *overrides])
-    assert killed.returncode != 0, "the run must have been killed"
-    run = tmp_path / "runs" / "small"
-    assert (run / "checkpoints" / "latest").exists(), killed.stdout + killed.stderr
-    assert (run / "checkpoints" / "latest").read_text().strip() == "step-4"
-    if instant == "step":  # the last line torn as well, as by a kill in the middle of a write
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write('{"train/loss": 1.2')
+def goes_on(tmp_path: Path, expected: Path, kills: Sequence[Kill], overrides: tuple[str, ...]) -> None:
+    """expected: the folder of the run without a break."""
+    spec, run, saved, before = write_spec(tmp_path), tmp_path / "runs" / "small", 0, "it was never killed"
+    for instant, rank, step, next_from in kills:
+        killed = forked(DYING, 2, [instant, str(rank), str(step), str(spec), *overrides])
+        said = killed.stdout + killed.stderr
+        assert killed.returncode != 0, f"the run must have been killed: {instant}"
+        assert not saved or f"going on from step {saved}: " in killed.stdout, f"{before}: {said}"
+        if instant == "asked":
+            stopped = re.search(r"stopped at step (\d) of 10 by SIGTERM, and saved", killed.stderr)
+            assert stopped is not None and int(stopped[1]) - next_from in (0, 1), said
+            next_from = int(stopped[1])
+        assert latest(run) == min(next_from, 4), f"{instant}: {said}"
+        if instant == "step":  # the last line torn as well, as by a kill in the middle of a write
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write('{"train/loss": 1.2')
+        saved, before = next_from, f"after {instant}"
 
-    said = trained(spec, *overrides)
-
-    assert f"going on from step {goes_on_from}: " in said
+    assert f"going on from step {saved}: " in trained(spec, *overrides), before
     for key in METRICS:
         assert records(run, key) == records(expected, key), key
-    assert not list((run / "checkpoints").glob("*.tmp*")), "what the killed save left must be gone"
+    assert not list((run / "checkpoints").glob("*.tmp*")), "what the killed saves left must be gone"
     assert (run / "export" / "model.safetensors").read_bytes() == (
         expected / "export" / "model.safetensors"
     ).read_bytes()
+
+
+def latest(run: Path) -> int:
+    return int((run / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))

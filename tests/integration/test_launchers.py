@@ -8,25 +8,27 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import TRAIN, command, records, shows_traceback, train, trained, write_spec
-from tests.launching import torchrun
+from tests.launching import forked, torchrun
 
 
 def test_every_launcher_runs_the_same_training(tmp_path: Path) -> None:
-    """One process by python, two by deepspeed, three by torchrun: the same losses, token for token."""
+    """Two processes by deepspeed, two by torchrun, one and three that are forked: the same losses, token for
+    token. The next test types python."""
     spec = write_spec(tmp_path)
     options = [str(spec), "train.max_steps=3", "checkpoint.every=null"]
     runs = {
-        "python": command(["python", str(TRAIN), *options, "name=python"], cwd=tmp_path),
+        "one": forked(TRAIN, 1, [*options, "name=one"]),
         "deepspeed": command(
             ["deepspeed", "--num_gpus", "2", str(TRAIN), *options, "name=deepspeed"], cwd=tmp_path
         ),
-        "torchrun": torchrun(TRAIN, 3, [*options, "name=torchrun", "train.micro_batch_size=2"]),
+        "torchrun": torchrun(TRAIN, 2, [*options, "name=torchrun"]),
+        "three": forked(TRAIN, 3, [*options, "name=three", "train.micro_batch_size=2"]),
     }
     for name, result in runs.items():
         assert result.returncode == 0, f"{name}: {result.stdout}{result.stderr}"
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
-        expected = records(tmp_path / "runs" / "python", key)
-        for name in ("deepspeed", "torchrun"):
+        expected = records(tmp_path / "runs" / "one", key)
+        for name in runs:
             assert records(tmp_path / "runs" / name, key) == pytest.approx(expected, rel=1e-6), (name, key)
     left = list(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*_29500_[01]"))  # its port
     assert not left, "DeepSpeed's shared memory outlives its processes"
@@ -78,9 +80,14 @@ def test_a_deepspeed_json_decides_how(tmp_path: Path) -> None:
         (["python", TRAIN, "{spec}", "cluster.hosts={localhost: 2}"], 69,
          "expects 2 processes (localhost 2) but python started 1"),
         (["deepspeed", "--hostfile", "nowhere", TRAIN, "{spec}"], 1, "--hostfile nowhere does not exist"),
-        (["deepspeed", "--hostfile", "nowhere", TRAIN], 1, "--hostfile nowhere does not exist"),
-        (["deepspeed", "--num_gpus", "2", TRAIN, "{spec}", "cluster.hosts={node1: 4}"], 1,
-         "but deepspeed started 2: its --hostfile was left out"),
+        pytest.param(  # as with a spec
+            ["deepspeed", "--hostfile", "nowhere", TRAIN], 1, "--hostfile nowhere does not exist",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(  # as under python, in the words of tests/unit/rank/test_promise.py
+            ["deepspeed", "--num_gpus", "2", TRAIN, "{spec}", "cluster.hosts={node1: 4}"], 1,
+            "but deepspeed started 2: its --hostfile was left out", marks=pytest.mark.long,
+        ),
         (["python", TRAIN, "nowhere.yaml"], 66, "the spec 'nowhere.yaml' does not exist"),
         (["python", TRAIN, "{spec}", "train.micro_batch_size=5"], 2,
          "12 is not a multiple of micro_batch_size 5"),

@@ -51,8 +51,10 @@ def run_of(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("nproc", "layout"),
-    [(2, "parallel.zero_stage=2"), (1, "parallel.zero_stage=3")],
-    ids=["the same", "zero3 on 1"],
+    [  # another layout is always tried with all parameters, in test_resume.py and tests/parity/test_state.py
+        pytest.param(2, "parallel.zero_stage=2", id="the same"),
+        pytest.param(1, "parallel.zero_stage=3", id="zero3 on 1", marks=pytest.mark.long),
+    ],
 )
 def test_a_run_with_adapters_goes_on_where_it_stopped(
     adapted: Path, base: Path, tmp_path: Path, nproc: int, layout: str

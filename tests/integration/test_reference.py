@@ -164,6 +164,7 @@ def check_values(spec_path: Path, where: Path, found: StoreContents) -> None:
             assert np.isclose(found.logps[0][pair, answer], expected, rtol=0, atol=1e-3)
 
 
+@pytest.mark.long  # a rank is always killed in the pass, and a run always asked to stop in test_stopped.py
 def test_a_run_is_stopped_in_the_pass(folder: Path) -> None:
     spec = write_spec(folder, "small", {"name_or_path": str(folder / "model")})
     ranks = stalled(folder, spec)

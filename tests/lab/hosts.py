@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.lab.slurm import Slurm, cluster
-from tests.launching import LATE
+from tests.launching import LATE, WITHOUT
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = ("node1", "node2")
@@ -373,7 +373,7 @@ def _environ(folder: Path) -> dict[str, str]:
     config = f"-F {folder / 'ssh' / 'ssh_config'}"
     return {
         **_of_every_host(),
-        "HOME": str(folder / "home"), "USER": "root", "LANG": "C.UTF-8", "PYTHONPATH": str(ROOT),
+        "HOME": str(folder / "home"), "USER": "root", "LANG": "C.UTF-8", "PYTHONPATH": f"{WITHOUT}:{ROOT}",
         "DSFT_SSH_ARGS": config, "PDSH_SSH_ARGS_APPEND": config, "PDSH_RCMD_TYPE": "ssh",
         "GLOO_SOCKET_IFNAME": INTERFACE, "OMPI_MCA_orte_tmpdir_base": str(folder),
         "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

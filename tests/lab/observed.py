@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.launching import ROOT
+
 # Wraps the module's loader: nothing is imported earlier than it would be.
 HOOK = """
 import sys
@@ -79,8 +81,27 @@ class Rank:
     rows: str
 
 
+FORKED = """
+import sys
+
+import observing  # beside this file
+
+sys.path[0] = {root!r}
+if "dsft.data.steps.steps" in sys.modules:
+    observing.watch(sys.modules["dsft.data.steps.steps"].TrainSteps)
+
+from dsft.system.process import end
+from dsft.train import main
+
+end(main(sys.argv[1:]))
+"""
+
+
 def install(folder: Path) -> None:
-    (folder / "sitecustomize.py").write_text(HOOK)
+    """`observed.py` is for ranks that are forked, which run no sitecustomize."""
+    for name in ("sitecustomize.py", "observing.py"):
+        (folder / name).write_text(HOOK)
+    (folder / "observed.py").write_text(FORKED.format(root=str(ROOT)))
 
 
 def ranks(folder: Path, name: str) -> dict[int, Rank]:

@@ -1,9 +1,8 @@
-"""The generated scripts, really run on two hosts: torchrun's on each of them, sbatch's under a real Slurm,
-where it is stopped by USR1 ahead of its limit, comes back to the queue and goes on."""
+"""The generated sbatch script under a real Slurm on two hosts, where it is stopped by USR1 ahead of its
+limit, comes back to the queue and goes on. torchrun's script is one of the ways of test_ways_in.py."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,28 +30,6 @@ def until(look: Callable[[], bool]) -> None:
     while not look():
         assert time.monotonic() < deadline, "too late"
         time.sleep(0.1)
-
-
-def test_torchruns_script_finds_each_hosts_place(lab: Lab, tmp_path: Path) -> None:
-    """node2 is started first, and told nothing."""
-    prepared(tmp_path, "by_torchrun", "train.max_steps=2")
-    script = ["bash", str(tmp_path / "scripts/launch/by_torchrun.torchrun.sh"), "checkpoint.every=2"]
-    try:
-        outputs = [(tmp_path / f"{host}.out").open("w") for host in ("node2", "node1")]
-        started = [
-            lab.start(host, script, stdout=out, stderr=out, cwd="/")
-            for host, out in zip(("node2", "node1"), outputs, strict=True)
-        ]
-        codes = [process.wait(LATE) for process in started]
-        said = {out.name: Path(out.name).read_text() for out in outputs}
-        assert codes == [0, 0], said
-        assert "step 2/2" in said[str(tmp_path / "node1.out")]
-        text = (tmp_path / "runs/by_torchrun/ranks.json").read_text()
-        assert [(rank["rank"], rank["host"]) for rank in json.loads(text)] == [(0, "node1"), (1, "node2")]
-    finally:
-        for out in outputs:
-            out.close()
-        lab.reset()
 
 
 STAND_IN = """

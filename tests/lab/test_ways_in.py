@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.runs import records, trained
+from dsft.generate.files import generate_files
+from tests.integration.runs import records
 from tests.lab.hosts import ROOT, Lab, two_hosts, why_not
 from tests.lab.observed import Rank, install, ranks
 from tests.lab.slurm import why_not as no_slurm
-from tests.launching import LATE
+from tests.launching import LATE, WITHOUT, forked
 from tests.selected import tiered
 from tests.unit.reference.small import model, rows
 
@@ -59,7 +60,7 @@ wandb: {{mode: disabled}}
 cluster: {{hosts: {hosts}}}
 output_dir: {folder}/runs
 """
-TWO, ONE = "{node1: 1, node2: 1}", "{node1: 2}"
+TWO = "{node1: 1, node2: 1}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     spec.write_text(SPEC.format(hosts=TWO, folder=folder, steps=STEPS))
     hostfile = folder / "hostfile"
     hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
-    with two_hosts(environ={"PYTHONPATH": f"{seen}:{ROOT}"}) as lab:
+    with two_hosts(environ={"PYTHONPATH": f"{seen}:{WITHOUT}:{ROOT}"}) as lab:
         yield Place(lab, folder, seen, spec, hostfile)
 
 
@@ -94,14 +95,9 @@ def on_one_host(place: Place) -> Callable[[str], Path]:
 
     @functools.cache
     def run(variant: str) -> Path:
-        spec, *overrides = words_of(place, variant)
-        if variant != "sft":
-            trained(Path(spec), *overrides, "cluster.hosts={localhost: 2}", f"name={variant}-one")
-            return place.folder / "runs" / f"{variant}-one"
-        own = [spec, *overrides, "name=one", f"cluster.hosts={ONE}"]
-        _well(place.lab.run("node1", ["torchrun", "--nproc_per_node", "2", TRAIN, *own]))
-        assert _map(ranks(place.seen, "one")) == {0: ("node1", 0), 1: ("node1", 1)}
-        return place.folder / "runs" / "one"
+        words = [*words_of(place, variant), f"name={variant}-one", "cluster.hosts={localhost: 2}"]
+        _well(forked(place.seen / "observed.py", 2, words))
+        return place.folder / "runs" / f"{variant}-one"
 
     return run
 
@@ -126,6 +122,14 @@ def deepspeed(place: Place, words: list[str]) -> str:
 def openmpi(place: Place, words: list[str]) -> str:
     command = ["deepspeed", "--hostfile", str(place.hostfile), "--launcher", "openmpi", TRAIN]
     return _well(place.lab.run("node1", [*command, *words]))
+
+
+def torchrun_script(place: Place, words: list[str]) -> str:
+    """That `dsft generate` writes: each host finds its own place. node2 is started first."""
+    spec, *overrides = words
+    generate_files(Path(spec), ["name=by_torchrun"], place.folder, check=False)
+    script = str(place.folder / "scripts/launch/by_torchrun.torchrun.sh")
+    return _on_both(place, overrides, lambda number: ["bash", script], cwd="/", order=(1, 0))
 
 
 def torchrun(place: Place, words: list[str]) -> str:
@@ -203,13 +207,14 @@ VARIANTS = {
 }
 WAYS = {
     "deepspeed": (deepspeed, "sft"),
-    "openmpi": (openmpi, "zero3"),
-    "torchrun": (torchrun, "dpo"),
+    "torchrun_script": (torchrun_script, "dpo"),
     "variables": (variables, "stages"),
-    "srun": (srun, "sft"),
+    "srun": (srun, "zero3"),
     "dsft_launch": (dsft_launch, "sft"),
 }
 OTHER_WORDS = {
+    "openmpi": (openmpi, "zero3"),
+    "torchrun": (torchrun, "dpo"),
     "rendezvous": (rendezvous, "sft"),
     "flags": (flags, "sft"),
     "host_variables": (host_variables, "sft"),
@@ -229,7 +234,7 @@ def test_every_way_in_trains_as_one_host_does(
     found = ranks(place.seen, name)
     assert _map(found) == {0: ("node1", 0), 1: ("node2", 0)}
     if variant == "sft":
-        alone = ranks(place.seen, "one")
+        alone = ranks(place.seen, "sft-one")
         for rank in (0, 1):
             assert (found[rank].examples, found[rank].rows) == (alone[rank].examples, alone[rank].rows)
     _equal(place.folder / "runs" / name, expected)
@@ -243,17 +248,19 @@ def _on_both(
     words: list[str],
     argv: Callable[[int], list[str]],
     environ: Callable[[int], Mapping[str, str]] = lambda number: {},
+    cwd: Path | str = ROOT,
+    order: Sequence[int] = (0, 1),
 ) -> str:
     """The same command by hand on each host; rank 0's output."""
-    started = [
-        place.lab.start(
-            f"node{number + 1}", [*argv(number), *words], env=environ(number),
+    started = {
+        number: place.lab.start(
+            f"node{number + 1}", [*argv(number), *words], env=environ(number), cwd=cwd,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
-        for number in (0, 1)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=LATE)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+        for number in order
+    }  # fmt: skip
+    said = {number: process.communicate(timeout=LATE)[0] for number, process in started.items()}
+    assert {process.returncode for process in started.values()} == {0}, said
     return said[0]
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from dsft.plan.cut import Cut, balanced
 
-ACCUMULATION = {"varying": (4, 1, 3, 2), "one": (1, 1, 1), "four": (4, 4, 4)}
+ACCUMULATION = {"varying": (3, 1, 2), "one": (1, 1, 1), "four": (4, 4, 4)}
 FAULTY_STEP = 1
 CHUNK_ROWS = 3
 LLAMA = {

@@ -23,6 +23,8 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    first: dict[str, Tensor] = field(default_factory=dict)
+    """The first step's gradient before clipping."""
 
 
 class Adapted(nn.Module):
@@ -211,6 +213,7 @@ def train(
     outcome, names = Outcome(), trained(model)
     for number, step in enumerate(steps):
         outcome.losses.append(backward(model, losses, step))
+        outcome.first = outcome.first or gradients(model)
         outcome.norms.append(float(nn.utils.clip_grad_norm_(names.values(), max_norm or float("inf"))))
         if number not in skipped:
             optimizer.step()
@@ -240,6 +243,10 @@ def gradient(
     model.load_state_dict(weights, strict=False)
     model.zero_grad()
     backward(model, losses, step)
+    return gradients(model)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in trained(model).items() if p.grad is not None}
 
 
