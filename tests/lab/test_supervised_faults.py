@@ -26,6 +26,7 @@ from tests.integration.runs import SPEC, records, trained, write_spec
 from tests.lab.hosts import ROOT, Lab, Seen
 from tests.lab.slurm import why_not as no_slurm
 from tests.launching import LATE, allowed
+from tests.selected import tiered
 
 FAKE = Path(__file__).with_name("fake_launch.py")
 SLOW = ROOT / "tests" / "integration" / "slow.py"
@@ -190,11 +191,7 @@ def dsft(program: Path) -> list[str]:
 
 
 # A rank that is stopped for good is always tried above, with ranks that train nothing.
-@pytest.mark.parametrize(
-    "is_one_stopped",
-    [False, pytest.param(True, marks=pytest.mark.long)],
-    ids=["killed", "killed and stopped"],
-)
+@pytest.mark.parametrize("is_one_stopped", tiered([False, True], [False]))
 def test_a_run_goes_on_through_faults_and_ends_as_one_without(
     lab: Lab, tmp_path: Path, is_one_stopped: bool
 ) -> None:

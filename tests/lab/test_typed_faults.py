@@ -37,8 +37,7 @@ def other_rank(lab: Lab) -> Seen:
     ("victim", "fault", "saves"),
     [
         (command, signal.SIGTERM, True),
-        # tests/lab/test_supervised_faults.py always kills one, and tests/integration/test_stopped.py launch.py,
-        # under which the ranks of its host end likewise.
+        # test_supervised_faults.py always kills one, and tests/integration/test_stopped.py launch.py.
         pytest.param(other_rank, signal.SIGKILL, False, marks=pytest.mark.long),
         # On one host tests/integration/test_stopped.py always kills launch.py, which tells nobody either.
         pytest.param(command, signal.SIGKILL, True, marks=pytest.mark.long),

@@ -125,7 +125,7 @@ EXPECTED: dict[Case, tuple[plain.Outcome, float]] = {}
 """Of `expect`."""
 WHOLE: dict[tuple[str, str], Policy] = {}
 ADAPTERS: dict[str, str] = {}
-"""Models as they start, and folders of adapters to start from, by the spec's `model`: made once for all cases."""
+"""Models as they start, and folders of adapters to start from, by the spec's `model`: each is made once."""
 
 
 def main(output: Path, names: list[str]) -> None:
