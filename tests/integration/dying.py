@@ -5,8 +5,8 @@
 The ranks' clocks are two hours apart, since nothing may depend on them.
 
 INSTANT: asked (SIGTERM in place of SIGKILL, in a step), step (before the step's forward), part (half of a
-rank's file written), manifest (before MANIFEST.json), rename (before the folder gets its name), latest (before
-`latest` names it).
+rank's file written), manifest (before MANIFEST.json), rename (before the folder gets its name), latest
+(before `latest` names it).
 """
 
 from __future__ import annotations
