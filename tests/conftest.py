@@ -21,6 +21,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LAUNCHED = {"architectures", "integration", "lab", "parity", "standin"}
 """Folders of tests that start several processes."""
+LONGEST = (
+    "parity/test_parity.py", "lab/test_supervised_faults.py", "lab/test_ways_in.py",
+    "integration/test_launchers.py", "architectures/test_architectures.py", "integration/test_reference.py",
+    "integration/test_lora.py", "integration/test_stopped.py", "lab/test_network.py", "lab/test_world.py",
+    "integration/test_killed.py", "integration/test_resume.py", "unit/launcher/test_attempt.py",
+    "parity/test_state.py", "lab/test_typed_faults.py", "integration/test_flipped.py",
+    "integration/test_loading.py", "parity/test_frozen.py", "integration/test_memory.py",
+)  # fmt: skip
+"""Files that take more than some fifteen seconds, the longest first."""
 
 
 def count_gpus() -> int:
@@ -88,9 +97,16 @@ def shorten(item: pytest.Item) -> None:
         test._hypothesis_internal_use_settings = hypothesis.settings(settings, max_examples=QUICK)
 
 
+def place_in_line(item: pytest.Item) -> int:
+    file = item.path.relative_to(ROOT / "tests").as_posix()
+    if file in LONGEST:
+        return LONGEST.index(file)
+    return len(LONGEST) + (not LAUNCHED & set(item.path.parts))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # First the few and long tests that start processes: no worker is left alone with one at the end.
-    items.sort(key=lambda item: not LAUNCHED & set(item.path.parts))
+    # First the files that take longest, then all that start processes: no worker is left alone at the end.
+    items.sort(key=place_in_line)
     is_long = "long" in config.option.markexpr
     for item in items:
         if not is_long:

@@ -49,6 +49,7 @@ from dsft.reference.evaluate import PairSet, score_pairs
 from dsft.reference.refer import adapter_off, look_up
 from dsft.spec.schema import Dpo, Model, Spec
 from tests.examples import dataset_of
+from tests.process_groups import own_groups
 
 VOCABULARY, SEED, PAD, PAIRS = 128, 11, 7, 12
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -100,9 +101,11 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
     world = join(detect(os.environ), Layout(ranks, 1, ranks))
+    gc.freeze()  # what is imported need not be looked through after every engine
     for case in CASES:
         own = replace(world, layout=Layout(ranks, case.stages, ranks // case.stages))
-        said, apart = zip(*world.gather(outcome(case, own)), strict=True)
+        with own_groups():
+            said, apart = zip(*world.gather(outcome(case, own)), strict=True)
         if world.rank == 0:
             print("CASE " + json.dumps({"case": case.name, "said": said, "apart": apart}), flush=True)
     world.close()

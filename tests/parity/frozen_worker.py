@@ -1,6 +1,6 @@
 """Run on every rank of one launch: scores with a frozen engine, and compares with the whole model.
 
-    python frozen_worker.py OUTPUT.json [WORD …]      WORD: run only the cases whose name has it
+    python frozen_worker.py OUTPUT.json [NAME …]      the cases of these names; without one all
 
 Rank 0 writes {case name: {figure: largest difference}}; a rank that fails writes OUTPUT.RANK.error.
 
@@ -51,6 +51,7 @@ from dsft.reference.check import DriftCheck
 from dsft.reference.model import open_reference
 from dsft.reference.refer import refer_to_start
 from dsft.spec.schema import Spec
+from tests.process_groups import own_groups
 
 VOCABULARY, SEED = 96, 7
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -171,7 +172,7 @@ def beside(world: World, zero_stage: int, mode: str, stages: int = 1) -> dict[st
     spec = spec_of(zero_stage, MODES[mode], stages=stages)
     places = Layout(world.world_size, stages, world.world_size // stages)
     world = World(world.rank, world.world_size, world.local_rank, places, world.device)
-    lonely = losses(world, spec, lambda step: None)
+    lonely = losses_alone(world, zero_stage, stages)
     reference = open_reference(spec, FACTS, world)
     differences = [0.0]
 
@@ -270,6 +271,16 @@ def losses(
     return found
 
 
+LONELY: dict[tuple[int, int], list[float]] = {}
+
+
+def losses_alone(world: World, zero_stage: int, stages: int) -> list[float]:
+    """Those without a reference, which are the same whatever the reference."""
+    if (zero_stage, stages) not in LONELY:
+        LONELY[zero_stage, stages] = losses(world, spec_of(zero_stage, MODES["default"], stages=stages))
+    return LONELY[zero_stage, stages]
+
+
 def destroy(engine: Any) -> None:
     engine._engine.destroy()
     groups.mpu = None
@@ -292,14 +303,16 @@ def cases(world: World, folder: Path) -> Iterator[tuple[str, Callable[[], dict[s
             yield f"inside-{name}-{trained}", case
 
 
-def main(output: Path, words: list[str]) -> None:
+def main(output: Path, names: list[str]) -> None:
     launched = detect(os.environ)
     world = join(launched, Layout(launched.world_size, 1, launched.world_size))
+    gc.freeze()  # what is imported need not be looked through after every engine
     figures: dict[str, dict[str, float]] = {}
     try:
         for name, case in cases(world, output.parent / "adapters"):
-            if not words or any(word in name for word in words):
-                everywhere = world.gather(case())
+            if not names or name in names:
+                with own_groups():
+                    everywhere = world.gather(case())
                 figures[name] = {k: max(mine[k] for mine in everywhere) for k in everywhere[0]}
     except BaseException:
         output.with_suffix(f".{world.rank}.error").write_text(traceback.format_exc())

@@ -35,6 +35,7 @@ from dsft.rank.environment import detect
 from tests.parity import plain
 from tests.parity.cases import Case, rehearsals
 from tests.parity.worker import FACTS, RATES, SEED, VOCABULARY, make_spec, micro_batch, share
+from tests.process_groups import own_groups
 
 STEPS = (3, 1, 2)  # micro-batches of each
 
@@ -43,10 +44,12 @@ def main(output: Path, names: list[str]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     world = join(detect(os.environ), Layout(2, 1, 2))
+    gc.freeze()  # what is imported need not be looked through after every engine
     for case in [case for case in rehearsals() if case.name in names]:
         own = dataclasses.replace(world, layout=Layout(2, case.stages, 2 // case.stages))
-        bare, _ = run(case, own, rehearsed=False)
-        found, seen = run(case, own, rehearsed=True)
+        with own_groups():
+            bare, _ = run(case, own, rehearsed=False)
+            found, seen = run(case, own, rehearsed=True)
         differing = [name for name in bare if not torch.equal(bare[name], found[name])]
         everywhere = sorted({name for names in world.gather(differing) for name in names})
         if world.rank == 0:

@@ -40,6 +40,7 @@ from dsft.engine.world import World, join
 from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
 from dsft.spec.schema import Checkpoint
+from tests.process_groups import own_groups
 
 ROWS, LENGTH, SAVED_AT, STEPS = 24, 12, (0, 3), 6
 CONFIG: dict[str, Any] = dict(
@@ -274,8 +275,10 @@ def main(folder: Path, cases: list[str]) -> None:
     launched = detect(os.environ)
     join(launched, Layout(launched.world_size, 1, launched.world_size))
     load_op(CPUAdamBuilder(), print)
+    gc.freeze()  # what is imported need not be looked through after every engine
     for words in cases:
-        result = load_case(folder, words) if ":" in words else save_case(folder, words)
+        with own_groups():
+            result = load_case(folder, words) if ":" in words else save_case(folder, words)
         if deepspeed.comm.get_rank() == 0:
             with (folder / "results.jsonl").open("a") as file:
                 file.write(json.dumps(result) + "\n")

@@ -95,7 +95,8 @@ def test_names_are_no_formulas_and_stay_apart() -> None:
 @pytest.mark.parametrize(
     "content", [3, [1], {"phases": [1]}, {"phases": {"x": 1}}, {"train": {"total": {"a": "x"}}}]
 )
-def test_a_damaged_file_counts_as_absent(content: Any) -> None:
+def test_a_damaged_file_counts_as_absent(content: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "svg", lambda drawn: "")  # which takes half a second
     folder = run("x", [1.0], spec="model: 3\n", memory=content, data=content)
     text = report.write_report(["x"], [], None).read_text()
     assert "<h2>Results" in text and "<h2>Memory" not in text
