@@ -63,7 +63,7 @@ FORWARDED = (
 """Variables that other hosts get from this one; further ones are set by `cluster.env`."""
 
 NOT_FORWARDED = frozenset({
-    "CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "DSFT_JOB", "DSFT_LOGS", "DSFT_PULSE", "DSFT_SSH_ARGS",
+    "CUDA_VISIBLE_DEVICES", "DS_ENV_FILE", "DSFT_HEARTBEAT", "DSFT_JOB", "DSFT_LOGS", "DSFT_SSH_ARGS",
 })  # fmt: skip
 """Those of them that differ from host to host, or are for this process alone."""
 
@@ -72,7 +72,7 @@ _FORWARDED = re.compile("|".join(re.escape(name).replace(r"\*", ".*") for name i
 _SET_BY_LAUNCHERS = re.compile(
     r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|MASTER_ADDR|MASTER_PORT|CROSS_RANK|CROSS_SIZE|"
     r"GROUP_.*|ROLE_.*|TORCHELASTIC_.*|OMPI_.*|PMIX?_.*|NODE_RANK|NNODES|NPROC_PER_NODE|ADDR|PORT|"
-    r"DSFT_(?:JOB|LOGS|PULSE)|"
+    r"DSFT_(?:HEARTBEAT|JOB|LOGS)|"
     r"SLURM_(?:PROCID|LOCALID|NODEID|NTASKS|NPROCS|STEP_.*|STEPID|TASKS_PER_NODE|NTASKS_PER_NODE|GTIDS|TASK_PID)"
 )
 """Variables by which a launcher gives a process its place. A process that starts modules here is not a rank,

@@ -61,7 +61,7 @@ for name in list(os.environ):
         del os.environ[name]
 for name in (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "GROUP_RANK", "GROUP_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "DSFT_JOB", "DSFT_PULSE", "DSFT_LOGS",
+    "GROUP_RANK", "GROUP_WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE", "DSFT_JOB", "DSFT_HEARTBEAT", "DSFT_LOGS",
     "NPROC_PER_NODE", "NNODES", "NODE_RANK", "ADDR", "PORT", "WANDB_API_KEY", "WANDB_PROJECT",
 ):  # fmt: skip
     os.environ.pop(name, None)

@@ -115,7 +115,7 @@ class Engine(Scorer, Protocol):
         micro-batches."""
         ...
 
-    def rehearse(self, micro_batch: MicroBatch) -> None:
+    def probe(self, micro_batch: MicroBatch) -> None:
         """Run one whole step on this micro-batch with learning rate and gradient 0, which allocates all that
         a step allocates, optimizer states included, then leave the engine as it was. Must be called before
         `load`. A collective: the micro-batch has the same shape on every rank."""

@@ -144,10 +144,10 @@ class TrainingEngine(ABC):
     def load(self, read: ReadRange, applied_steps: int) -> None:
         state.load(self._engine, self._trained, read, applied_steps)
 
-    def _rehearse(self, micro_batch: MicroBatch, number: int) -> None:
+    def _probe(self, micro_batch: MicroBatch, number: int) -> None:
         """Make one step on `number` copies of `micro_batch`, which leaves the engine as it was."""
         nothing = {name: 0 for name in ("sequences", *(term.count for term in self._objective.terms))}
-        rehearse(self._engine, lambda: self.step([micro_batch] * number, nothing, 0.0), self._world.device)
+        probe(self._engine, lambda: self.step([micro_batch] * number, nothing, 0.0), self._world.device)
 
     def _zeros(self) -> Tensor:
         return torch.zeros(len(self._objective.terms), dtype=torch.float64, device=self._world.device)
@@ -196,7 +196,7 @@ COUNTERS = (
 the lines after it)."""
 
 
-def rehearse(engine: Any, step: Callable[[], object], device: torch.device) -> None:
+def probe(engine: Any, step: Callable[[], object], device: torch.device) -> None:
     """Call `step`, which must give the optimizer a learning rate and a gradient of 0, then undo it: moments,
     Adam's step count, DeepSpeed's counters and loss scale, random numbers. Weights do not change, since Adam
     and SGD move and decay them by a multiple of the rate. The moments are allocated before it, so that the

@@ -52,12 +52,12 @@ class PipelineEngine(TrainingEngine):
             self._engine.train_batch(self._feed(micro_batches))
         return StepResult(self._total, *self._deepspeed.outcome(), experts=self._popped())
 
-    def rehearse(self, micro_batch: MicroBatch) -> None:
-        """Rehearse with as many micro-batches as the first stage has in flight at once, or with those of a
+    def probe(self, micro_batch: MicroBatch) -> None:
+        """Probe with as many micro-batches as the first stage has in flight at once, or with those of a
         step if these are fewer."""
         size = self._engine.train_batch_size()
         number = min(self._world.layout.pipeline_stages, self._engine.gradient_accumulation_steps())
-        self._rehearse(micro_batch, number)
+        self._probe(micro_batch, number)
         self._engine.set_train_batch_size(size)
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:

@@ -46,10 +46,10 @@ class ZeroEngine(TrainingEngine):
         self._engine.step()
         return StepResult(total, *self._deepspeed.outcome(), experts=self._popped())
 
-    def rehearse(self, micro_batch: MicroBatch) -> None:
-        """Rehearse with two copies in one step, where steps have several micro-batches: the second has the
+    def probe(self, micro_batch: MicroBatch) -> None:
+        """Probe with two copies in one step, where steps have several micro-batches: the second has the
         gradient of the first in memory, as all micro-batches but the first have."""
-        self._rehearse(micro_batch, min(2, self._engine.gradient_accumulation_steps()))
+        self._probe(micro_batch, min(2, self._engine.gradient_accumulation_steps()))
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:

@@ -1,8 +1,8 @@
 """Send a rank's heartbeats: one datagram per second with its phase and step. Also redirects its output to a
 log. Without torch.
 
-DSFT_PULSE   path of a Unix datagram socket (AF_UNIX, SOCK_DGRAM); if not set, nothing is sent
-DSFT_LOGS    folder: standard output and error are appended to rank-N.log in it, stacks to rank-N.stack
+DSFT_HEARTBEAT   path of a Unix datagram socket (AF_UNIX, SOCK_DGRAM); if not set, nothing is sent
+DSFT_LOGS        folder: standard output and error are appended to rank-N.log in it, stacks to rank-N.stack
 
 A datagram is one JSON object:
 
@@ -34,7 +34,7 @@ from typing import Literal, get_args
 Phase = Literal["start", "load", "data", "step", "evaluate", "save", "export"]
 PHASES: tuple[str, ...] = get_args(Phase)
 
-SOCKET, LOGS = "DSFT_PULSE", "DSFT_LOGS"
+SOCKET, LOGS = "DSFT_HEARTBEAT", "DSFT_LOGS"
 EVERY = 1.0  # seconds between two datagrams
 
 
@@ -56,7 +56,7 @@ class Heartbeat:
     def start(self) -> None:
         """Send the first datagram, then one per second from a separate thread until the process ends."""
         if self._path:
-            threading.Thread(target=self._beat, name="pulse", daemon=True).start()
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def mark(self, phase: Phase, step: int | None = None) -> None:
         """Record progress: the phase that begins now. step: number of finished steps; None: unchanged."""

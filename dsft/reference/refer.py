@@ -57,7 +57,7 @@ def unchanged(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
 
 
 def with_zeros(micro_batch: MicroBatch) -> MicroBatch:
-    """Fill in zeros, for a rehearsal, which uses no value of the reference."""
+    """Fill in zeros, for a memory probe, which uses no value of the reference."""
     pairs = micro_batch.pairs
     if pairs is None:
         return micro_batch

@@ -22,7 +22,7 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 Phase = Literal["start", "reference", "load", "first_step", "steady", "evaluation", "save"]
 """start: imports and data, before the model; reference: scoring the pairs; load: building model and engine;
-first_step: the rehearsal of step 1."""
+first_step: the memory probe before step 1."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)[2:]  # those that the plan has values for
 

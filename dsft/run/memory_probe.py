@@ -39,7 +39,7 @@ def probe_memory(
     for part in PARTS:
         micro_batch = first_part(longest, -(-longest.input_ids.shape[1] // part))
         meter.enter("first_step")
-        _run(lambda: engine.rehearse(micro_batch), longest, measured, meter)  # noqa: B023  # called at once
+        _run(lambda: engine.probe(micro_batch), longest, measured, meter)  # noqa: B023  # called at once
         measured.append(PeakMemory(micro_batch.input_ids.numel(), meter.peak()))
     if held_out is not None:
         meter.enter("evaluation")
@@ -71,7 +71,7 @@ def explain_out_of_memory(meter: MemoryMeter) -> Iterator[None]:
 
 
 def full(phase: Phase, error: str) -> str:
-    """Return the message for an allocation that failed outside of the rehearsal."""
+    """Return the message for an allocation that failed outside of the memory probe."""
     reason = " ".join(error.split())[:400]
     if phase == "load":
         return f"The model and its engine do not fit into memory ({reason}); use {LESS}, or a smaller model."

@@ -502,7 +502,7 @@ def _references(modes: list[tuple[str, int]]) -> Iterator[Case]:
     yield Case("zero3", 2, "adamw", "varying", 0.1, trains="lora", reference="live")
 
 
-def rehearsals() -> list[Case]:
+def probes() -> list[Case]:
     """On two ranks: every mode in both types, and SGD with momentum where it is not offloaded."""
     modes = [(mode, 1) for mode in (*MODES, *OFFLOADS)]
     modes += [(mode, 2) for mode in (*PIPELINES, "pipeline_zero1_offload")]

@@ -158,7 +158,7 @@ def measure(case: Case) -> dict[str, Any]:
     ids = torch.ones(1, case.tokens, dtype=torch.int64)
     longest = MicroBatch(ids, ids, ids * 0, (case.tokens,))
     meter.enter("first_step")
-    engine.rehearse(longest)
+    engine.probe(longest)
     meter.enter("steady")
     for _ in range(2):
         engine.step([longest] * batch.accumulation_steps, {"tokens": 1}, 1e-3)

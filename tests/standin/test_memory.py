@@ -42,6 +42,6 @@ def test_the_plan_is_what_torch_allocates(cases: list[dict[str, Any]]) -> None:
     assert {name: error for name, error in errors.items() if abs(error) > CLOSE} == {}
 
 
-def test_the_rehearsal_is_as_full_as_any_step(cases: list[dict[str, Any]]) -> None:
+def test_the_probe_is_as_full_as_any_step(cases: list[dict[str, Any]]) -> None:
     less = [c["case"] for c in cases if c["measured"]["first_step"] < 0.999 * c["measured"]["steady"]]
     assert less == []

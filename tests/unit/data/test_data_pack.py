@@ -168,16 +168,16 @@ def test_rows_that_are_cut_otherwise_are_other_data() -> None:
     st.integers(20, 90),
 )
 @settings(max_examples=60, deadline=None)
-def test_no_micro_batch_is_larger_than_the_one_that_is_rehearsed(
+def test_no_micro_batch_is_larger_than_the_memory_probes(
     lengths: list[int], examples: int, ranks: int, budget: int
 ) -> None:
     data, sizes = dataset(lengths), BatchSizes(examples * ranks, examples, 1, ranks, budget)
     steps = TrainSteps(data, sizes, 0, 5, PAD)
     total = 2 * steps.steps_per_epoch
     largest = max(batch.input_ids.numel() for i in range(total) for batch in steps.step(i).micro_batches)
-    rehearsed = longest_micro_batch(data, sizes, PAD, 5, total)
-    assert rehearsed.input_ids.numel() == largest
+    probed = longest_micro_batch(data, sizes, PAD, 5, total)
+    assert probed.input_ids.numel() == largest
     bound = longest_micro_batch(data, sizes, PAD, 5, SEARCH_LIMIT + 1)  # too many steps to lay each
-    for found in (rehearsed, bound):
+    for found in (probed, bound):
         assert sum(found.lengths or ()) == found.targets.numel() == found.input_ids.numel() <= budget
     assert largest <= bound.input_ids.numel()

@@ -1,4 +1,4 @@
-"""A rank for the supervisor's tests: pulses, steps, saves when it is asked to stop, and fails as it is told.
+"""A rank for the supervisor's tests: sends heartbeats, steps, saves when asked to stop, fails as it is told.
 
 fake_rank.py STEPS [RANK:STEP:HOW …]    HOW: kill, stop, hang, an exit code, error=TEXT, or late (with step 0:
                                         it imports until there is a file `go`) or dead (with step 0: it is
@@ -26,7 +26,7 @@ for each in (signal.SIGTERM, signal.SIGUSR1):
     if signal.getsignal(each) is not signal.SIG_IGN:  # as `dsft.rank.stopping`
         signal.signal(each, lambda number, _: asked.append(number))
 keep_log(os.environ.get("DSFT_LOGS"), rank, world)
-heartbeat = Heartbeat(rank, int(os.environ["LOCAL_RANK"]), os.environ.get("DSFT_PULSE"))
+heartbeat = Heartbeat(rank, int(os.environ["LOCAL_RANK"]), os.environ.get("DSFT_HEARTBEAT"))
 heartbeat.start()
 print("arguments", ascii(sys.argv[1:]))
 

@@ -30,7 +30,7 @@ def until(check: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def pulsing(attempt: Attempt) -> bool:
+def is_heard(attempt: Attempt) -> bool:
     return all(rank.heartbeat for rank in attempt.ranks.values())
 
 
@@ -148,7 +148,7 @@ def test_a_rank_that_fails_before_its_first_line_is_told_with_what_it_printed(st
 
 def test_one_process_a_rank_and_the_agents_are_all_that_runs(start: Start) -> None:
     job = start("600")
-    until(lambda: pulsing(job.attempt))
+    until(lambda: is_heard(job.attempt))
     assert sorted(job.left()) == sorted(rank.pid for rank in job.attempt.ranks.values() if rank.pid)
     job.requests.take(signal.SIGTERM)
     assert job.outcome().code == 75
@@ -156,7 +156,7 @@ def test_one_process_a_rank_and_the_agents_are_all_that_runs(start: Start) -> No
 
 def test_a_secret_reaches_the_ranks_and_nothing_else(start: Start) -> None:
     job = start("600")
-    until(lambda: pulsing(job.attempt))
+    until(lambda: is_heard(job.attempt))
     ranks = [rank.pid for rank in job.attempt.ranks.values()]
     assert all(pid is not None and b"CANARY_TOKEN=s3cr3t-s3cr3t" in environment_of(pid) for pid in ranks)
     lines = [text(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
@@ -176,7 +176,7 @@ def text(path: Path) -> bytes:
 
 def test_asked_to_stop_all_save_and_end(start: Start) -> None:
     job = start("600")
-    until(lambda: pulsing(job.attempt))
+    until(lambda: is_heard(job.attempt))
     job.requests.take(signal.SIGTERM)
     outcome = job.outcome()
     assert outcome.code == 75 and outcome.failure is None
@@ -258,7 +258,7 @@ def test_a_stopped_rank_is_named_with_its_stack(start: Start) -> None:
 
 def test_a_killed_agent_is_told_and_its_ranks_are_gone(start: Start) -> None:
     job = start("600")
-    until(lambda: pulsing(job.attempt))
+    until(lambda: is_heard(job.attempt))
     agent = job.attempt._hosts["two"].channel
     assert agent is not None
     os.kill(agent.pid, signal.SIGKILL)
@@ -269,7 +269,7 @@ def test_a_killed_agent_is_told_and_its_ranks_are_gone(start: Start) -> None:
 
 def test_what_a_launcher_left_is_swept(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     job = start("600", by="deepspeed")
-    until(lambda: pulsing(job.attempt))
+    until(lambda: is_heard(job.attempt))
     agent = job.attempt._hosts["two"].channel
     assert agent is not None
     os.kill(agent.pid, signal.SIGKILL)

@@ -40,13 +40,13 @@ def start(**variables: str) -> subprocess.Popen[str]:
 @pytest.fixture
 def listener(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as bound:
-        bound.bind(str(tmp_path / "pulse"))
+        bound.bind(str(tmp_path / "heartbeat"))
         yield bound
 
 
 def test_a_rank_is_heard_each_second_and_at_its_end(listener: socket.socket, tmp_path: Path) -> None:
     began = time.monotonic()
-    with start(DSFT_PULSE=str(tmp_path / "pulse")) as rank:
+    with start(DSFT_HEARTBEAT=str(tmp_path / "heartbeat")) as rank:
         sent = 1
         while (first := json.loads(listener.recv(4096)))["phase"] != "step":
             assert (first["phase"], first["step"]) == ("start", 0)
@@ -66,7 +66,9 @@ def test_a_rank_is_heard_each_second_and_at_its_end(listener: socket.socket, tmp
     assert last["progress_at"] > first["progress_at"]
 
 
-@pytest.mark.parametrize("variables", [{}, {"DSFT_PULSE": "/nowhere/pulse"}, {"DSFT_LOGS": "/dev/null/logs"}])
+@pytest.mark.parametrize(
+    "variables", [{}, {"DSFT_HEARTBEAT": "/nowhere/socket"}, {"DSFT_LOGS": "/dev/null/logs"}]
+)
 def test_nobody_need_listen(variables: dict[str, str]) -> None:
     with start(**variables) as rank:
         out, err = rank.communicate("go on\n")
@@ -81,8 +83,8 @@ def test_a_busy_listener_holds_no_rank_up(listener: socket.socket, tmp_path: Pat
         other.setblocking(False)
         with pytest.raises(BlockingIOError):
             while True:
-                other.sendto(b"x", str(tmp_path / "pulse"))
-    with start(DSFT_PULSE=str(tmp_path / "pulse")) as rank:
+                other.sendto(b"x", str(tmp_path / "heartbeat"))
+    with start(DSFT_HEARTBEAT=str(tmp_path / "heartbeat")) as rank:
         rank.communicate("go on\n")
     assert rank.returncode == 0
 

@@ -48,7 +48,7 @@ class FakeEngine:
     def _never(self, *given: Any, **named: Any) -> Any:
         raise AssertionError("the loop does this through the functions of its Run")
 
-    evaluate = load = owned_fragments = rehearse = snapshot = replicated = score = set_loss_scale = shapes = (
+    evaluate = load = owned_fragments = probe = snapshot = replicated = score = set_loss_scale = shapes = (
         _never
     )
 

@@ -97,7 +97,7 @@ def test_only_failed_allocations_are_taken_for_such() -> None:
         ("save", "The memory is full in a save (CUDA out of memory. Tried to"),
     ],
 )
-def test_after_the_rehearsal_a_full_memory_ends_the_run_with_advice(phase: Phase, said: str) -> None:
+def test_after_the_probe_a_full_memory_ends_the_run_with_advice(phase: Phase, said: str) -> None:
     meter = MemoryMeter(torch.device("cpu"))
     meter.enter(phase)
     with pytest.raises(OutOfMemoryError) as told, explain_out_of_memory(meter):
@@ -122,7 +122,7 @@ from dsft.report.memory import MemoryMeter
 BYTES_PER_TOKEN, ROOM = 2**18, 500 * 2**20
 
 class Engine:
-    def rehearse(self, micro_batch):
+    def probe(self, micro_batch):
         torch.ones(micro_batch.input_ids.numel() * BYTES_PER_TOKEN // 4)
     def evaluate(self, micro_batches):
         torch.ones(int(sys.argv[2]) * BYTES_PER_TOKEN // 4)

@@ -1,8 +1,8 @@
-"""Run on every rank of one launch: each case steps an engine that has rehearsed and one that has not.
+"""Run on every rank of one launch: each case steps an engine whose memory was probed and one without that.
 
-    python rehearsal_worker.py OUTPUT.jsonl
+    python probe_worker.py OUTPUT.jsonl
 
-Rank 0 writes a line per case: {"case", "before", "allocated": tensors with moments before the rehearsal's
+Rank 0 writes a line per case: {"case", "before", "allocated": tensors with moments before the probe's
 step and after it, "rates": that step's learning rates, "compared": number of tensors, "differences": names
 of those that are not equal to the last bit afterwards}.
 """
@@ -33,7 +33,7 @@ from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
 from tests.parity import plain
-from tests.parity.cases import Case, rehearsals
+from tests.parity.cases import Case, probes
 from tests.parity.worker import FACTS, RATES, SEED, VOCABULARY, make_spec, micro_batch, share
 from tests.process_groups import own_groups
 
@@ -45,11 +45,11 @@ def main(output: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     world = join(detect(os.environ), Layout(2, 1, 2))
     gc.freeze()  # what is imported need not be looked through after every engine
-    for case in [case for case in rehearsals() if case.name in names]:
+    for case in [case for case in probes() if case.name in names]:
         own = dataclasses.replace(world, layout=Layout(2, case.stages, 2 // case.stages))
         with own_groups():
-            bare, _ = run(case, own, rehearsed=False)
-            found, seen = run(case, own, rehearsed=True)
+            bare, _ = run(case, own, probed=False)
+            found, seen = run(case, own, probed=True)
         differing = [name for name in bare if not torch.equal(bare[name], found[name])]
         everywhere = sorted({name for names in world.gather(differing) for name in names})
         if world.rank == 0:
@@ -59,7 +59,7 @@ def main(output: Path, names: list[str]) -> None:
     world.close()
 
 
-def run(case: Case, world: World, rehearsed: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def run(case: Case, world: World, probed: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What this rank owns after the steps, with each step's loss, norm, draw and DeepSpeed's counters."""
     spec = make_spec(case)
     spec.model.from_config["attention_dropout"] = 0.1  # type: ignore[index]
@@ -70,7 +70,7 @@ def run(case: Case, world: World, rehearsed: bool) -> tuple[dict[str, torch.Tens
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}
     engine: Any = build_engine(policy, spec, config, world, next_token())
     torch.manual_seed(SEED + world.rank)
-    seen = rehearse(engine) if rehearsed else {}
+    seen = probe(engine) if probed else {}
     found: dict[str, torch.Tensor] = {"draw": torch.rand(3)}
     for number, step in enumerate(plain.make_steps(SEED, STEPS, world.layout.data_parallel, VOCABULARY)):
         counts = {"tokens": plain.count(plain.rows_of(step))}
@@ -87,8 +87,8 @@ def run(case: Case, world: World, rehearsed: bool) -> tuple[dict[str, torch.Tens
     return found, seen
 
 
-def rehearse(engine: Any) -> dict[str, Any]:
-    """Rehearse on a micro-batch longer than any of the steps', and look at the optimizer in between."""
+def probe(engine: Any) -> dict[str, Any]:
+    """Probe with a micro-batch longer than any of the steps', and look at the optimizer in between."""
     forget, step, seen = state.reset_state, engine.step, {}
 
     def with_moments() -> int:
@@ -105,7 +105,7 @@ def rehearse(engine: Any) -> dict[str, Any]:
 
     state.reset_state, engine.step = look_after, look_before
     try:
-        engine.rehearse(micro_batch([(list(range(1, 31)), [True] * 30)] * 2))
+        engine.probe(micro_batch([(list(range(1, 31)), [True] * 30)] * 2))
     finally:
         state.reset_state = forget
         del engine.step
