@@ -26,9 +26,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = (
     "dsft.run",
+    "dsft.train",
+    "deepspeed.module_inject.auto_ep_layer",  # by DeepSpeed's engine
+    "numpy.ma",
+    "peft",
+    "torch.utils.cpp_extension",  # to load a compiled operation
+    "transformers.convert_slow_tokenizer",
+    "transformers.tokenization_utils_tokenizers",
     "transformers.models.llama.modeling_llama",
 )
-"""What every rank imports."""
+"""What every rank imports, or many."""
 
 PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from dsft.launcher import command
 
 RESTARTS = int(os.environ.get("FAKE_RESTARTS", "0"))
+command.EVERY, command.PAUSE = 0.2, 0.5  # seconds: nobody waits for ports or devices here
 FAKES = Path(__file__).resolve().parent.parent / "unit" / "launcher"
 
 

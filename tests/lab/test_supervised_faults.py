@@ -187,7 +187,8 @@ def test_under_slurm_its_steps_are_started_and_stopped(lab: Lab, tmp_path: Path)
 def dsft(program: Path) -> list[str]:
     """Arguments of python for the command dsft, whose ranks run `program` in place of train.py."""
     lines = ["from pathlib import Path", "from dsft.cli import main", "from dsft.launcher import command"]
-    return ["-c", "\n".join([*lines, f"command.TRAIN = Path({str(program)!r})", "main()"])]
+    lines += [f"command.TRAIN = Path({str(program)!r})", "command.EVERY = 0.2"]
+    return ["-c", "\n".join([*lines, "main()"])]
 
 
 # A rank that is stopped for good is always tried above, with ranks that train nothing.
@@ -198,7 +199,7 @@ def test_a_run_goes_on_through_faults_and_ends_as_one_without(
     """Real training: a rank is killed, another one may be stopped for good, then SIGTERM. Each start goes on
     from the step that was saved last, and what is measured is what a run on one host without a break
     measures."""
-    own = ["train.max_steps=100", "train.eval_every=20"]
+    own = ["train.max_steps=50", "train.eval_every=10"]
     words = [*dsft(SLOW), "launch", "small.yaml", *own, "checkpoint.every=5", "cluster.hang_timeout=5"]
     saves = tmp_path / "runs" / "small" / "checkpoints" / "latest"
     with running(lab, tmp_path, [*words, "--restarts", "2"]) as run:
@@ -227,7 +228,7 @@ def test_a_run_goes_on_through_faults_and_ends_as_one_without(
             saved = int(found[1])
             starts.append(saved)
     assert len(starts) == 1 + is_one_stopped, said
-    stopped = re.search(r"stopped at step (\d+) of 100 by SIGTERM, and saved", said)
+    stopped = re.search(r"stopped at step (\d+) of 50 by SIGTERM, and saved", said)
     assert stopped is not None and int(stopped[1]) == saved, said
     assert saves.read_text().strip() == f"step-{saved}"
 
