@@ -127,9 +127,9 @@ def openmpi(place: Place, words: list[str]) -> str:
 def torchrun_script(place: Place, words: list[str]) -> str:
     """That `dsft generate` writes: each host finds its own place. node2 is started first."""
     spec, *overrides = words
-    generate_files(Path(spec), ["name=by_torchrun"], place.folder, check=False)
-    script = str(place.folder / "scripts/launch/by_torchrun.torchrun.sh")
-    return _on_both(place, overrides, lambda number: ["bash", script], cwd="/", order=(1, 0))
+    generate_files(Path(spec), overrides, place.seen / "generated", check=False)
+    (script,) = place.seen.glob("generated/scripts/launch/*.torchrun.sh")
+    return _on_both(place, [], lambda number: ["bash", str(script)], cwd="/", order=(1, 0))
 
 
 def torchrun(place: Place, words: list[str]) -> str:
