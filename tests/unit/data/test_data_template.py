@@ -216,6 +216,7 @@ ENDLESS = {
 @pytest.mark.parametrize("text", ENDLESS.values(), ids=ENDLESS)
 def test_loops_and_values_without_end_are_stopped(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "TIME_LIMIT", 0.3)
+    monkeypatch.setattr(limits, "_AGAIN", 0.1)
     monkeypatch.setattr(limits, "MEMORY_LIMIT", 2**26)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(
