@@ -37,6 +37,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -233,8 +234,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     evaluation = means(task.objective, evaluated, task.counts(held_out), "")["/loss"]
     gradient_apart, metrics_apart, balance_apart, farther = [], [], [0.0], 0.0
     for i in applied:
-        is_known = i == 0 and not case.of_pairs  # whose metrics are of the gradient's forward pass
-        gradient = expected.first if is_known else plain.gradient(model, task.losses, before[i], steps[i])
+        gradient = known(i, task, expected) or plain.gradient(model, task.losses, before[i], steps[i])
         gradient_apart.append(relative(gathered[i], gradient))
         if isinstance(task.losses, plain.Balanced):
             balance_apart.append(abs(balances[i] - task.losses.found) / task.losses.found)
@@ -258,6 +258,12 @@ def compare(case: Case, world: World) -> dict[str, Any]:
         "gathers": abs(most_gathers - 1.0) if case.gathers_head else 0.0,
         "finite_when_skipped": any(torch.isfinite(torch.tensor(norms[i])) for i in skipped),
     }
+
+
+def known(step: int, task: Task, expected: plain.Outcome) -> dict[str, Tensor]:
+    """The gradient of the first step, which `expect` has; {} for others, and for losses that keep something
+    of their last step, with which the engine's metrics of that step are compared."""
+    return expected.first if step == 0 and isinstance(task.losses, FunctionType) else {}
 
 
 def whole_model(model: Model, precision: str) -> Policy:

@@ -298,7 +298,7 @@ def test_a_router_s_affinities_are_found_by_trying_it() -> None:
 
 
 def test_the_gradient_has_the_scale_of_the_engine_s_loss() -> None:
-    """The weight, times the ranks that DeepSpeed divides by and the loss scale of fp16; 0 in a rehearsal."""
+    """The weight, times the ranks that DeepSpeed divides by and the loss scale of fp16; 0 in a probe."""
     routing = policy_of("mixtral").routing
     assert routing is not None
     engine: Any = SimpleNamespace(
