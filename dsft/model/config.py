@@ -40,28 +40,19 @@ from dsft.spec.schema import Model
 
 WHERE = "model.from_config"
 
-DECODERS = (
-    "falcon",
-    "gpt2",
-    "gpt_bigcode",
-    "hunyuan_v1_dense",
-    "lfm2",
-    "lfm3",
-    "nemotron",
-    "olmoe",
-    "opt",
-    "persimmon",
-    "stablelm",
+DECODERS = tuple(
+    """
+    falcon gpt2 gpt_bigcode granitemoe granitemoe_swa granitemoeshared hunyuan_v1_dense hunyuan_v1_moe
+    lfm2 lfm3 nemotron olmoe opt persimmon stablelm
+    """.split()
 )
 """Model types that are tested to be trained right (tests/architectures), though they have no
 `base_model_pp_plan`."""
 
 UNTESTED = tuple(
     """
-    afmoe aria_text axk1 axk2 bailing_hybrid beam cohere2_moe deepseek_v2 deepseek_v32 deepseek_v4 dots1
-    dots3_note_text ernie4_5_moe exaone_moe flex_olmo flint glm4_moe_lite glm_moe_dsa hrm_text hy_v3 hy_v4
-    inkling_text kimi_linear kolibri1 laguna longcat_flash mellum mimo_v2_flash minimax minimax_m2
-    minimax_m3_vl_text olmo_hybrid qwen3_5_moe_text qwen3_next solar_open
+    axk2 cohere2_moe deepseek_v32 deepseek_v4 dots3_note_text flint glm_moe_dsa hrm_text hy_v4
+    inkling_text kimi_linear longcat_flash minimax minimax_m3_vl_text olmo_hybrid
     """.split()
 )
 """Model types that have a `base_model_pp_plan`, but are not tested to be trained right."""

@@ -15,11 +15,14 @@ MODEL = ("model.name_or_path", "model.from_config")
 
 PIPELINE_MODEL_TYPES = frozenset(
     """
-    apertus arcee cohere cohere2 cohere_compass_text cwm deepseek_v3 doge ernie4_5 exaone4 falcon gemma
-    gemma2 gemma3_text gemma4_unified_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss granite
-    granite_swa helium hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 lfm2 lfm3 llama minicpm3
-    ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 qwen2
-    qwen2_moe qwen3 qwen3_5_text qwen3_moe seed_oss smollm3 stablelm starcoder2 vaultgemma youtu
+    afmoe apertus arcee aria_text axk1 bailing_hybrid beam cohere cohere2 cohere_compass_text cwm
+    deepseek_v2 deepseek_v3 doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo gemma
+    gemma2 gemma3_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gpt_oss
+    granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe
+    hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna lfm2 lfm3 llama mellum mimo_v2_flash
+    minicpm3 minimax_m2 ministral ministral3 mistral mixtral nemotron olmo olmo2 olmo3 olmoe opt persimmon
+    phi phi3 qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next seed_oss smollm3
+    solar_open stablelm starcoder2 vaultgemma youtu
     """.split()
 )
 """Model types that can be cut into pipeline stages; tests/architectures/test_stages.py compares two and three

@@ -65,13 +65,37 @@ EXPERTS: dict[str, Any] = {
 """For every mixture that has a key of that name."""
 
 MIXTURES: dict[str, dict[str, Any]] = {
+    "afmoe": {},
+    "aria_text": {},
+    "axk1": LATENT,
+    "bailing_hybrid": LATENT,
+    "beam": LATENT | {"mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
+    "dots1": {},
+    "ernie4_5_moe": {},
+    "exaone_moe": {},
+    "flex_olmo": {},
     "glm4_moe": {},
+    "glm4_moe_lite": LATENT,
     "gpt_oss": ALTERNATING,
+    "granitemoe": {},
+    "granitemoe_swa": {},
+    "granitemoeshared": {},
+    "hunyuan_v1_moe": {},
+    "hy_v3": {},
+    "kolibri1": {},
+    "laguna": {},
+    "mellum": {},
+    "mimo_v2_flash": {},
+    "minimax_m2": {},
     "mixtral": {},
     "olmoe": {},
     "qwen2_moe": {},
+    "qwen3_5_moe_text": RECURRENT,
     "qwen3_moe": {},
+    "qwen3_next": RECURRENT,
+    "solar_open": {},
 }
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -176,10 +200,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 """The others that `base_model_pp_plan` describes: a small config, and why they are refused."""
 
 PACKED = {
+    "bailing_hybrid": "refused",
     "doge": "eager",
     "falcon": "refused",
     "gpt_oss": "refused",
     "granite_swa": "eager",
+    "granitemoe_swa": "eager",
+    "mimo_v2_flash": "eager",
     "nemotron": "eager",
     "stablelm": "eager",
 }
@@ -200,7 +227,7 @@ def deeper(kind: str) -> dict[str, Any]:
     """What makes the small model one of four layers, which can be cut in unequal parts."""
     keys = keys_of(kind)
     times = 4 // keys["num_hidden_layers"]
-    lists = {name: value * times for name, value in keys.items() if name == "layer_types"}
+    lists = {name: value * times for name, value in keys.items() if name.endswith("layer_types")}
     return {"num_hidden_layers": 4} | lists
 
 

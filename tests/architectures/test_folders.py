@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -18,13 +18,14 @@ from dsft.checkpoint.export import export
 from dsft.checkpoint.files import read_files
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.save import CheckpointState, save
-from dsft.checkpoint.tensors import write_beside
+from dsft.checkpoint.tensors import write_beside, write_names
 from dsft.engine.api import Fragment
 from dsft.engine.replicas import digest, replicated
 from dsft.errors import DsftError, SpecError
 from dsft.model.build import build_model
 from dsft.model.config import DECODERS, TokenFacts
 from dsft.model.conversion import persistent_buffers
+from dsft.model.files import tensor_names
 from dsft.model.policy import Policy
 from dsft.spec.schema import Checkpoint, Model
 from tests.architectures.cases import (
@@ -62,12 +63,26 @@ def test_without_a_step_a_folder_goes_out_as_it_came_in(kind: str, tmp_path: Pat
     small_model(kind).bfloat16().save_pretrained(given, max_shard_size="8KB")
     assert len(list(given.glob("*.safetensors"))) > 1
     policy = build_model(Model(name_or_path=str(given)), FACTS, seed=0, dtype=torch.bfloat16)
-    out = exported(policy, tmp_path)
+    out = exported(policy, tmp_path, given)
     expected, found = tensors_of(given), tensors_of(out)
     assert found.keys() == expected.keys()
     assert {name: t.dtype for name, t in found.items()} == {name: t.dtype for name, t in expected.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert json.loads((out / "config.json").read_text()) == json.loads((given / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_joined_experts_stay_joined_and_a_routers_bias_keeps_its_digits(kind: str, tmp_path: Path) -> None:
+    """A folder whose files have the names of the modules, in bf16 but for the bias of a router."""
+    given = tmp_path / "given"
+    causal_lm = small_model(kind)
+    tensors = {name: t if "bias" in name else t.bfloat16() for name, t in causal_lm.state_dict().items()}
+    causal_lm.config.save_pretrained(given)
+    save_file(tensors, given / "model.safetensors")
+    policy = build_model(Model(name_or_path=str(given)), FACTS, seed=0, dtype=torch.bfloat16)
+    found = tensors_of(exported(policy, tmp_path, given))
+    assert found.keys() == tensors.keys() and any("experts.gate_up_proj" in name for name in found)
+    assert all(t.dtype == tensors[name].dtype and torch.equal(t, tensors[name]) for name, t in found.items())
 
 
 @pytest.mark.parametrize("kind", tiered(ARCHITECTURES, USUAL))
@@ -82,11 +97,12 @@ def test_what_ranks_compare_does_not_follow_their_rows(kind: str) -> None:
     assert first == second
 
 
-def exported(policy: Policy, folder: Path) -> Path:
+def exported(policy: Policy, folder: Path, given: Path) -> Path:
     """What a run of no step would leave."""
     causal_lm, model_folder = policy.causal_lm, folder / "model"
     causal_lm.config.save_pretrained(model_folder)
     write_beside(model_folder, persistent_buffers(causal_lm))
+    write_names(model_folder, tensor_names(str(given)))
     trained = policy.named_trained()
     fragments = [Fragment(name, "value", 0, p.detach().float().flatten()) for name, p in trained.items()]
     facts = CheckpointState({"step": 0}, {"train": {"precision": "bf16", "seed": 0}}, {}, {}, {}, {})
