@@ -200,7 +200,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 """The others that `base_model_pp_plan` describes: a small config, and why they are refused."""
 
 PACKED = {
-    "bailing_hybrid": "refused",
     "doge": "eager",
     "falcon": "refused",
     "gpt_oss": "refused",

@@ -236,6 +236,10 @@ def compare(folder: Path, outcomes: Mapping[str, Outcome | str], steps: list[pla
 def plain_model(folder: Path) -> PreTrainedModel:
     """As transformers loads it; experts are computed one after the other, not as the engines do."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(model.config)
+    for name, parameter in made.named_parameters():  # from_pretrained forgets what the class freezes
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model
 
 

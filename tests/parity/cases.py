@@ -415,19 +415,26 @@ def _chunked(ranks: int) -> Iterator[Case]:
 def _mixtures(ranks: int) -> Iterator[Case]:
     """Mixtures of experts; in fp32, where rounding decides for no other expert than the plain loop's. On two
     ranks every mode, on others some."""
-    modes = [(mode, 1) for mode in {1: ("zero1", "zero3"), 2: MODES, 3: ("zero1", "zero3")}.get(ranks, ())]
-    if ranks == 2:
-        modes += [(mode, 1) for mode in (*OFFLOADS, "zero3_both")] + [(mode, 2) for mode in PIPELINES]
-    for (mode, stages), shape in itertools.product(modes, MIXTURES):
-        case = functools.partial(Case, mode, ranks, "adamw", "varying", 0.1, stages=stages, shape=shape)
-        yield case(checkpointing=mode == "zero3")
-        yield case(packed=True)
-        if ranks == 2 and mode in ("zero2", "zero3", "pipeline_zero1"):
-            yield case(reference="given", packed=mode != "zero2", shared=mode == "zero3")
-    if ranks == 2:
-        yield Case("zero3", ranks, "adamw", "one", 0.1, shape="deepseek_v3", reference="live")
+    adamw = functools.partial(Case, ranks=ranks, optimizer="adamw", micro_batches="varying", max_norm=0.1)
+    modes = {1: ("zero1", "zero3"), 2: ("zero0", "zero1", "zero2", "zero3"), 3: ("zero3",)}.get(ranks, ())
+    for mode, shape in itertools.product(modes, MIXTURES):
+        yield adamw(mode, shape=shape, packed=True)
+        if ranks < 3:
+            yield adamw(mode, shape=shape, checkpointing=mode == "zero3")
+        if ranks == 2 and mode in ("zero2", "zero3"):
+            yield adamw(mode, shape=shape, reference="given", packed=mode == "zero3", shared=mode == "zero3")
     if ranks == 3:
-        yield Case("pipeline_zero1", ranks, "adamw", "varying", 0.1, stages=3, packed=True, shape="qwen3_moe")
+        yield adamw("pipeline_zero1", stages=3, packed=True, shape="qwen3_moe")
+    if ranks != 2:
+        return
+    for shape in MIXTURES:
+        yield adamw("pipeline_zero0", stages=2, shape=shape)
+        yield adamw("pipeline_zero1", stages=2, shape=shape, packed=True)
+    for shape in ("qwen3_moe", "deepseek_v3"):
+        yield adamw("pipeline_zero1", stages=2, shape=shape, reference="given")
+        for mode in (*OFFLOADS, "zero3_offload", "zero3_both"):
+            yield adamw(mode, shape=shape, packed=True)
+    yield Case("zero3", ranks, "adamw", "one", 0.1, shape="deepseek_v3", reference="live")
 
 
 def _with_torch_adam(ranks: int) -> Iterator[Case]:
