@@ -273,8 +273,8 @@ CHUNKED_BOUNDS = {"gradient": 2e-6}
 # 3.3e-6), from each other by up to 1.7e-6.
 SHAPE_BOUNDS = {"gradient": 3e-6, "weights": 5e-6}
 
-# Experts without a token change by weight decay alone, 3e-5 of a weight, which DeepSpeed's CPU Adam rounds once
-# more.
+# Experts without a token change by weight decay alone, 3e-5 of a weight a step, which DeepSpeed's CPU Adam
+# rounds once more.
 IDLE_BOUNDS = {"change": 5e-5}
 
 MODES = ("zero0", "zero1", "zero2", "zero3", "zero3_offload")
