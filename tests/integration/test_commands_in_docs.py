@@ -160,11 +160,12 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def after_first(folder: Path) -> None:
-    """Give the runs and specs of FIRST the names of the other pages."""
-    for name in ("faq", "faq-lora", "my-sft", "my-run"):
+def after_first(folder: Path, *, all_train: bool) -> None:
+    """Give the runs and specs of FIRST the names of the other pages. all_train: those in LONG train too."""
+    for name in ("faq", "faq-lora", "my-run"):
         (folder / "runs" / name).symlink_to("mychat")
-    (folder / "runs/my-dpo").symlink_to("mydpo")
+    for name, run in () if all_train else (("my-sft", "mychat"), ("my-dpo", "mydpo")):
+        (folder / "runs" / name).symlink_to(run)
     for name in ("llama8b", "my-run", "my"):
         text = (folder / "specs/mychat.yaml").read_text()
         (folder / f"specs/{name}.yaml").write_text(text.replace("name: mychat", f"name: {name}"))
@@ -235,7 +236,7 @@ def test_the_pages_commands_do_what_they_say(place: Path, each: bool) -> None:
     first = [one for one in typed if one.page.endswith(tuple(f"tutorials/{name}" for name in FIRST))]
     found = run(place, first)
     assert not wrong(found), "\n".join(wrong(found))
-    after_first(place)
+    after_first(place, all_train=each)
     rest = [
         one for one in typed if one not in first and (each or not (one.trains and one.page.endswith(LONG)))
     ]
