@@ -64,7 +64,7 @@ def build_model(
     split_points = check_cut(config, cut) if cut.stages > 1 else None
     causal_lm = on_meta(config)
     check_trainable(causal_lm)
-    choose_experts(causal_lm, model.experts_implementation)
+    choose_experts(causal_lm, model.experts.implementation)
     whole = around(model, causal_lm)
     weights = _weights(model, causal_lm, seed, dtype, new_rows(model, facts), whole)
     if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings

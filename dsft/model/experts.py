@@ -69,7 +69,7 @@ ALIGNED = 8
 
 
 def choose_experts(causal_lm: PreTrainedModel, choice: str) -> None:
-    """Set what computes the experts: model.experts_implementation, or for auto grouped_mm where transformers
+    """Set what computes the experts: model.experts.implementation, or for auto grouped_mm where transformers
     and the widths of the experts allow it, else eager. `causal_lm` is on the meta device. Raises SpecError
     for a dense model, for a router of no or too many experts, and for an implementation that the model
     cannot use."""
@@ -77,7 +77,7 @@ def choose_experts(causal_lm: PreTrainedModel, choice: str) -> None:
     kind = causal_lm.config.model_type
     if not layers and choice != "auto":
         raise _error(
-            "model.experts_implementation", f"{choice}, but this {kind} model has no experts; leave it out"
+            "model.experts.implementation", f"{choice}, but this {kind} model has no experts; leave it out"
         )
     for layer in layers:
         if not 0 < layer.top_k <= layer.num_experts:
@@ -87,7 +87,7 @@ def choose_experts(causal_lm: PreTrainedModel, choice: str) -> None:
         return
     obstacle = _obstacle(causal_lm, layers)
     if obstacle and choice not in ("auto", "eager"):
-        raise _error("model.experts_implementation", f"{choice} is not possible, since {obstacle}; set auto")
+        raise _error("model.experts.implementation", f"{choice} is not possible, since {obstacle}; set auto")
     wanted = "grouped_mm" if choice == "auto" else choice
     causal_lm.set_experts_implementation("eager" if obstacle else wanted)
 

@@ -60,7 +60,7 @@ class Lora(Section):
 
 
 class Experts(Section):
-    """How the routers of a mixture of experts are trained."""
+    """How a mixture of experts is computed, and how its routers are trained."""
 
     balance: Literal["none", "sequence", "global_batch"] = "none"
     """Loss that makes routers use all experts alike. none: no such loss, as transformers trains by default
@@ -71,6 +71,10 @@ class Experts(Section):
     sequence (DeepSeek-V3) and 0.001 with global_batch."""
     freeze_router: bool = False
     """Train everything but the routers, for any mixture of experts."""
+    implementation: Literal["auto", "eager", "batched_mm", "grouped_mm"] = "auto"
+    """What computes the experts, of transformers. auto: grouped_mm (one matrix product for all experts at
+    once) where the widths allow it, else eager (one expert after the other); batched_mm copies an expert's
+    weights for each token."""
 
 
 class Model(Section):
@@ -86,10 +90,6 @@ class Model(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention implementation. auto: that of torch, for packed rows the fastest one that device, precision
     and model allow; sdpa: packed rows are computed segment by segment; the others: those of transformers."""
-    experts_implementation: Literal["auto", "eager", "batched_mm", "grouped_mm"] = "auto"
-    """Implementation of a mixture's experts, of transformers. auto: grouped_mm (grouped matrix products for
-    all experts at once) where the widths allow it, else eager (one expert after the other); batched_mm copies
-    an expert's weights for each token."""
     gradient_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass to save memory."""
     trust_remote_code: bool = False
@@ -99,7 +99,7 @@ class Model(Section):
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights."""
     experts: Experts = Experts()
-    """How the routers of a mixture of experts are trained."""
+    """How a mixture of experts is computed, and how its routers are trained."""
     trainable: Strings | None = None
     """Patterns for the names of the parameters to train; by default all are trained."""
     compile: bool = False
