@@ -19,7 +19,7 @@ from dsft.data.tokenizer.load import open_tokenizer
 from dsft.errors import MissingInputError, SpecError
 from dsft.model.build import around, check_trainable, choose_trained
 from dsft.model.config import TokenFacts, on_meta, resolve_config, token_facts
-from dsft.model.experts import expert_layers
+from dsft.model.experts import choose_experts, expert_layers
 from dsft.model.names import plain_name
 from dsft.model.split_points import find_split_points
 from dsft.model.stage import SplitPoints
@@ -36,6 +36,7 @@ def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = T
     config = resolve_config(model, facts or _facts(model))
     causal_lm = on_meta(config)
     check_trainable(causal_lm)
+    choose_experts(causal_lm, model.experts_implementation)
     whole = around(model, causal_lm)
     if whole is not None:
         check_text(whole.model.config)

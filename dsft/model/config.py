@@ -238,7 +238,12 @@ def read_whole_config(name_or_path: str | Path) -> PreTrainedConfig:
     Raises MissingInputError where the file names a kernel of the hub; OSError or ValueError, as transformers
     does, where there is no config that can be read.
     """
-    config: PreTrainedConfig = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # whatever a config class does with odd values
+        raise ValueError(" ".join(str(error.__cause__ or error).split())) from None
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     for part in filter(None, parts):
         for key in ("_attn_implementation", "_experts_implementation"):
@@ -256,11 +261,19 @@ def read_whole_config(name_or_path: str | Path) -> PreTrainedConfig:
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """Return the model on the meta device, in float32: names and shapes, without memory. A parameter that
     transformers itself freezes (the bias that balances the experts of ERNIE 4.5) becomes a buffer, as other
-    architectures have it: it is read, exported and never trained."""
-    with torch.device("meta"):
-        causal_lm: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=False
-        )
+    architectures have it: it is read, exported and never trained. Raises SpecError for a config of which
+    transformers cannot build a model."""
+    try:
+        with torch.device("meta"):
+            causal_lm: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=False
+            )
+    except Exception as error:  # whatever a module does with odd values
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise _error(
+            "model",
+            f"transformers cannot build a {config.model_type} model of this config: {reason}; correct it",
+        ) from None
     for module in causal_lm.modules():
         frozen = [name for name, p in module._parameters.items() if p is not None and not p.requires_grad]
         for name in frozen:

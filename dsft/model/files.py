@@ -123,9 +123,11 @@ class SafetensorsReader:
             self._converted.read(name, start, out)
 
     def origin(self, name: str) -> str:
-        """See `TensorReader.origin`; for a tensor that is made from several, the first of these."""
-        key = self._sources(name)[0]
-        return f"{self._file_of[key].path.name}: {key}"
+        """See `TensorReader.origin`; for a tensor that is made from several, the first of these and their
+        number."""
+        key, *others = self._sources(name)
+        found = f"{self._file_of[key].path.name}: {key}"
+        return f"{name}, made from {found} and {len(others)} more," if others else found
 
     def _sources(self, name: str) -> list[str]:
         """Return the names in the files of what the tensor is made from."""
@@ -163,8 +165,14 @@ def weight_files(name_or_path: str) -> list[Path]:
         return [folder / SINGLE]
     if not (folder / INDEX).exists():
         return []
-    names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
-    absent = [name for name in names if not (folder / name).exists()]
+    try:
+        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        absent = [name for name in names if not (folder / name).exists()]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise MissingInputError(
+            f"{folder / INDEX} is damaged: it does not say which file has which tensor; copy or download it "
+            "again."
+        ) from None
     if absent:
         raise MissingInputError(
             f"model.name_or_path {name_or_path!r} has no {', '.join(absent)}, which {INDEX} names; "

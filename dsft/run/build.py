@@ -146,7 +146,8 @@ def _model_files(job: Job, policy: Policy, world: World) -> dict[str, bytes]:
     def write() -> None:
         write_beside(job.model_folder, buffers)
         if job.spec.model.name_or_path is not None and renames(policy.causal_lm):
-            write_names(job.model_folder, tensor_names(job.spec.model.name_or_path))
+            if names := tensor_names(job.spec.model.name_or_path):  # none where the files are pickled
+                write_names(job.model_folder, names)
         files.update(read_model_files(job.model_folder))
 
     world.first(write)

@@ -10,6 +10,7 @@ import torch
 
 from dsft.errors import MissingInputError, SpecError
 from dsft.model.build import build_model
+from dsft.model.census import take_census
 from dsft.model.config import TokenFacts, resolve_config
 from dsft.plan.cut import Cut, balanced
 from dsft.spec.schema import Model
@@ -121,6 +122,26 @@ def test_a_model_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(MissingInputError, match="weights"):
         build_model(Model(name_or_path=str(tmp_path)), TokenFacts(9, 1, 2, None), 0, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "llama", "hidden_size": "a"}, "cannot be read: Field 'hidden_size' expected int"),
+        ({"model_type": "gemma3", "text_config": 5}, "cannot be read: Field 'text_config' with value 5"),
+        (
+            {"model_type": "qwen3_moe", "decoder_sparse_step": 0},
+            "transformers cannot build a qwen3_moe model of this config: integer modulo by zero",
+        ),
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": 0}, "a token cannot go to 0 of 128 experts"),
+    ],
+)
+def test_odd_values_of_a_config_are_no_traceback(
+    config: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises((MissingInputError, SpecError), match=words):
+        take_census(Model(name_or_path=str(tmp_path)), FACTS, cuts=False)
 
 
 def test_a_kernel_of_the_hub_that_a_config_names_is_refused(tmp_path: Path) -> None:

@@ -221,7 +221,8 @@ def test_a_converted_and_a_pickled_weight_that_is_not_finite_is_named(tmp_path: 
         return held
 
     change(tmp_path / "mixture", changed)
-    with pytest.raises(MissingInputError, match=r"model\.safetensors: .*experts.*has the value nan"):
+    made = r"experts\.down_proj, made from model\.safetensors: .*experts.* and 7 more, has the value nan"
+    with pytest.raises(MissingInputError, match=made):
         read(tmp_path / "mixture")
     model = save(tmp_path / "pickled")
     model.get_parameter(EMBEDDING).data[70, 5] = math.nan
@@ -270,6 +271,13 @@ def test_a_shard_that_is_not_there(tmp_path: Path) -> None:
         MissingInputError, match=f"has no {first.name}, which model.safetensors.index.json names"
     ):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 5}}'])
+def test_a_damaged_index(content: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(MissingInputError, match="index.json is damaged: .* download it again"):
+        fingerprint(str(tmp_path))
 
 
 def test_a_file_that_is_torn(tmp_path: Path) -> None:
