@@ -86,11 +86,14 @@ def _settings(name: str, parameter: nn.Parameter, optim: Optim) -> tuple[float, 
     pattern matches.
 
     A weight decay that a group sets applies to all its parameters. Otherwise matrices and embeddings decay;
-    biases, norms and other vectors do not.
+    biases, norms and other vectors do not, nor do those that are matrices: the biases of all experts of a
+    layer (GPT-OSS), a norm of each head (Cohere).
     """
     index = group_of(name, optim)
     group = optim.groups[index] if index is not None else None
-    rate, decay = 1.0, optim.weight_decay if len(full_shape(parameter)) > 1 else 0.0
+    module, _, own = name.rpartition(".")
+    decays = len(full_shape(parameter)) > 1 and not own.endswith("bias") and not module.endswith("norm")
+    rate, decay = 1.0, optim.weight_decay if decays else 0.0
     if group is not None and group.learning_rate is not None:
         rate = group.learning_rate / optim.learning_rate
     if group is not None and group.weight_decay is not None:

@@ -256,8 +256,9 @@ def evaluate(model: nn.Module, losses: Losses[T], step: Step[T]) -> float:
 
 
 def decayed_groups(model: nn.Module, decay: float) -> list[dict[str, object]]:
-    matrices = [p for p in trained(model).values() if p.ndim > 1]
-    vectors = [p for p in trained(model).values() if p.ndim <= 1]
+    named = trained(model)
+    matrices = [p for name, p in named.items() if p.ndim > 1 and not name.endswith("bias")]
+    vectors = [p for name, p in named.items() if p.ndim <= 1 or name.endswith("bias")]
     return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
 
 

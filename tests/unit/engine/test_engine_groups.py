@@ -60,6 +60,16 @@ def test_the_first_group_decides_and_matrices_alone_decay_by_default() -> None:
     assert len(list(parameter_groups(TRAINED | HEAD, Optim(learning_rate=2.0, weight_decay=0.1)))) == 2
 
 
+def test_biases_of_experts_and_norms_of_heads_do_not_decay() -> None:
+    named = {
+        name: nn.Parameter(torch.zeros(2, 2))
+        for name in ("mlp.experts.down_proj", "mlp.experts.down_proj_bias", "self_attn.q_norm.weight")
+    }
+    made = parameter_groups(named, Optim(learning_rate=2.0, weight_decay=0.1))
+    decays = {id(p): group["weight_decay"] for group in made for p in group["params"]}
+    assert [decays[id(p)] for p in named.values()] == [0.1, 0.0, 0.0]
+
+
 def test_stages_with_other_numbers_of_groups_are_refused_under_zero_1() -> None:
     world: Any = TwoStages((["lm_head.weight"], 1))
     check_groups(TRAINED, spec(0), world)
