@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from dsft.model.experts import ExpertLayer, expert_layers
+from dsft.errors import SpecError
+from dsft.model.experts import ExpertLayer, choose_experts, described, expert_layers
 
 
 def on_meta(kind: str, **keys: object) -> PreTrainedModel:
@@ -25,3 +29,39 @@ def test_layers_are_found_by_their_modules() -> None:
     shared = expert_layers(on_meta("deepseek_v3", num_hidden_layers=2, first_k_dense_replace=1))
     assert [layer.block for layer in shared] == ["model.layers.1.mlp"]
     assert expert_layers(on_meta("llama", num_hidden_layers=1)) == []
+
+
+SMALL = {
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "moe_intermediate_size": 8,
+    "num_experts": 4,
+}
+
+
+def chosen(choice: str, kind: str = "qwen3_moe", **keys: object) -> str:
+    model = on_meta(kind, **(SMALL | {"num_experts_per_tok": 2} | keys if kind == "qwen3_moe" else keys))
+    choose_experts(model, choice)
+    (line,) = described(model)
+    return line
+
+
+def test_the_widths_decide_what_computes_the_experts() -> None:
+    assert chosen("auto") == "experts: 2 of 4 for each token, computed by grouped_mm"
+    assert chosen("auto", moe_intermediate_size=12).endswith("by eager")
+    assert chosen("batched_mm").endswith("by batched_mm") and chosen("eager").endswith("by eager")
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind", "keys", "message"),
+    [
+        ("grouped_mm", "qwen3_moe", {"moe_intermediate_size": 12}, "width 12, .* a multiple of 8; set auto"),
+        ("eager", "llama", {"num_hidden_layers": 1}, "llama model has no experts; leave it out"),
+        ("auto", "qwen3_moe", {"num_experts_per_tok": 5}, "5 of 4 experts; .* from 1 to 4"),
+        ("auto", "qwen3_moe", {"num_experts_per_tok": 0}, "0 of 4 experts"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(choice: str, kind: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        chosen(choice, kind, **keys)
