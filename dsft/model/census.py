@@ -36,7 +36,7 @@ def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = T
     config = resolve_config(model, facts or _facts(model))
     causal_lm = on_meta(config)
     check_trainable(causal_lm)
-    choose_experts(causal_lm, model.experts_implementation)
+    choose_experts(causal_lm, model.experts.implementation)
     whole = around(model, causal_lm)
     if whole is not None:
         check_text(whole.model.config)
