@@ -62,11 +62,13 @@ class Sequences:
         return rows if self.places is None else rows[self.places]
 
 
-def sequences_of(shape: torch.Size, borders: Borders | None, is_padding: Tensor | None) -> Sequences:
-    """Return the sequences of a micro-batch of this shape (B, T): its rows, or the segments between the
-    `borders` of a packed row. is_padding: (B, T) bool; None: there is none. Does not wait for the device."""
+def sequences_of(
+    shape: torch.Size, borders: Borders | None, is_padding: Tensor | None, device: torch.device
+) -> Sequences:
+    """Return the sequences of a micro-batch of this shape (B, T), on the device that has the other arguments:
+    its rows, or the segments between the `borders` of a packed row. is_padding: (B, T) bool; None: there is
+    none. Does not wait for the device."""
     rows, length = shape
-    device = is_padding.device if is_padding is not None else borders[0].device if borders else None
     places = None
     if borders is None:
         count, number = rows, torch.arange(rows, device=device).repeat_interleave(length)
@@ -175,7 +177,7 @@ class Routing:
             self._counts = self._zeros(device)
         if self._sequences is None:
             assert self._shape is not None, "a policy begins each pass"
-            self._sequences = sequences_of(*self._shape)
+            self._sequences = sequences_of(*self._shape, device)
         if first:
             self._count(self._counts[index], chosen, self._sequences)
         if self._mode == "count" or self._loss is None:

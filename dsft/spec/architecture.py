@@ -31,7 +31,14 @@ stages of each with the whole model."""
 PIPELINE_PARTS = frozenset({"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"})
 """Text models of multimodal ones that can be cut; tests/architectures/test_wholes.py finds where."""
 
-MIXTURES = frozenset("deepseek_v3 glm4_moe gpt_oss mixtral olmoe qwen2_moe qwen3_moe".split())
+MIXTURES = frozenset(
+    """
+    afmoe aria_text axk1 bailing_hybrid beam deepseek_v2 deepseek_v3 dots1 ernie4_5_moe exaone_moe flex_olmo
+    glm4_moe glm4_moe_lite gpt_oss granitemoe granitemoe_swa granitemoeshared hunyuan_v1_moe hy_v3 kolibri1
+    laguna mellum mimo_v2_flash minimax_m2 mixtral olmoe qwen2_moe qwen3_5_moe_text qwen3_moe qwen3_next
+    solar_open
+    """.split()
+)
 """Those of PIPELINE_MODEL_TYPES that are mixtures of experts, whatever their config says."""
 
 PER_LAYER_INPUTS = ("gemma3n_text", "gemma4_text")

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.architectures import support
+from dsft.spec.architecture import MIXTURES, PIPELINE_MODEL_TYPES
+from tests.architectures import cases, support
 from tests.unit.spec.test_docs import check_block
 
 
@@ -31,3 +32,7 @@ def test_every_option_is_refused_and_shown_somewhere() -> None:
     assert "sharded gradients" in str(support.refusal(zero_2, pipeline))
     assert support.refusal(zero_3, nvme) is None
     assert "z3-fp32-large-nvme" in support.cases_of([zero_3.title, nvme.title])
+
+
+def test_validators_know_the_mixtures() -> None:
+    assert cases.MIXTURES.keys() & PIPELINE_MODEL_TYPES == MIXTURES

@@ -19,7 +19,7 @@ from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy, forward_arguments
-from dsft.model.routing import Routing, StepLoss, affinity_of
+from dsft.model.routing import Routing, StepLoss, affinity_of, sequences_of
 from dsft.spec.schema import Experts, Model
 from tests.parity import plain
 
@@ -239,6 +239,12 @@ def test_checkpointed_layers_count_once_and_use_their_own_micro_batch(loss: str)
         found.append((gradients(policy.causal_lm), policy.routing.pop(torch.device("cpu"))))
     (expected, balance), (again, counted) = found
     assert (counted == balance).all() and apart(again, expected) < 1e-12
+
+
+def test_rows_without_padding_are_counted_where_the_routers_are() -> None:
+    """As on a GPU, where nothing else of such a micro-batch says which device that is."""
+    found = sequences_of(torch.Size((2, 3)), None, None, torch.device("meta"))
+    assert {found.number.device.type, found.weights.device.type} == {"meta"}
 
 
 def test_nothing_is_counted_or_added_outside_of_a_step() -> None:
