@@ -340,8 +340,8 @@ class Attempt:
     def _fail(self, failure: Failure) -> None:
         self.failures.append(failure)
         if self.state in {"running", "stopping"}:
-            if not failure.is_consequence() and len(self.ranks) > 1:
-                self.log(f"{failure.where()} has failed; ending all others")
+            if not failure.is_consequence():
+                self.log(f"{failure.text().rstrip('.')}; ending all others")
             self._end(0 if failure.kind == "hang" else GRACE)
 
     def _end_stragglers(self) -> None:

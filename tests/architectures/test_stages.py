@@ -54,7 +54,7 @@ def outcome(stages: list[Policy], batch: MicroBatch) -> tuple[Tensor, list[dict[
     carried = batch.input_ids
     for stage in stages:
         carried = stage(carried, batch.position_ids, batch.targets, batch.lengths)
-    logps, _ = carried
+    logps = carried.logps
     (logps * torch.linspace(1, 2, logps.numel()).view_as(logps)).sum().backward()
     gradients = [{n: p.grad for n, p in s.named_trained().items() if p.grad is not None} for s in stages]
     for stage in stages:

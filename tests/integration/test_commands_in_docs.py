@@ -58,7 +58,7 @@ ELSEWHERE: Mapping[str, tuple[str, str, str]] = {
     r"srun ": ("Slurm", "tests/lab/test_ways_in.py", "srun"),
     r"sbatch ": ("Slurm", "tests/lab/test_scripts.py", "sbatch"),
     r"ssh|vllm ": ("several hosts", "tests/lab/hosts.py", "ssh"),
-    r"scripts/gpu": ("a GPU", "tests/standin/test_gpu_rehearsal.py", "gpu"),
+    r"scripts/gpu": ("a GPU", "tests/standin/test_gpu_cases.py", "gpu"),
     r"scripts/quickstart": ("a network", "tests/integration/test_pinned_losses.py", "quickstart.yaml"),
     r"(sudo )?scripts/(lab|test)|pip |PIP_": ("a network", ".ci/run", "SCRIPTS/test"),
 }

@@ -25,7 +25,8 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_plan_shows_the_world_that_is_asked_for() -> None:
+def test_plan_shows_the_world_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # it would set the width
     code, out = run("plan", QUICKSTART, "train.micro_batch_size=4", "--world-size", "3")
     assert code == 0
     assert "global_batch_size 12 = micro_batch_size 4 × accumulation_steps 1 × data-parallel ranks 3" in out
