@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from dsft.checkpoint.around import TensorsAround, files_around, set_dtype
+from dsft.checkpoint.around import PROCESSORS, TensorsAround, files_around, set_dtype
 from dsft.checkpoint.card import CARD, Form, model_card
 from dsft.checkpoint.files import (
     CHUNK,
@@ -90,6 +90,8 @@ def write_model_folder(
         generation_config.eos_token_id = stops
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for name in (BESIDE, NAMES, *PROCESSORS):  # of an earlier start, from another model
+            (folder / name).unlink(missing_ok=True)
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         generation_config.save_pretrained(folder)
@@ -192,7 +194,7 @@ def _write_export(
     title = f"{out}: the {'adapter' if form == 'adapter' else 'model'} after step {checkpoint.step}"
     replaces = _replaces(out, origin)
     if replaces is None:
-        return f"{title}, exported before"
+        return f"{title}, exported before{''.join(read_json(out / ORIGIN).get('notes', ()))}"
     aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -200,7 +202,8 @@ def _write_export(
         large = write(aside)
         (aside / CARD).write_text(model_card(checkpoint.state, form), encoding="utf-8")
         files = {file.name: large.get(file.name) or digest_of(file) for file in aside.iterdir()}
-        write_json(aside / ORIGIN, {"from": origin, "files": {name: asdict(f) for name, f in files.items()}})
+        found = {"from": origin, "files": {name: asdict(f) for name, f in files.items()}, "notes": [*notes]}
+        write_json(aside / ORIGIN, found)
         _put_in_place(aside, out)
         for path in out.parent.glob(f"{glob.escape(out.name)}.tmp-*"):  # left by exports that were killed
             shutil.rmtree(path, ignore_errors=True)

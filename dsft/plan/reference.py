@@ -15,24 +15,27 @@ from dsft.plan.census import Elements
 from dsft.plan.ds_config import ConfigEntry, Row, gathering, nested, silence
 from dsft.plan.layout import Layout, layout_of
 from dsft.spec.preferences import REFERENCE_FREE
-from dsft.spec.schema import Dpo, Lora, Model, Parallel, Spec
+from dsft.spec.schema import Dpo, Experts, Lora, Model, Parallel, Spec
 
 
 def reference_model(spec: Spec) -> Model:
     """Return the `model` section of the reference: dpo.reference_model, or the policy's initial model,
-    including the adapter in model.lora.path. Tokenizer and attention are the policy's."""
+    including the adapter in model.lora.path. Tokenizer and attention are the policy's, and what computes the
+    experts of its initial model."""
     policy, other = spec.model, dpo_of(spec).reference_model
     own: dict[str, object] = {
         "gradient_checkpointing": False,
         "activation_offload": False,
         "trainable": None,
         "lora": None,
+        "experts": Experts(implementation=policy.experts.implementation),
     }
     if other is not None:
         own |= {
             "name_or_path": other,
             "from_config": None,
             "tokenizer": policy.tokenizer or policy.name_or_path,
+            "experts": Experts(),
         }
     elif policy.lora is not None and policy.lora.path is not None:
         own["lora"] = policy.lora.model_copy(update={"dropout": Lora.model_fields["dropout"].default})

@@ -269,6 +269,9 @@ def test_what_a_file_holds_beside_the_parameters_comes_with_it(
     assert list(scalars) == ["model.layers.0.layer_scalar"]
     scalars["model.layers.0.layer_scalar"].fill_(0.5)
     write_model_folder(tmp_path / "gemma4", config, tokenizer)
+    write_beside(tmp_path / "gemma4", {"of.another": torch.zeros(1)})
+    write_model_folder(tmp_path / "gemma4", config, tokenizer)  # a new start, perhaps of another model
+    assert not (tmp_path / "gemma4" / "beside.safetensors").exists()
     write_beside(tmp_path / "gemma4", scalars)
     tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     export(saved(type(maker)(tmp_path / "other", tmp_path / "gemma4", tensors)), tmp_path / "out")

@@ -89,7 +89,9 @@ def test_an_adapter_has_the_embeddings(base: Path, saved: tuple[str, ...], tmp_p
     model = Model.model_validate({"name_or_path": str(base), "add_tokens": ["<a>", "<b>"], "lora": lora})
     held, trained = checkpoint(model, tmp_path / "run")
     line = export_checkpoint(held.path, tmp_path / "adapter")
-    assert "with all 261 rows of the embeddings" in line
+    assert line.endswith(", with all 261 rows of the embeddings")
+    again = export_checkpoint(held.path, tmp_path / "adapter")
+    assert again.endswith(", exported before, with all 261 rows of the embeddings")
     export_checkpoint(held.path, tmp_path / "merged", merged=True)
     adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()

@@ -21,7 +21,7 @@ from dsft.plan.reference import (
     reference_model,
     reference_stage,
 )
-from dsft.spec.schema import Spec
+from dsft.spec.schema import Experts, Spec
 
 
 def spec(model: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **dpo: Any) -> Spec:
@@ -42,6 +42,13 @@ def test_nothing_of_the_reference_is_trained() -> None:
     model = reference_model(spec(trained))
     assert (model.name_or_path, model.trainable, model.gradient_checkpointing) == ("start", None, False)
     assert model.add_tokens == ("<x>",)  # it reads the same tokens
+
+
+def test_a_balance_loss_is_the_policys_alone() -> None:
+    balanced = {"balance": "sequence", "balance_weight": 1e-4, "implementation": "eager"}
+    assert reference_model(spec({"experts": balanced})).experts == Experts(implementation="eager")
+    other = spec({"experts": balanced}, reference_model="other")  # which may be dense
+    assert reference_model(other).experts == Experts()
 
 
 def test_a_new_adapter_has_no_part_in_the_reference_and_a_continued_one_has() -> None:
