@@ -43,6 +43,8 @@ def check_text(config: PreTrainedConfig, rows: Sequence[Sequence[int]] = ROWS) -
         if found <= BOUND:
             return found
         reason = "gives other logits on text alone than its text model, which would be trained"
+        if math.isinf(found):
+            reason = "computes no logits of text alone in a small model, to compare with its text model's"
     message = f"a {config.model_type} model {reason}; choose another model"
     raise SpecError("The text model was compared with the whole model.", [Problem("model", message)])
 
