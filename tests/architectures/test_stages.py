@@ -4,6 +4,7 @@ the log-probabilities and the gradients of the whole, of padded and of packed ro
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def stages_of(model: PreTrainedModel, joints: SplitPoints, cut: Cut) -> list[Pol
 
 def outcome(stages: list[Policy], batch: MicroBatch) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """Log-probabilities, and each stage's gradients of a weighed sum of them."""
-    carried = batch.input_ids
+    carried: Any = batch.input_ids
     for stage in stages:
         carried = stage(carried, batch.position_ids, batch.targets, batch.lengths)
     logps = carried.logps
