@@ -44,6 +44,7 @@ from dsft.errors import CheckpointError, LockedError, StorageError
 from dsft.model.config import config_around, on_meta, read_config
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.weights import DTYPES
+from dsft.model.whole import whole_of
 from dsft.plan.tables import size_text
 from dsft.system.files import sync_folder
 from dsft.system.json_file import read_json
@@ -130,7 +131,9 @@ def export_adapter(checkpoint: CheckpointReader, out: Path) -> str:
     dtype = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
 
     def write(aside: Path) -> dict[str, FileDigest]:
-        adapter = Adapter(checkpoint, on_meta(read_config(checkpoint.model_folder)), dtype)
+        folder = checkpoint.model_folder  # the base may be gone
+        model, config = on_meta(read_config(folder)), config_around(folder)
+        adapter = Adapter(checkpoint, model, dtype, whole_of(config, model) if config else None)
         notes.extend([NOT_FOR_PEFT] * adapter.is_misread)
         for name in NOT_AN_ADAPTERS:
             (aside / name).unlink(missing_ok=True)

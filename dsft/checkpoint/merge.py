@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from dsft.checkpoint.compare import check_same_base
 from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.api import Kind
-from dsft.model.build import around, has_frozen, initial_values
+from dsft.model.build import has_frozen, initial_values
 from dsft.model.files import fingerprint
 from dsft.model.lora import PREFIX, condensed, inject, saved_modules, scale
 from dsft.model.lora_experts import misread
@@ -34,15 +34,20 @@ class Adapter:
     layers for experts. Embeddings with new rows are included, trained or not, since the base lacks these
     rows."""
 
-    def __init__(self, checkpoint: CheckpointReader, meta: PreTrainedModel, dtype: torch.dtype) -> None:
-        """`meta`: the model without adapters, on the meta device; `dtype`: of the base in training. Raises as
-        `WholeModel` does where embeddings have new rows."""
+    def __init__(
+        self,
+        checkpoint: CheckpointReader,
+        meta: PreTrainedModel,
+        dtype: torch.dtype,
+        whole: Whole | None = None,
+    ) -> None:
+        """`meta`: the model without adapters, on the meta device; `dtype`: of the base in training; `whole`:
+        the multimodal model around it. Raises as `WholeModel` does where embeddings have new rows."""
         model = model_of(checkpoint)
         assert model.lora is not None, "the checkpoint is of an adapter"
         self._checkpoint, self._frozen = checkpoint, _frozen_embeddings(checkpoint, meta, dtype)
         shapes = {**checkpoint.shapes, **{name: tuple(t.shape) for name, t in self._frozen.items()}}
         first_names = {name: name for name in shapes} | _tied(meta)
-        whole = around(model, meta)
         targets = _targets(meta, checkpoint, model.lora, whole) if whole else {}
         made = inject(meta, model.lora)
         self.is_misread = misread(meta, made)

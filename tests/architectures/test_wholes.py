@@ -109,7 +109,9 @@ def test_an_adapter_fits_the_whole_and_can_be_merged_into_it(kind: str, tmp_path
                 parameter.add_(0.1 * torch.randn_like(parameter))
         expected = policy.eval().causal_lm(input_ids=ids).logits
     checkpoint = saved(policy, model, tmp_path, "fp32")
+    away = given.rename(tmp_path / "away")  # an adapter is exported without its base
     export_checkpoint(checkpoint, tmp_path / "adapter")
+    away.rename(given)
     export_checkpoint(checkpoint, tmp_path / "merged", merged=True)
     whole = AutoModelForMultimodalLM.from_pretrained(given, dtype=torch.float32).eval()
     adapted = PeftModel.from_pretrained(whole, tmp_path / "adapter")
