@@ -6,7 +6,7 @@ from, byte for byte and a piece at a time.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, MissingInputError
 from dsft.model.build import around
 from dsft.model.config import config_around
-from dsft.model.conversion import read_map
+from dsft.model.conversion import TensorMap, read_map
 from dsft.model.files import SafetensorsFile, fingerprint, folder_with, weight_files
 from dsft.model.tensor_types import DTYPES
-from dsft.model.whole import Whole, text_key
+from dsft.model.whole import text_key
 
 CONFIG = "config.json"
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -63,7 +63,8 @@ def _text_keys(config: dict[str, Any], whole: PreTrainedConfig) -> dict[str, Any
 
 class TensorsAround:
     """The tensors of a multimodal model by their names in its files: those of the text model from `values`,
-    all others as the files have them. dtypes: of these others."""
+    converted where the files have other tensors than memory; all others as the files have them. dtypes: of
+    these others."""
 
     def __init__(
         self, values: TensorSource, checkpoint: CheckpointReader, causal_lm: PreTrainedModel
@@ -89,36 +90,37 @@ class TensorsAround:
             )
         self._values = values
         self._file_of = {key: file for file in map(SafetensorsFile, files) for key in file.keys}
-        self._names = _trained_names(whole, causal_lm, self._file_of)
-        self.dtypes = {
-            key: DTYPES[file.dtype(key)] for key, file in self._file_of.items() if key not in self._names
-        }
+        tensors = read_map(whole.model, self._file_of)
+        self._converted = whole.converted_back(
+            tensors, causal_lm, lambda key: self._file_of[key].shape(key), self._read
+        )
+        self._names = _trained_names(whole.text_map(tensors, causal_lm), causal_lm)
+        made = self._converted.shapes
+        others = {key: file for key, file in self._file_of.items() if key not in made}
+        self.dtypes = {key: DTYPES[file.dtype(key)] for key, file in others.items() if key not in self._names}
         self.shapes: Mapping[str, tuple[int, ...]] = {
             key: values.shapes[self._names[key]] if key in self._names else file.shape(key)
-            for key, file in self._file_of.items()
-        }
+            for key, file in others.items()
+        } | made  # those of one conversion follow each other
 
     def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
         if name in self._names:
             return self._values.read(self._names[name], kind, start, stop)
+        if name in self._converted.shapes:
+            out = torch.empty(stop - start)
+            self._converted.read(name, start, out)
+            return out
         piece = torch.empty(stop - start, dtype=self.dtypes[name])
         self._file_of[name].read(name, start, piece)
         return piece
 
+    def _read(self, name: str, start: int, out: Tensor) -> None:
+        out.copy_(self._values.read(name, "value", start, start + len(out)))
 
-def _trained_names(
-    whole: Whole, causal_lm: PreTrainedModel, keys: Sequence[str] | Mapping[str, Any]
-) -> dict[str, str]:
-    """Return the names in the files of the text model's parameters -> their first names in `causal_lm`."""
+
+def _trained_names(text_map: TensorMap, causal_lm: PreTrainedModel) -> dict[str, str]:
+    """Return the names in the files of the text model's parameters -> their first names in `causal_lm`, of
+    those that are not converted."""
     first = {id(parameter): name for name, parameter in causal_lm.named_parameters()}
     names = {name: first[id(p)] for name, p in causal_lm.named_parameters(remove_duplicate=False)}
-    found = whole.text_map(read_map(whole.model, keys), causal_lm)
-    trained = {key: names[name] for name, key in found.unchanged.items() if name in names}
-    missing = sorted(set(first.values()) - set(trained.values()))
-    if missing:
-        kind = whole.model.config.model_type
-        raise CheckpointError(
-            f"Models of type {kind} have other tensors in files than in memory ({missing[0]}), "
-            "and dsft cannot export them yet; the checkpoint itself is whole."
-        )
-    return trained
+    return {key: names[name] for name, key in text_map.unchanged.items() if name in names}

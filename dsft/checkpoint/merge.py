@@ -50,7 +50,7 @@ class Adapter:
         first_names = {name: name for name in shapes} | _tied(meta)
         targets = _targets(meta, checkpoint, model.lora, whole) if whole else {}
         made = inject(meta, model.lora)
-        self.is_misread = misread(meta, made)
+        self.is_misread = misread(whole.model if whole else meta, made)
         config = made.to_dict() | {
             "base_model_name_or_path": model.name_or_path,
             "modules_to_save": list(model.lora.modules_to_save) or None,

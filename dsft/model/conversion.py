@@ -46,11 +46,11 @@ class Run(NamedTuple):
 @dataclass
 class Conversion:
     """Tensors of one side that become other tensors on the other side. parts: (pattern of the transform,
-    name) of each; renamings: of the results."""
+    name) of each; rename: from a result's name in the transform to that on the other side."""
 
     transform: WeightConverter
     first: str
-    renamings: Sequence[WeightRenaming]
+    rename: Callable[[str], str]
     parts: list[tuple[str, str]] = field(default_factory=list)
 
     def apply(self, tensors: Iterable[Tensor], model: Any) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ class Conversion:
             own.layer_targets[self.first].add(name)
         converted = own.convert(self.first, model=model, config=model.config)
         return {
-            renamed(name, self.renamings): value[0] if isinstance(value, list) else value
+            self.rename(name): value[0] if isinstance(value, list) else value
             for name, value in converted.items()
         }
 
@@ -202,7 +202,7 @@ def read_map(model: PreTrainedModel, keys: Iterable[str]) -> TensorMap:
         keys,
         lambda key: _renamed_on_reading(model, key, table, tensors),
         _by_kind(table)[1],
-        (),
+        str,
         tensors,
     )
 
@@ -239,14 +239,19 @@ def write_map(
         table = [entry for entry in table if entry.was_used()]
     renamings, converters = _by_kind(entry.reverse_transform() for entry in table[::-1])
 
+    def rename(name: str) -> str:
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
     def match(name: str) -> tuple[str, str | None]:
         for converter in converters:
             first, pattern = converter.rename_source_key(name)
             if pattern is not None:
                 return first, pattern
-        return renamed(name, renamings), None
+        return rename(name), None
 
-    return _mapped(names, match, converters, renamings, None)
+    return _mapped(names, match, converters, rename, None)
 
 
 def name_patterns(names: Iterable[str]) -> list[str]:
@@ -263,7 +268,7 @@ def _mapped(
     names: Iterable[str],
     match: Callable[[str], tuple[str, str | None]],
     converters: Sequence[WeightConverter],
-    renamings: Sequence[WeightRenaming],
+    rename: Callable[[str], str],
     expected: Container[str] | None,
 ) -> TensorMap:
     """Sort the names by what becomes of each. `match`: name -> its name on the other side, and the pattern of
@@ -279,7 +284,7 @@ def _mapped(
         elif pattern is None:
             unchanged.setdefault(there, name)
         else:
-            conversion = conversions.setdefault(there, Conversion(by_pattern[pattern], there, renamings))
+            conversion = conversions.setdefault(there, Conversion(by_pattern[pattern], there, rename))
             conversion.parts.append((pattern, name))
     return TensorMap(unchanged, list(conversions.values()), unexpected)
 
@@ -288,12 +293,6 @@ def _by_kind(transforms: Iterable[WeightTransform]) -> tuple[list[WeightRenaming
     every = list(transforms)
     renamings = [one for one in every if isinstance(one, WeightRenaming)]
     return renamings, [one for one in every if isinstance(one, WeightConverter)]
-
-
-def renamed(name: str, renamings: Iterable[WeightRenaming]) -> str:
-    for renaming in renamings:
-        name, _ = renaming.rename_source_key(name)
-    return name
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:

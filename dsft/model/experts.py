@@ -53,7 +53,8 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
             if child in ROUTERS:
                 router: Any = module
                 count = max(shape[0] for shape in shapes)
-                found.append(ExpertLayer(block, f"{block}.{child}", name, count, int(router.top_k or 0)))
+                top_k = router.top_k if hasattr(router, "top_k") else router.config.top_k_experts  # Gemma 4
+                found.append(ExpertLayer(block, f"{block}.{child}", name, count, int(top_k or 0)))
     return found
 
 

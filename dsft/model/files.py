@@ -96,13 +96,14 @@ class SafetensorsReader:
         """Plan the reads. `model` is on the meta device, as transformers builds it; `whole`: the multimodal
         model that the files are of, if `model` is only its text model. Raises MissingInputError for a file
         that cannot be read, UnsupportedConversionError for a conversion that cannot be planned without the
-        values."""
+        values, SpecError for one of a multimodal model that cannot be reversed."""
         self.where = where
         self._file_of = {key: file for file in map(SafetensorsFile, files) for key in file.keys}
         in_files = whole.model if whole else model
         tensors = in_files.state_dict()
         tensor_map = read_map(in_files, self._file_of)
         if whole:
+            whole.converted_back(tensor_map, model, self._shape, self._read)  # raises where an export would
             tensor_map = whole.text_map(tensor_map, model)
         self._keys, self.unexpected = tensor_map.unchanged, tensor_map.unexpected
         self.shapes = {name: self._shape(key) for name, key in self._keys.items()}

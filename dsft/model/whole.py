@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -27,8 +28,19 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from dsft.errors import Problem, SpecError
-from dsft.model.conversion import TensorMap
+from dsft.model.conversion import (
+    ConvertedTensors,
+    TensorMap,
+    UnsupportedConversionError,
+    name_patterns,
+    write_map,
+)
 from dsft.model.experts import expert_layers
+from dsft.model.weights import Shape
+
+MIXTURES = ("qwen3_vl_moe_text",)
+"""Model types of text models with experts that transformers has only the base of, and that are tested to be
+trained right (tests/architectures)."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +66,51 @@ class Whole:
     def text_map(self, tensors: TensorMap, causal_lm: PreTrainedModel) -> TensorMap:
         """Return the part of a map of the whole's files that is the text model's, by the names in
         `causal_lm`; all other tensors of the files are left alone. Unexpected are those that would be the
-        text model's and that transformers does not ignore. Raises SpecError where one of the text model's is
-        made from others."""
-        ours = {self.name(name): name for name in causal_lm.state_dict()}
-        if made := [one.first for one in tensors.conversions if one.first in ours]:
-            raise _error(self.model.config, f"has other tensors in its files than in memory ({made[0]})")
+        text model's and that transformers does not ignore."""
+        ours = self._names(causal_lm)
+        made = [one for one in tensors.conversions if one.first in ours]
         return TensorMap(
             {ours[there]: key for there, key in tensors.unchanged.items() if there in ours},
-            [],
+            [replace(one, rename=lambda name: ours.get(name, name)) for one in made],
             [name for name in tensors.unexpected if self.is_of_text(name) and not self.ignores(name)],
         )
+
+    def converted_back(
+        self,
+        tensors: TensorMap,
+        causal_lm: PreTrainedModel,
+        shape_in_files: Callable[[str], Shape],
+        read: Callable[[str, int, Tensor], None],
+    ) -> ConvertedTensors:
+        """Return the tensors of the files that are converted into the text model's, made from these again.
+        tensors: the map of the whole's files; read: as in `ConvertedTensors`, by the names in `causal_lm`.
+        Raises SpecError where they would not have the names and shapes that they have in the files."""
+        ours = self._names(causal_lm)
+        keys = [key for one in tensors.conversions if one.first in ours for _, key in one.parts]
+        made = write_map(self.model, ours.keys() - tensors.unchanged.keys(), name_patterns(keys)).conversions
+        back = [replace(one, parts=[(pattern, ours[name]) for pattern, name in one.parts]) for one in made]
+        renamed = {one.first: one.rename(one.first) for one in back}
+        text = causal_lm.state_dict()
+
+        def in_files(name: str) -> Tensor:  # the shape for which some operations ask
+            return torch.empty(shape_in_files(renamed[name]), device="meta")
+
+        bare = SimpleNamespace(
+            config=self.model.config, get_parameter=in_files, get_parameter_or_buffer=in_files
+        )
+        try:
+            found = ConvertedTensors(back, lambda name: tuple(text[name].shape), read, bare)
+        except UnsupportedConversionError:
+            found = ConvertedTensors([], shape_in_files, read, bare)
+        expected = {key: shape_in_files(key) for key in keys}
+        if wrong := sorted(expected.items() ^ found.shapes.items()):
+            reason = f"has tensors in its files that cannot be made from those in memory ({wrong[0][0]})"
+            raise _error(self.model.config, reason)
+        return found
+
+    def _names(self, causal_lm: PreTrainedModel) -> dict[str, str]:
+        """Return the names in the whole of the tensors of `causal_lm` -> their names there."""
+        return {self.name(name): name for name in causal_lm.state_dict()}
 
     def is_of_text(self, name: str) -> bool:
         """Whether a tensor of the whole with this name would be the text model's."""
@@ -105,8 +152,9 @@ def text_key(whole: PreTrainedConfig) -> str:
 def whole_of(config: PreTrainedConfig, causal_lm: PreTrainedModel) -> Whole:
     """Build the whole on the meta device, and find `causal_lm` in it. Raises SpecError where it is not there,
     or has not exactly one place."""
-    if expert_layers(causal_lm):
-        raise _error(config, "has a mixture of experts in its text model, which is not supported there yet")
+    if isinstance(causal_lm, _WithHead) and causal_lm.config.model_type not in MIXTURES:
+        if expert_layers(causal_lm):
+            raise _error(config, "has a mixture of experts in its text model that is not tested")
     whole_class: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
     try:
         with torch.device("meta"):

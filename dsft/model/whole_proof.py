@@ -62,6 +62,7 @@ def apart(config: PreTrainedConfig, rows: Sequence[Sequence[int]]) -> float:
         causal_lm = small_model(text)
         whole = whole_of(small, causal_lm)
         whole.model.set_attn_implementation("eager")
+        whole.model.set_experts_implementation("eager")
         for part, there in whole.parts.items():
             ours, theirs = causal_lm.get_submodule(part), whole.model.get_submodule(there)
             whole.model.set_submodule(there, _rebuilt(theirs, ours))

@@ -28,7 +28,7 @@ PIPELINE_MODEL_TYPES = frozenset(
 """Model types that can be cut into pipeline stages; tests/architectures/test_stages.py compares two and three
 stages of each with the whole model."""
 
-PIPELINE_PARTS = frozenset({"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"})
+PIPELINE_PARTS = frozenset({"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"})
 """Text models of multimodal ones that can be cut; tests/architectures/test_wholes.py finds where."""
 
 MIXTURES = frozenset(

@@ -25,6 +25,7 @@ from dsft.model.whole import text_config, whole_of
 from dsft.plan.load import cluster_findings
 from dsft.spec.findings import Finding
 from dsft.spec.load import refusals
+from dsft.spec.architecture import PIPELINE_PARTS
 from dsft.spec.schema import Model, Spec
 from dsft.spec.task import TASKS
 from tests.architectures import cases as architectures
@@ -284,7 +285,7 @@ def wholes_markdown() -> str:
     """The text models inside the multimodal models that tests/architectures/test_wholes.py trains."""
     lines = ["| multimodal model type | text model | |", "|---|---|---|"]
     for kind, keys in sorted(WHOLES.items()):
-        whole = CONFIG_MAPPING[kind](**keys)
+        whole = CONFIG_MAPPING[kind.split()[0]](**keys)
         text = text_config(whole)
         assert text is not None, f"{kind} has no text model inside"
         try:

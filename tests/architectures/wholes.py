@@ -48,6 +48,12 @@ DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
 }
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 8,
+}
 
 WHOLES: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": TEXT | WINDOWS, "vision_config": SIGLIP, "mm_tokens_per_image": 4},
@@ -64,6 +70,14 @@ WHOLES: dict[str, dict[str, Any]] = {
         "vision_config": SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
         "audio_config": None,
     },
+    "gemma4 with experts": {
+        "text_config": TEXT
+        | WINDOWS
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+        | {"hidden_size_per_layer_input": 0},
+        "vision_config": SIGLIP | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+        "audio_config": None,
+    },
     "mistral3": {
         "text_config": {"model_type": "ministral3"} | TEXT,
         "vision_config": SIGLIP | {"head_dim": 8, "model_type": "pixtral"},
@@ -77,8 +91,26 @@ WHOLES: dict[str, dict[str, Any]] = {
         "text_config": TEXT | ROPE | DELTA,
         "vision_config": QWEN_VIT | {"deepstack_visual_indexes": [], "num_position_embeddings": 16},
     },
+    "qwen3_vl_moe": {
+        "text_config": TEXT | ROPE | EXPERTS,
+        "vision_config": QWEN_VIT | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    },
+    "qwen3_5_moe": {
+        "text_config": TEXT | ROPE | DELTA | EXPERTS,
+        "vision_config": QWEN_VIT | {"deepstack_visual_indexes": [], "num_position_embeddings": 16},
+    },
     "llava": {"text_config": {"model_type": "llama"} | TEXT, "vision_config": SIGLIP},
+    "llava with experts": {
+        "text_config": {"model_type": "qwen3_moe"} | TEXT | EXPERTS,
+        "vision_config": SIGLIP,
+    },
+    "aria": {
+        "text_config": TEXT | {"moe_num_experts": 4, "moe_topk": 2, "intermediate_size": 24},
+        "vision_config": SIGLIP | {"model_type": "idefics3_vision"},
+        "projector_patch_to_query_dict": {4: 2},
+    },
 }
+"""By model type, and what is added where there are several of one type."""
 
 
 def small_whole(kind: str, seed: int = 11, *, tied: bool = True, **more: Any) -> PreTrainedModel:
@@ -86,7 +118,7 @@ def small_whole(kind: str, seed: int = 11, *, tied: bool = True, **more: Any) ->
     torch.manual_seed(seed)
     keys: dict[str, Any] = {"tie_word_embeddings": tied} | WHOLES[kind] | more
     keys["text_config"] = keys["text_config"] | {"tie_word_embeddings": tied}
-    config = CONFIG_MAPPING[kind](**keys)
+    config = CONFIG_MAPPING[kind.split()[0]](**keys)
     whole_class: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
     model: PreTrainedModel = whole_class._from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -19,7 +19,7 @@ def joined_experts() -> tuple[Conversion, dict[str, Tensor]]:
     """Three experts of 2 × 4 elements each, gate and up."""
     parts = [(pattern, pattern.replace("*", str(n))) for pattern in (GATE, UP) for n in range(3)]
     converter = WeightConverter([GATE, UP], JOINED, [MergeModulelist(0), Concatenate(1)])
-    return Conversion(converter, JOINED, (), parts), {name: torch.randn(2, 4) for _, name in parts}
+    return Conversion(converter, JOINED, str, parts), {name: torch.randn(2, 4) for _, name in parts}
 
 
 def converted(conversion: Conversion, tensors: dict[str, Tensor], read: list[str]) -> ConvertedTensors:
@@ -58,7 +58,7 @@ def test_whole_rows_are_moved_in_runs() -> None:
 
 def test_what_is_transposed_is_converted_whole() -> None:
     for shape in ((3, 5), (4, 4)):
-        conversion = Conversion(WeightConverter("a", "b", [Transpose(0, 1)]), "b", (), [("a", "a")])
+        conversion = Conversion(WeightConverter("a", "b", [Transpose(0, 1)]), "b", str, [("a", "a")])
         tensors = {"a": torch.randn(shape)}
         assert conversion.runs(lambda _, shape=shape: shape, {"b": shape[::-1]}, MODEL) is None  # type: ignore[misc]
         out = torch.empty(4)
