@@ -104,8 +104,12 @@ class Whole:
             found = ConvertedTensors([], shape_in_files, read, bare)
         expected = {key: shape_in_files(key) for key in keys}
         if wrong := sorted(expected.items() ^ found.shapes.items()):
-            reason = f"has tensors in its files that cannot be made from those in memory ({wrong[0][0]})"
-            raise _error(self.model.config, reason)
+            message = (
+                f"{wrong[0][0]} is missing in the files of this {self.model.config.model_type} model, or has "
+                "a form that cannot be made from the tensors in memory, so it could not be exported; give "
+                "the complete folder, or choose another model"
+            )
+            raise SpecError("The model's files cannot be written again.", [Problem("model", message)])
         return found
 
     def _names(self, causal_lm: PreTrainedModel) -> dict[str, str]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, PreTrainedModel
 
+from tests.architectures.cases import LATENT
+
 VOCABULARY = 128
 TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -103,6 +105,15 @@ WHOLES: dict[str, dict[str, Any]] = {
     "llava with experts": {
         "text_config": {"model_type": "qwen3_moe"} | TEXT | EXPERTS,
         "vision_config": SIGLIP,
+    },
+    "kimi_k25": {
+        "text_config": {"model_type": "deepseek_v3"}
+        | TEXT
+        | LATENT
+        | {"head_dim": 4, "first_k_dense_replace": 1}
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        "vision_config": {key: value for key, value in SIGLIP.items() if key != "image_size"},
     },
     "aria": {
         "text_config": TEXT | {"moe_num_experts": 4, "moe_topk": 2, "intermediate_size": 24},
