@@ -35,7 +35,7 @@ class UnsupportedConversionError(Exception):
     """A conversion that cannot be derived from shapes alone."""
 
 
-class Run(NamedTuple):
+class PartRange(NamedTuple):
     """Consecutive elements of a tensor: `length` of the flattened tensor `name`, beginning with `start`."""
 
     name: str
@@ -76,7 +76,7 @@ class Conversion:
 
     def runs(
         self, shape_of: Callable[[str], Shape], shapes: Mapping[str, Shape], model: Any
-    ) -> dict[str, list[Run]] | None:
+    ) -> dict[str, list[PartRange]] | None:
         """Return where the elements of each converted tensor come from, in their order; None for a conversion
         that does not just move whole rows (those along the last dimension), such as one that transposes.
 
@@ -115,7 +115,7 @@ def _narrowed(shape: Shape) -> Shape:
     return (*shape[:-1], 1) if len(shape) > 1 else shape
 
 
-def _runs(rows: Tensor, names: Sequence[str], ends: Tensor, width: int) -> list[Run]:
+def _runs(rows: Tensor, names: Sequence[str], ends: Tensor, width: int) -> list[PartRange]:
     """Return the runs of numbered rows of tensors; ends: the number of the row after each tensor's last."""
     parts = torch.bucketize(rows, ends, right=True)
     is_first = torch.ones(len(rows), dtype=torch.bool)
@@ -124,7 +124,7 @@ def _runs(rows: Tensor, names: Sequence[str], ends: Tensor, width: int) -> list[
     begins = (rows - torch.cat([ends.new_zeros(1), ends])[parts])[firsts].tolist()
     counts = [end - start for start, end in pairwise([*firsts.tolist(), len(rows)])]
     return [
-        Run(names[part], begin * width, count * width)
+        PartRange(names[part], begin * width, count * width)
         for part, begin, count in zip(parts[firsts].tolist(), begins, counts, strict=True)
     ]
 
@@ -150,7 +150,7 @@ class ConvertedTensors:
             shapes = conversion.shapes(shape_of, model)
             self.shapes |= shapes
             self.conversions |= dict.fromkeys(shapes, conversion)
-        self._last: tuple[Conversion, dict[str, list[Run]] | None, dict[str, Tensor]] | None = None
+        self._last: tuple[Conversion, dict[str, list[PartRange]] | None, dict[str, Tensor]] | None = None
 
     def read(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out`, (n,) of any type on the CPU, from the flattened tensor, beginning with element

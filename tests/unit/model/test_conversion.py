@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
-from dsft.model.conversion import Conversion, ConvertedTensors, Run
+from dsft.model.conversion import Conversion, ConvertedTensors, PartRange
 
 GATE, UP = "mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"
 MODEL = SimpleNamespace(config=None)
@@ -50,9 +50,9 @@ def test_whole_rows_are_moved_in_runs() -> None:
     runs = conversion.runs(lambda name: tuple(tensors[name].shape), {JOINED: (3, 4, 4)}, MODEL)
     assert runs is not None
     assert runs[JOINED][:3] == [
-        Run("mlp.experts.0.gate_proj.weight", 0, 8),
-        Run("mlp.experts.0.up_proj.weight", 0, 8),
-        Run("mlp.experts.1.gate_proj.weight", 0, 8),
+        PartRange("mlp.experts.0.gate_proj.weight", 0, 8),
+        PartRange("mlp.experts.0.up_proj.weight", 0, 8),
+        PartRange("mlp.experts.1.gate_proj.weight", 0, 8),
     ]
 
 
