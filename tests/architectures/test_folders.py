@@ -124,6 +124,10 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", tiered(ARCHITECTURES, USUAL))
 def test_a_fresh_one_gives_the_models_own_log_probabilities(kind: str) -> None:
     model = Model.model_validate({"from_config": {"model_type": kind, **keys_of(kind)}})
+    if kind in {"bailing_hybrid", "beam"}:  # its config class names not all keys that the model reads
+        with pytest.raises(SpecError, match="q_lora_rank is not a key of"):
+            build_model(model, FACTS, 3, torch.float32)
+        return
     if kind == "apertus":  # the parameters of its activation
         with pytest.raises(DsftError, match="does not initialize model.layers.0.mlp.act_fn.alpha_p"):
             build_model(model, FACTS, 3, torch.float32)
