@@ -39,7 +39,7 @@ NAMED = {
     "runs/NAME": "runs/mydpo", "SPEC": "specs/mychat.yaml", "NAME": "mychat", "MODEL": "models/Qwen3-8B",
     "CONVERSATIONS": "data/train.jsonl", "PAIRS": "data/pairs.jsonl", "step-100": "step-2", "16000": "270",
 }  # fmt: skip
-"""Placeholders and sizes of the pages, and what stands for them here."""
+"""Placeholders and sizes of the pages, and the values that this test uses for them."""
 
 LONG = ("docs/dpo.md", "big-model.md")
 """Pages whose training is tried with -m long alone; FIRST trains as they do."""
