@@ -80,7 +80,7 @@ def rank(variant: str, tiny: Path, folder: Path, limit: float | None) -> None:
     from dsft.rank.environment import detect
 
     launched = detect(os.environ)
-    world = join(launched, Layout(launched.world_size, 1, launched.world_size))
+    world = join(launched, Layout(launched.world_size, 1))
     load = loader(variant, world)
     load(tiny)
     gc.collect()

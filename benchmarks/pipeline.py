@@ -85,7 +85,7 @@ def rank(variant: str, tokens: int, steps: int) -> None:
     from dsft.rank.environment import detect
 
     stages = RANKS if variant in WATCHED else 1
-    world = join(detect(os.environ), Layout(RANKS, stages, RANKS // stages))
+    world = join(detect(os.environ), Layout(RANKS, stages))
     step, computed = MAKERS[variant](world, tokens)
     *_, loss = (sum(world.gather(step(2 * RANKS))) for _ in range(2))
     found: dict[str, list[float]] = {}

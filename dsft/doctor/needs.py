@@ -109,7 +109,7 @@ def _swapped(spec: Spec, census: Census | None, hosts: Mapping[str, int | None])
     if census is None or not swap_keys(spec) or not slots:
         return None
     try:
-        return swapped(census, spec, layout_of(spec.parallel, sum(slots)).data_parallel)
+        return swapped(census, spec, layout_of(spec.parallel, sum(slots)).shards)
     except SpecError:  # a hostfile of another size: the run's start reports it
         return None
 

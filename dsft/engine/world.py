@@ -73,6 +73,10 @@ class World:
     def shard_rank(self) -> int:
         return self.layout.shard_rank(self.rank)
 
+    @property
+    def sequence_rank(self) -> int:
+        return self.layout.sequence_rank(self.rank)
+
     def sum(self, mine: Tensor) -> Tensor:
         """Return the sum over all ranks; `mine` is not changed."""
         total = mine.clone()

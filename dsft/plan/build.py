@@ -90,7 +90,7 @@ def rank_ranges(layout: Layout, hosts: Mapping[str, int]) -> list[RankRange]:
         start = first
         while start < first + slots:
             stage = layout.stage(start)
-            end = min(first + slots, (stage + 1) * layout.data_parallel) - 1
+            end = min(first + slots, (stage + 1) * layout.shards) - 1
             local = (start - first, end - first)
             found.append(
                 RankRange(host, stage, (start, end), local, (layout.data_rank(start), layout.data_rank(end)))

@@ -127,7 +127,10 @@ def _batch(spec: Spec, batch: BatchSizes | None) -> Iterator[Row]:
     if spec.data.packing:
         micro_batches += "; a packed step has fewer, and dsft tells DeepSpeed how many"
     if batch is not None:
-        yield "train_batch_size", batch.global_batch_size, batch.equation()
+        together, reason = spec.parallel.sequence_parallel, batch.equation()
+        if together > 1:
+            reason += f"; times {together}, since each example is on the {together} ranks of a group"
+        yield "train_batch_size", batch.global_batch_size * together, reason
         yield "train_micro_batch_size_per_gpu", batch.micro_batch_size, "train.micro_batch_size, in examples"
         yield "gradient_accumulation_steps", batch.accumulation_steps, micro_batches
         return
@@ -167,7 +170,7 @@ def gradients_stay_bf16(spec: Spec, batch: BatchSizes) -> bool:
         and spec.train.precision == "bf16"
         and spec.parallel.zero_stage == 3
         and spec.parallel.offload_optimizer.device == "none"
-        and (batch.data_parallel == 1 or spec.train.reduce_dtype == "bf16")
+        and (batch.data_parallel * spec.parallel.sequence_parallel == 1 or spec.train.reduce_dtype == "bf16")
     )
 
 

@@ -81,7 +81,12 @@ def reference_parallel(spec: Spec) -> Parallel:
     listed = stages > 1 and not isinstance(spec.parallel.pipeline_cut, str)
     as_policy = listed and dpo_of(spec).reference_model is None
     cut = spec.parallel.pipeline_cut if as_policy else "parameters"
-    return Parallel(zero_stage=reference_stage(spec), pipeline_stages=stages, pipeline_cut=cut)
+    return Parallel(
+        zero_stage=reference_stage(spec),
+        pipeline_stages=stages,
+        pipeline_cut=cut,
+        sequence_parallel=spec.parallel.sequence_parallel,
+    )
 
 
 def reference_line(spec: Spec) -> str:

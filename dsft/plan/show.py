@@ -139,7 +139,7 @@ def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
     for host, size in _swapped(plan).items():
         yield Text(f"{host} swaps at most {size_text(size)} to its disk (nvme_path); so much must be free.")
     yield from map(Text, _fits(plan))
-    if spec.parallel.zero_stage == 3 and plan.layout.data_parallel > 1:
+    if spec.parallel.zero_stage == 3 and plan.layout.shards > 1:
         yield from map(Text, gather_line(plan.census, spec))
     yield Text(NOT_COUNTED)
     yield heading("Step")
@@ -270,7 +270,7 @@ def _swapped(plan: Plan) -> dict[str, int]:
     """Return host -> bytes that all its ranks swap to its disk; empty if nothing is swapped."""
     if not swap_keys(plan.spec):
         return {}
-    rank = swapped(plan.census, plan.spec, plan.layout.data_parallel)
+    rank = swapped(plan.census, plan.spec, plan.layout.shards)
     return {host: slots * rank.on_disk for host, slots in plan.hosts.items()}
 
 

@@ -95,7 +95,7 @@ class _Step:
     @property
     def share(self) -> int:
         """Number of trained elements that one rank updates."""
-        return -(-self.trained // self.layout.data_parallel)
+        return -(-self.trained // self.layout.shards)
 
     @property
     def hidden_bytes(self) -> int:
@@ -104,7 +104,7 @@ class _Step:
 
     def ranks(self, stage: int) -> range:
         """Return the ranks of one stage."""
-        return range(stage * self.layout.data_parallel, (stage + 1) * self.layout.data_parallel)
+        return range(stage * self.layout.shards, (stage + 1) * self.layout.data_parallel)
 
     def ring(
         self, what: str, times: int, elements: int, width: int, others: Sequence[int] = ()
@@ -262,4 +262,4 @@ def _to_disk(step: _Step) -> Iterator[Flow]:
 
 def _read(step: _Step) -> int:
     """Return the bytes of its own share that a rank reads for a micro-batch."""
-    return -(-_gathered(step) // step.layout.data_parallel) * weight_bytes(step.spec)
+    return -(-_gathered(step) // step.layout.shards) * weight_bytes(step.spec)

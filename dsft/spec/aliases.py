@@ -100,6 +100,8 @@ _OTHER_NAMES = {
     "data.max_length (of the prompt and one answer)": "max_prompt_length max_completion_length",
     "parallel.zero_stage": "zero zero_optimization",
     "parallel.pipeline_stages": "pipeline pipeline_model_parallel_size pipeline_parallel_size pp pp_size",
+    "parallel.sequence_parallel": "sp sp_size ulysses alst sequence_parallel_size "
+    "ulysses_sequence_parallel_size",
     "parallel.offload_parameters": "offload_param",
     "parallel.offload_parameters: {device: …}": "offload_param_device",
     "parallel.offload_optimizer: {device: …}": "offload_optimizer_device",

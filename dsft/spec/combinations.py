@@ -94,6 +94,25 @@ def _kernels(spec: Spec) -> Iterator[Finding]:
         yield value_finding(spec, "train.tf32", message, "train.precision", device)
 
 
+def _sequence(spec: Spec) -> Iterator[Finding]:
+    """Refuse to split rows where attention is not dsft's own, or would be compiled."""
+    key = "parallel.sequence_parallel"
+    if spec.parallel.sequence_parallel == 1:
+        if spec.parallel.sequence_parallel_across_hosts:
+            message = (
+                f"has no effect without {key}; set that to the number of ranks of a group, or leave this out"
+            )
+            yield value_finding(spec, f"{key}_across_hosts", message, key)
+        return
+    yield value_finding(spec, key, "is not finished yet; leave it out")
+    if spec.model.attention not in {"auto", "sdpa"}:
+        message = f"cannot split rows with model.attention {spec.model.attention}; set that to auto"
+        yield value_finding(spec, key, message, "model.attention")
+    if spec.model.compile:
+        message = "is not supported with model.compile; set one of them to its default"
+        yield value_finding(spec, key, message, "model.compile")
+
+
 def _activations(spec: Spec) -> Iterator[Finding]:
     if spec.model.activation_offload and not spec.model.gradient_checkpointing:
         message = "has no effect without gradient checkpointing, since it moves what checkpointed layers "
@@ -346,6 +365,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _model,
     _trained,
     _experts,
+    _sequence,
     _batch,
     _schedule,
     _batch_scale,

@@ -63,11 +63,14 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
         in_json="tensor_parallel",
     ),
     NotOffered(
-        "sequence or context parallelism (Ulysses, ALST, ring attention)",
-        "to make room for longer rows, use model.gradient_checkpointing, model.activation_offload and "
-        "train.micro_batch_size: 1",
-        "sequence_parallel sp ulysses alst fpdt tiled_mlp context_parallel cp ring_attn ring_attention "
-        "parallelism_config",
+        "context parallelism by ring attention",
+        "use parallel.sequence_parallel, which splits rows by all-to-alls over attention heads",
+        "fpdt context_parallel cp ring_attn ring_attention parallelism_config",
+    ),
+    NotOffered(
+        "sequence parallelism by DeepSpeed's own keys",
+        "set parallel.sequence_parallel in the spec, which needs no key of DeepSpeed",
+        "",
         in_json="sequence_parallel_size data_parallel_size",
     ),
     NotOffered(

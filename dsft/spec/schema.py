@@ -231,6 +231,10 @@ class Parallel(Section):
     """Number of pipeline stages, each with consecutive layers; 1: no pipeline."""
     pipeline_cut: Literal["parameters"] | Annotated[tuple[Count, ...], FromList] = "parameters"
     """Layers per stage: a list of numbers, or parameters, which balances the stages' parameters."""
+    sequence_parallel: Count = 1
+    """Number of ranks in a group, which split the tokens of each row among them (Ulysses); 1: no split."""
+    sequence_parallel_across_hosts: bool = False
+    """Allow a group to have ranks on several hosts; its all-to-alls in each layer then use the network."""
     offload_optimizer: Offload = Offload()
     """Where optimizer states and fp32 master weights are stored and updated."""
     offload_parameters: Offload = Offload()

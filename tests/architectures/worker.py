@@ -86,7 +86,7 @@ def main(folder: Path, kinds: list[str]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
-    world = join(detect(os.environ), Layout(ranks, 1, ranks))
+    world = join(detect(os.environ), Layout(ranks, 1))
     gc.freeze()  # what is imported need not be looked through after every engine
     steps = plain.make_steps(5, (2, 2), ranks, VOCABULARY)
     trained = {kind: {mode: train(folder, kind, mode, steps, world) for mode in MODES} for kind in kinds}

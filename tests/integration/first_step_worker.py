@@ -100,10 +100,10 @@ CASES = (
 def main() -> None:
     torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
-    world = join(detect(os.environ), Layout(ranks, 1, ranks))
+    world = join(detect(os.environ), Layout(ranks, 1))
     gc.freeze()  # what is imported need not be looked through after every engine
     for case in CASES:
-        own = replace(world, layout=Layout(ranks, case.stages, ranks // case.stages))
+        own = replace(world, layout=Layout(ranks, case.stages))
         with own_groups():
             said, apart = zip(*world.gather(outcome(case, own)), strict=True)
         if world.rank == 0:

@@ -50,7 +50,7 @@ CASES: tuple[dict[str, Any], ...] = (
 def main(folders: list[str]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     launched = detect(os.environ)
-    world = join(launched, Layout(launched.world_size, 1, launched.world_size))
+    world = join(launched, Layout(launched.world_size, 1))
     for folder in folders:
         for case in CASES:
             found = compare(folder, world, **case)

@@ -189,7 +189,7 @@ def gathered(limit: int, ahead: int) -> dict[str, int]:
 def main(precisions: Sequence[str]) -> None:
     sent = count_collectives()
     launched = detect(os.environ)
-    join(launched, Layout(launched.world_size, 1, launched.world_size))
+    join(launched, Layout(launched.world_size, 1))
     gc.freeze()  # `live_bytes` looks only at what comes from here on
     cases = [
         case for case in itertools.product(precisions, range(4), (False, True)) if case[1] or not case[2]

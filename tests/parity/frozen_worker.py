@@ -155,7 +155,7 @@ def alone(world: World, mode: str, precision: str) -> dict[str, float]:
 def in_stages(world: World) -> dict[str, float]:
     dropped = {"from_config": {**LLAMA, "attention_dropout": 0.3}}
     spec = spec_of(1, {}, stages=world.world_size, model=dropped)
-    places = Layout(world.world_size, world.world_size, 1)
+    places = Layout(world.world_size, world.world_size)
     staged = World(world.rank, world.world_size, world.local_rank, places, world.device)
     reference = open_reference(spec, FACTS, staged)
     found = batches(staged, 0)
@@ -170,7 +170,7 @@ def in_stages(world: World) -> dict[str, float]:
 def beside(world: World, zero_stage: int, mode: str, stages: int = 1) -> dict[str, float]:
     """A policy that trains, and a reference that is asked before each of its steps."""
     spec = spec_of(zero_stage, MODES[mode], stages=stages)
-    places = Layout(world.world_size, stages, world.world_size // stages)
+    places = Layout(world.world_size, stages)
     world = World(world.rank, world.world_size, world.local_rank, places, world.device)
     lonely = losses_alone(world, zero_stage, stages)
     reference = open_reference(spec, FACTS, world)
@@ -193,7 +193,7 @@ def inside(world: World, zero_stage: int, stages: int, trained: str, adapter: st
     """A policy with adapters that trains, and is its own reference, before each of its steps."""
     lora = {**ADAPTERS[trained], **({"path": adapter} if trained.startswith("continued") else {})}
     spec = spec_of(zero_stage, {"reference": "adapter"}, stages=stages, model={"lora": lora})
-    places = Layout(world.world_size, stages, world.world_size // stages)
+    places = Layout(world.world_size, stages)
     world = World(world.rank, world.world_size, world.local_rank, places, world.device)
     lonely = losses(world, spec, lambda step: None)
     differences, switched = [0.0], [0]
@@ -305,7 +305,7 @@ def cases(world: World, folder: Path) -> Iterator[tuple[str, Callable[[], dict[s
 
 def main(output: Path, names: list[str]) -> None:
     launched = detect(os.environ)
-    world = join(launched, Layout(launched.world_size, 1, launched.world_size))
+    world = join(launched, Layout(launched.world_size, 1))
     gc.freeze()  # what is imported need not be looked through after every engine
     figures: dict[str, dict[str, float]] = {}
     try:

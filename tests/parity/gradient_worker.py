@@ -91,7 +91,7 @@ def compare(reduced: str, world: World) -> dict[str, Any]:
 
 def main(output: str) -> None:
     launched = detect(os.environ)
-    world = join(launched, Layout(launched.world_size, 1, launched.world_size))
+    world = join(launched, Layout(launched.world_size, 1))
     results = {reduced: compare(reduced, world) for reduced in ("fp32", "bf16")}
     if world.rank == 0:
         Path(output).write_text(json.dumps(results))

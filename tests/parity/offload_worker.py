@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 def main(output: Path) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    world = join(detect(os.environ), Layout(2, 2, 1))
+    world = join(detect(os.environ), Layout(2, 2))
     spans = world.gather(sharding_for(in_host_memory(), world).span(10))  # before any pipeline
     found = {name: copies(world, **case) for name, case in CASES.items()}
     if world.rank == 0:

@@ -43,10 +43,10 @@ STEPS = (3, 1, 2)  # micro-batches of each
 def main(output: Path, names: list[str]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    world = join(detect(os.environ), Layout(2, 1, 2))
+    world = join(detect(os.environ), Layout(2, 1))
     gc.freeze()  # what is imported need not be looked through after every engine
     for case in [case for case in probes() if case.name in names]:
-        own = dataclasses.replace(world, layout=Layout(2, case.stages, 2 // case.stages))
+        own = dataclasses.replace(world, layout=Layout(2, case.stages))
         with own_groups():
             bare, _ = run(case, own, probed=False)
             found, seen = run(case, own, probed=True)

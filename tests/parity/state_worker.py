@@ -100,7 +100,7 @@ class Case:
         self.pipe, offload = "pipe" in words, "offload" in words
         ranks, rank = deepspeed.comm.get_world_size(), deepspeed.comm.get_rank()
         stages = 2 if self.pipe else 1
-        layout = Layout(ranks, stages, ranks // stages)
+        layout = Layout(ranks, stages)
         self.world = World(rank, ranks, rank, layout, torch.device("cpu"))
         torch.manual_seed(seed)
         shapes = LARGE if "large" in words else CONFIG
@@ -273,7 +273,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def main(folder: Path, cases: list[str]) -> None:
     launched = detect(os.environ)
-    join(launched, Layout(launched.world_size, 1, launched.world_size))
+    join(launched, Layout(launched.world_size, 1))
     load_op(CPUAdamBuilder(), print)
     gc.freeze()  # what is imported need not be looked through after every engine
     for words in cases:

@@ -136,12 +136,12 @@ def main(output: Path, names: list[str]) -> None:
     # DeepSpeed takes CPUs without fp16 instructions for unable; torch computes it there too, slowly.
     type(get_accelerator()).is_fp16_supported = lambda self: True
     ranks = int(os.environ["WORLD_SIZE"])
-    world = join(detect(os.environ), Layout(ranks, 1, ranks))
+    world = join(detect(os.environ), Layout(ranks, 1))
     gc.freeze()  # what is imported need not be looked through after every engine
     results: dict[str, Any] = {}
     for case in cases(ranks):
         if case.name in names or not names:
-            layout = Layout(ranks, case.stages, ranks // case.stages)
+            layout = Layout(ranks, case.stages)
             try:
                 results[case.name] = run(case, dataclasses.replace(world, layout=layout))
             except Exception:  # a rank that fails leaves its peers in a collective, so the launch must end

@@ -153,7 +153,7 @@ def answers(device: torch.device, number: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    world = join(detect(os.environ), Layout(1, 1, 1))
+    world = join(detect(os.environ), Layout(1, 1))
     torch.backends.cuda.enable_cudnn_sdp(False)
     told: dict[str, Any] = {"answers": [answers(world.device, number) for number in (2, 40)]}
     for task in ("sft", "dpo"):

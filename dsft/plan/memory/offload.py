@@ -142,7 +142,7 @@ def locked_bytes(census: Census, spec: Spec, layout: Layout, stage: int, cut: Cu
     offloaded weights, of which DeepSpeed pins the trained ones even if pin_memory is false (stage3.py:906
     pin_memory).
     """
-    ranks, zero, weight = layout.data_parallel, spec.parallel.zero_stage, weight_bytes(spec)
+    ranks, zero, weight = layout.shards, spec.parallel.zero_stage, weight_bytes(spec)
     own = census.stage(stage, cut)
     share = -(-sum(p.numel for p in own if p.trained) // ranks)
     total = 0

@@ -98,7 +98,7 @@ def _copies(rank: RankMemory, census: Census, spec: Spec, layout: Layout) -> int
     by_copy = sharded or (lora is not None and lora.path is not None)
     trained = [p for p in census.stage(rank.stage, cut_of(spec.parallel, census)) if p.trained]
     copied = [p.numel for p in trained if by_copy or not _is_adapters(p)]
-    ranks = layout.data_parallel if sharded else 1
+    ranks = layout.shards if sharded else 1
     return sum(-(-numel // ranks) for numel in copied) * weight_bytes(spec)
 
 

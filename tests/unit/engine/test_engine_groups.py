@@ -26,7 +26,7 @@ class TwoStages:
     """This rank is the first stage; the other has told `other`."""
 
     other: Any
-    layout: Layout = Layout(2, 2, 1)
+    layout: Layout = Layout(2, 2)
 
     def gather(self, mine: Any) -> list[Any]:
         return [mine, self.other]

@@ -19,4 +19,4 @@ def test_a_port_that_is_taken_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -
         port = other.getsockname()[1]
         launched = Launched("deepspeed", 0, 2, 0, "127.0.0.1", port)
         with pytest.raises(WorldError, match=rf"port {port}, .*\(--master_port N\)\.$"):
-            join(launched, Layout(2, 1, 2))
+            join(launched, Layout(2, 1))

@@ -49,7 +49,7 @@ def compared(models: list[Model]) -> list[str]:
 
 def raised_by(held: list[dict[str, Tensor]], stages: int = 1) -> list[str]:
     """What each rank raises; `held`: its tensors, by rank."""
-    layout = Layout(len(held), stages, len(held) // stages)
+    layout = Layout(len(held), stages)
     digests = [
         (f"node{rank}", {name: int(digest(value)) for name, value in tensors.items()})
         for rank, tensors in enumerate(held)
@@ -134,7 +134,7 @@ def test_two_tensors_that_change_places_are_noticed() -> None:
 
 def test_a_comparison_is_due_after_so_many_steps_and_before_a_save() -> None:
     world = cast(
-        World, SimpleNamespace(rank=0, world_size=2, layout=Layout(2, 1, 2), device=torch.device("cpu"))
+        World, SimpleNamespace(rank=0, world_size=2, layout=Layout(2, 1), device=torch.device("cpu"))
     )
     one = Replicas(lambda: replicated(Model(), []), world, 3)
     sizes = [one.mine(step, saves=step == 5).numel() for step in range(1, 10)]

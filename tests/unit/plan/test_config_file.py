@@ -191,7 +191,10 @@ def test_an_empty_file_is_the_specs_own_configuration(merge: Any, make_spec: Any
             ({feature: {"enabled": True}}, f"{feature}: {not_offered(feature)}")
             for feature in ("compile", "autotuning", "data_efficiency", "hybrid_engine")
         ),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size: dsft does not offer sequence or"),
+        (
+            {"sequence_parallel_size": 2},
+            "sequence_parallel_size: dsft does not offer sequence parallelism by",
+        ),
         (
             {"zero_optimization": {"stage": 4}},
             "zero_optimization.stage: 4, but it must be 0, 1, 2 or 3; correct it",

@@ -36,7 +36,7 @@ def test_bytes_that_deepspeed_locks_for_each_element(
     frozen = Parameter("frozen", (10, 10), 0, False, (), trained=False)
     counted = Census("X", 3, None, (*layers, frozen))
     kept = 50 * 2 if parameters == CPU else 0
-    assert locked_bytes(counted, spec, Layout(2, 1, 2), 0, Cut((3,))) == each * 3 * 500 + kept
+    assert locked_bytes(counted, spec, Layout(2, 1), 0, Cut((3,))) == each * 3 * 500 + kept
 
 
 def test_a_stage_of_a_pipeline_locks_its_own(make_spec: Any) -> None:
@@ -44,7 +44,7 @@ def test_a_stage_of_a_pipeline_locks_its_own(make_spec: Any) -> None:
     spec = make_spec(parallel=parallel, train={"precision": "bf16"})
     layers = tuple(Parameter(f"layer {layer}", (10, 10), layer, False, ()) for layer in range(4))
     counted, cut = Census("X", 4, None, layers), Cut((1, 3))
-    assert [locked_bytes(counted, spec, Layout(2, 2, 1), stage, cut) for stage in (0, 1)] == [1000, 3000]
+    assert [locked_bytes(counted, spec, Layout(2, 2), stage, cut) for stage in (0, 1)] == [1000, 3000]
 
 
 def test_all_ranks_of_a_host_count_and_one_full_host_is_enough() -> None:

@@ -76,9 +76,9 @@ def test_a_frozen_model_is_whole_or_sharded(policy: int, asked: int | None, stag
 
 def test_the_stages_are_the_policys_unless_the_spec_says_how() -> None:
     staged = {"pipeline_stages": 2}
-    assert reference_layout(spec(parallel=staged), 4) == Layout(4, 2, 2)
-    assert reference_layout(spec(parallel=staged, reference_zero_stage=0), 4) == Layout(4, 1, 4)
-    assert reference_layout(spec(parallel=staged, reference_zero_stage=3), 3) == Layout(3, 1, 3)
+    assert reference_layout(spec(parallel=staged), 4) == Layout(4, 2)
+    assert reference_layout(spec(parallel=staged, reference_zero_stage=0), 4) == Layout(4, 1)
+    assert reference_layout(spec(parallel=staged, reference_zero_stage=3), 3) == Layout(3, 1)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def text(made: Plan, **options: Any) -> str:
 
 
 def test_ranks_fall_into_blocks_of_host_and_stage() -> None:
-    assert rank_ranges(Layout(6, 2, 3), {"a": 4, "b": 2}) == [
+    assert rank_ranges(Layout(6, 2), {"a": 4, "b": 2}) == [
         RankRange("a", 0, (0, 2), (0, 2), (0, 2)),
         RankRange("a", 1, (3, 3), (3, 3), (0, 0)),
         RankRange("b", 1, (4, 5), (0, 1), (1, 2)),

@@ -28,7 +28,7 @@ class Alone(World):
         return [mine]
 
 
-ALONE = Alone(0, 1, 0, Layout(1, 1, 1), torch.device("cpu"))
+ALONE = Alone(0, 1, 0, Layout(1, 1), torch.device("cpu"))
 
 TINY: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

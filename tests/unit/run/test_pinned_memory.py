@@ -37,9 +37,7 @@ def job(offload: dict[str, Any], decided: frozenset[str] = frozenset()) -> Job:
     batch = batch_sizes(spec.train, 1)
     launched = Launched("python", 0, 1, 0, "127.0.0.1", 1)
     config = deepspeed_config(spec, batch)
-    return Job(
-        spec=spec, batch=batch, config=config, launched=launched, layout=Layout(1, 1, 1), decided=decided
-    )
+    return Job(spec=spec, batch=batch, config=config, launched=launched, layout=Layout(1, 1), decided=decided)
 
 
 def decide(before: Job, device: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:

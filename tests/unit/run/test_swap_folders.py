@@ -45,7 +45,7 @@ def job(folder: Path) -> Job:
     batch = batch_sizes(spec.train, 1)
     launched = Launched("python", 0, 1, 0, "127.0.0.1", 1)
     config = deepspeed_config(spec, batch)
-    return Job(spec=spec, batch=batch, config=config, launched=launched, layout=Layout(1, 1, 1))
+    return Job(spec=spec, batch=batch, config=config, launched=launched, layout=Layout(1, 1))
 
 
 @pytest.mark.parametrize(("free", "fits"), [(STATES + PARAMETERS, True), (STATES + PARAMETERS - 1, False)])

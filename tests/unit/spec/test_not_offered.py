@@ -48,7 +48,7 @@ def test_each_is_refused_by_its_names(one: Any) -> None:
         ("load_in_4bit", "QLoRA"),
         ("bnb_4bit_quant_type", "QLoRA"),
         ("tensor_model_parallel_size", "tensor parallelism"),
-        ("ulysses_sequence_parallel_size", "sequence or context"),
+        ("ring_attention", "context parallelism"),
         ("fsdp_transformer_layer_cls_to_wrap", "parallel engines other"),
         ("expert_model_parallel_size", "expert parallelism"),
         ("fp8_enable_fsdp_float8_all_gather", "parallel engines other"),
