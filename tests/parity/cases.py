@@ -57,9 +57,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     **MIXTURES,
     "llama": LLAMA,
     "llama_tied": {**LLAMA, "tie_word_embeddings": True},
+    "llama_4heads": {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "llama_4heads_tied": {**LLAMA, "num_attention_heads": 4, "tie_word_embeddings": True},
+    "llama_6heads": {**LLAMA, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4},
     "qwen2_tied": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**LLAMA, **SMALL_HEADS, "model_type": "qwen3", "tie_word_embeddings": False},
     "gemma2_tied": {**LLAMA, **WINDOWS, "model_type": "gemma2", "query_pre_attn_scalar": 8},
+    "gemma2_4heads_tied": {**LLAMA, **WINDOWS, "model_type": "gemma2", "query_pre_attn_scalar": 8}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2},
     "glm4_moe": {
         **LLAMA,
         "model_type": "glm4_moe",
@@ -127,7 +132,8 @@ class Case:
     `chunked`: the head never makes the logits of more than CHUNK_ROWS targets at once; `reference`: of
     preference pairs, where its log-probabilities come from (given: of another model than the start, as from a
     store); `shared`: packed pairs whose prompt stands once; `twice`: one layer's MLP is used twice in each
-    forward; `unplanned`: DeepSpeed's JSON says one micro-batch per step."""
+    forward; `unplanned`: DeepSpeed's JSON says one micro-batch per step; `sequence_parallel`: the ranks that
+    split each row's tokens; `short`: one or two rows of 1 to 5 tokens per micro-batch."""
 
     mode: str  # of MODES, OFFLOADS and PIPELINES
     ranks: int
@@ -151,11 +157,15 @@ class Case:
     twice: bool = False
     unplanned: bool = False
     balance: Literal["none", "sequence", "global_batch"] = "none"
+    sequence_parallel: int = 1
+    short: bool = False
 
     @property
     def name(self) -> str:
         flags = [
             f"{self.stages}stages" * (self.stages > 2),
+            f"split{self.sequence_parallel}" * (self.sequence_parallel > 1),
+            "short" * self.short,
             "packed" * self.packed,
             "clipped" * (self.max_norm > 0),
             "checkpointing" * self.checkpointing,
@@ -177,6 +187,11 @@ class Case:
         return "-".join(
             filter(None, [self.mode, f"{self.ranks}ranks", self.optimizer, self.micro_batches, *flags])
         )
+
+    @property
+    def groups(self) -> int:
+        """Into which a step's rows are divided."""
+        return self.ranks // self.stages // self.sequence_parallel
 
     @property
     def of_pairs(self) -> bool:

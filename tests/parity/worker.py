@@ -141,7 +141,7 @@ def main(output: Path, names: list[str]) -> None:
     results: dict[str, Any] = {}
     for case in cases(ranks):
         if case.name in names or not names:
-            layout = Layout(ranks, case.stages)
+            layout = Layout(ranks, case.stages, case.sequence_parallel)
             try:
                 results[case.name] = run(case, dataclasses.replace(world, layout=layout))
             except Exception:  # a rank that fails leaves its peers in a collective, so the launch must end
@@ -296,8 +296,8 @@ def expect(
     """The plain loop's training, and its held-out loss after it; made once for all cases that it knows as
     one."""
     key = dataclasses.replace(
-        case, mode="plain", ranks=case.ranks // case.stages, stages=1, checkpointing=False, packed=False,
-        chunked=False, shared=False, torch_adam=False, unplanned=False,
+        case, mode="plain", ranks=case.groups, stages=1, sequence_parallel=1, checkpointing=False,
+        packed=False, chunked=False, shared=False, torch_adam=False, unplanned=False,
     )  # fmt: skip
     if key not in EXPECTED:
         skipped = (FAULTY_STEP,) if case.fault else ()
@@ -327,7 +327,7 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
             next_token(case.label_smoothing),
             balanced(case, plain.next_token(case.label_smoothing), 1),
             plain.next_token(),
-            plain.make_steps,
+            functools.partial(plain.make_steps, short=case.short),
             lambda step: {"tokens": plain.count(plain.rows_of(step)), "sequences": len(plain.rows_of(step))},
             lambda steps: [share(step, world, case) for step in steps],
         )
@@ -390,7 +390,12 @@ def make_spec(case: Case) -> Spec:
                 **PARTS[case.trains],
             },
             "data": {"train": [{"path": "builtin:quickstart"}]},
-            "parallel": {"zero_stage": case.zero_stage, "pipeline_stages": case.stages, **offload},
+            "parallel": {
+                "zero_stage": case.zero_stage,
+                "pipeline_stages": case.stages,
+                "sequence_parallel": case.sequence_parallel,
+                **offload,
+            },
             "train": {
                 "micro_batch_size": 2,
                 "accumulation_steps": 1 if case.unplanned else 2,
@@ -612,7 +617,7 @@ def assemble(world: World, engine: Any) -> dict[str, Tensor]:
 def copies_apart(case: Case, world: World, engine: Any) -> float:
     """Between what two stages hold of a tied parameter, values and moments: |difference| ÷ the largest
     |element|. Nothing else is held by two stages."""
-    stages = [set(names) for names in world.gather(list(engine.shapes()))][:: world.layout.data_parallel]
+    stages = [set(names) for names in world.gather(list(engine.shapes()))][:: world.layout.shards]
     tied = set().union(*(one & other for one, other in itertools.combinations(stages, 2)))
     is_tied = case.shape.endswith("_tied") and case.trains in ("all", "lora_tied") and case.stages > 1
     assert tied == ({"model.embed_tokens.weight"} if is_tied else set()), tied
