@@ -26,6 +26,7 @@ from torch import Tensor
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine.api import ScoreOutput, log_probabilities
 from dsft.engine.partition import home_of, place_buffers
+from dsft.engine.split import RowSplit
 from dsft.engine.world import World
 from dsft.model.policy import Policy, PolicyOutput, forward_arguments
 
@@ -36,6 +37,7 @@ class FrozenEngine:
     def __init__(self, policy: Policy, module: Any, world: World) -> None:
         """module: `policy`, or DeepSpeed's engine around it."""
         self._policy, self._module, self._world = policy, module, world
+        self._split = RowSplit(policy.causal_lm, world)
 
     @torch.no_grad()
     def score(
@@ -76,10 +78,11 @@ class FrozenEngine:
 
     def _forward(self, batch: MicroBatch) -> Tensor | None:
         """Return the log-probabilities (B, T); None where this rank does not have the last stage."""
-        inputs = batch.input_ids if self._policy.is_first else self._received(batch)
-        output: Tensor | PolicyOutput = self._module(inputs, *forward_arguments(batch, noisy=False))
+        part = self._split.part(batch)
+        inputs = part.input_ids if self._policy.is_first else self._received(part)
+        output: Tensor | PolicyOutput = self._module(inputs, *forward_arguments(part, noisy=False))
         if isinstance(output, PolicyOutput):
-            return output.logps
+            return self._split.whole(output.logps, batch)
         dist.send(output.contiguous(), self._world.rank + self._world.layout.shards)
         return None
 

@@ -29,6 +29,7 @@ from dsft.engine.gradients import Scaler, StepClip, install_norms, install_scale
 from dsft.engine.optimizer import RATE, build_optimizer
 from dsft.engine.partition import Snapshot, full_shape
 from dsft.engine.replicas import replicated
+from dsft.engine.split import RowSplit
 from dsft.engine.world import World
 from dsft.errors import WorldError
 from dsft.model.policy import Policy
@@ -77,8 +78,9 @@ class TrainingEngine(ABC):
     _engine: Any  # DeepSpeed's
 
     def __init__(self, policy: Policy, world: World, objective: Objective) -> None:
-        """Set up all but DeepSpeed, which a subclass starts with `_initialize`."""
+        """Set up all but DeepSpeed, which a subclass starts with `_initialize`. A collective."""
         self._world, self._objective = world, objective
+        self._split = RowSplit(policy.causal_lm, world)
         self._causal_lm, self._trained = policy.causal_lm, policy.named_trained()
         self._routing = policy.routing
         self._shapes = {name: full_shape(p) for name, p in self._trained.items()}

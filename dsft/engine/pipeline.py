@@ -50,7 +50,9 @@ class PipelineEngine(TrainingEngine):
         self._scales = to_device(scales * (number * shards), self._world.device)
         with self._routed(micro_batches, counts):
             self._engine.train_batch(self._feed(micro_batches))
-        return StepResult(self._total, *self._deepspeed.outcome(), experts=self._popped())
+        return StepResult(
+            self._split.reported(self._total), *self._deepspeed.outcome(), experts=self._popped()
+        )
 
     def probe(self, micro_batch: MicroBatch) -> None:
         """Probe with as many micro-batches as the first stage has in flight at once, or with those of a
@@ -63,7 +65,7 @@ class PipelineEngine(TrainingEngine):
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         self._total = self._zeros()
         self._evaluate(micro_batches)
-        return self._total
+        return self._split.reported(self._total)
 
     @torch.no_grad()
     def _evaluate(self, micro_batches: Sequence[MicroBatch], training: bool = False) -> None:
@@ -98,10 +100,11 @@ class PipelineEngine(TrainingEngine):
     def _loss(self, scored: PolicyOutput, micro_batch: MicroBatch) -> Tensor:
         """Return a micro-batch's loss; DeepSpeed calls this on the last stage. Add up its sums here, since
         DeepSpeed would round them to float32."""
+        logps = self._split.whole(scored.logps, micro_batch)
         if self._record is not None:
-            self._record(scored.logps.detach(), micro_batch)
-            return scored.logps.new_zeros(())
-        sums = self._objective.term_sums(scored.logps, micro_batch)
+            self._record(logps.detach(), micro_batch)
+            return logps.new_zeros(())
+        sums = self._objective.term_sums(logps, micro_batch)
         self._total += sums.detach()
         return sums.dot(self._scales)
 
@@ -110,8 +113,9 @@ class PipelineEngine(TrainingEngine):
         micro-batch, which it passes through. Each stage reads micro-batches from its own iterator, so only
         hidden states are sent."""
         here = [micro_batch.to(self._world.device) for micro_batch in micro_batches]
-        self._stage.micro_batches = iter(here)
-        return ((micro_batch.input_ids, micro_batch) for micro_batch in here)
+        parts = [self._split.part(micro_batch) for micro_batch in here]
+        self._stage.micro_batches = iter(parts)
+        return ((part.input_ids, whole) for part, whole in zip(parts, here, strict=True))
 
 
 class _Stage(nn.Module):

@@ -44,7 +44,7 @@ class ZeroEngine(TrainingEngine):
                 self._engine.backward(sums.dot(scales), scale_wrt_gas=False)
                 total += sums.detach()
         self._engine.step()
-        return StepResult(total, *self._deepspeed.outcome(), experts=self._popped())
+        return StepResult(self._split.reported(total), *self._deepspeed.outcome(), experts=self._popped())
 
     def probe(self, micro_batch: MicroBatch) -> None:
         """Probe with two copies in one step, where steps have several micro-batches: the second has the
@@ -57,7 +57,7 @@ class ZeroEngine(TrainingEngine):
         total = self._zeros()
         for micro_batch in micro_batches:
             total += self._sums(micro_batch)
-        return total
+        return self._split.reported(total)
 
     @torch.no_grad()
     def score(
@@ -69,13 +69,15 @@ class ZeroEngine(TrainingEngine):
     ) -> tuple[Tensor, ...]:
         self._engine.train(training)
         batches = (micro_batch.to(self._world.device) for micro_batch in micro_batches)
-        return tuple(output(self._scored(batch).logps, batch) for batch in batches)
+        return tuple(output(self._scored(batch), batch) for batch in batches)
 
     def _sums(self, micro_batch: MicroBatch) -> Tensor:
         """Return (n_terms,) float64, differentiable."""
         batch = micro_batch.to(self._world.device)
-        return self._objective.term_sums(self._scored(batch).logps, batch)
+        return self._objective.term_sums(self._scored(batch), batch)
 
-    def _scored(self, batch: MicroBatch) -> PolicyOutput:
-        scored: PolicyOutput = self._engine(batch.input_ids, *forward_arguments(batch))
-        return scored
+    def _scored(self, batch: MicroBatch) -> Tensor:
+        """Return the log-probabilities (B, T) of the targets."""
+        part = self._split.part(batch)
+        scored: PolicyOutput = self._engine(part.input_ids, *forward_arguments(part))
+        return self._split.whole(scored.logps, batch)

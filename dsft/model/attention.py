@@ -26,6 +26,7 @@ from dsft.data.steps.batch import Borders, borders_of
 from dsft.errors import DsftError, Problem, SpecError
 from dsft.model.attention_choice import FUNCTIONS, AttentionChoice, choose
 from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments
+from dsft.model.attention_split import SPLIT, Exchange, check_can_split, split_attention
 from dsft.model.attention_varlen import KEY_INDEX
 from dsft.model.recurrence import SEGMENT_ROWS, mix_per_segment, recurrent_layers, segment_rows
 from dsft.older import can_use_sdpa
@@ -39,17 +40,23 @@ RECURRENT = "has_recurrent_layers"
 
 
 def attend_per_segment(
-    causal_lm: PreTrainedModel, attention: str, max_length: int, device: torch.device = CPU
+    causal_lm: PreTrainedModel,
+    attention: str,
+    max_length: int,
+    device: torch.device = CPU,
+    exchange: Exchange | None = None,
 ) -> str:
     """Make packed rows exact, and return a line that names what computes the attention.
 
     `attention` is the spec's model.attention: auto uses what `choose` selects for `device`, sdpa the loop;
     eager and flash keep transformers' own attention, which gets or finds the segments. `max_length`: tokens
-    of the longest segment.
+    of the longest segment. exchange: with the ranks over which rows are split; None: they are not.
 
-    Raises SpecError for an architecture that cannot be packed.
+    Raises SpecError for an architecture that cannot be packed, or split.
     """
     check_can_pack(causal_lm.config, max_length)
+    if exchange is not None:
+        check_can_split(causal_lm, exchange.size)
     setattr(causal_lm, LONGEST, max_length)
     setattr(causal_lm, RECURRENT, mix_per_segment(causal_lm))
     if attention == "auto":
@@ -58,14 +65,18 @@ def attend_per_segment(
         choice = AttentionChoice(SEGMENTS, "segment by segment, as model.attention is sdpa")
     else:
         return f"attention of packed rows: {attention}, as model.attention says"
-    use(causal_lm, choice.name)
+    use(causal_lm, choice.name, exchange)
     return f"attention of packed rows: {choice.description}"
 
 
-def use(causal_lm: PreTrainedModel, name: str) -> None:
-    """Set the model's attention to one of FUNCTIONS. transformers builds no mask for an attention without a
-    mask function, and does not look for segments in the positions, which would wait for the device."""
-    AttentionInterface.register(name, FUNCTIONS[name])
+def use(causal_lm: PreTrainedModel, name: str, exchange: Exchange | None = None) -> None:
+    """Set the model's attention to one of FUNCTIONS, or to it over rows that are split. transformers builds
+    no mask for an attention without a mask function, and does not look for segments in the positions, which
+    would wait for the device."""
+    attend = FUNCTIONS[name]
+    if exchange is not None:
+        name, attend = name + SPLIT, split_attention(attend, exchange)
+    AttentionInterface.register(name, attend)
     causal_lm.set_attn_implementation(name)
 
 
@@ -131,6 +142,7 @@ def packed_keywords(
 
     Raises DsftError where segments share a prompt and the attention is none of FUNCTIONS.
     """
+    implementation = implementation.removesuffix(SPLIT)
     is_flash = implementation.startswith("flash")
     if len(position_ids) > 1 or not (is_flash or implementation in FUNCTIONS):
         _refuse_shared(implementation, starts or ())
@@ -196,7 +208,7 @@ def segments_of(position_ids: Tensor) -> Segments:
 def own_attention(causal_lm: PreTrainedModel) -> Iterator[None]:
     """Use the architecture's own attention and masks inside the block, for comparison."""
     kept = causal_lm.config._attn_implementation
-    if kept in FUNCTIONS:
+    if kept.removesuffix(SPLIT) in FUNCTIONS:
         causal_lm.set_attn_implementation("sdpa" if can_use_sdpa(causal_lm, causal_lm.config) else "eager")
     try:
         yield

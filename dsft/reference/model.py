@@ -15,6 +15,7 @@ from dsft.data.tokenizer.load import load_tokenizer
 from dsft.engine.frozen import FrozenEngine, build_frozen_engine
 from dsft.engine.partition import sharding_for
 from dsft.engine.self_check import check_rows
+from dsft.engine.split import exchange_of
 from dsft.engine.world import World
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.inputs import Inputs
@@ -60,14 +61,15 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> OpenReference
     census, config = _census_and_config(spec, facts)
     cut = cut_of(reference_parallel(spec), census)
     keep = sharding_for(config, world, frozen=True)
+    exchange = exchange_of(world)
 
     def part() -> Policy:
         dtype = DTYPES[spec.train.precision]
         policy = build_model(model, facts, spec.train.seed, dtype, world.stage, cut, keep)
         switch_off_dropout(policy.causal_lm)  # as in the policy, so that both attend alike to packed rows
-        if spec.data.packing:
+        if spec.data.packing or exchange is not None:
             max_length, device = spec.data.max_length, world.device
-            attend_per_segment(policy.causal_lm, model.attention, max_length, device)
+            attend_per_segment(policy.causal_lm, model.attention, max_length, device, exchange)
         return policy
 
     policy = world.each(part)

@@ -19,6 +19,7 @@ from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for, share_buffers
 from dsft.engine.self_check import check_rows, real_rows
+from dsft.engine.split import exchange_of
 from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.model.attention import attend_per_segment, check_can_compile
@@ -93,7 +94,7 @@ def build(
     the precomputed log-probabilities of the reference, None where an engine computes them."""
     spec, config, objective = job.spec, resolved.config, objective_of(job.spec)
     dtype = DTYPES[spec.train.precision]
-    keep = sharding_for(config, world)
+    keep, exchange = sharding_for(config, world), exchange_of(world)
 
     switched_off: list[str] = []
     notes: list[str] = []
@@ -108,9 +109,9 @@ def build(
             notes.extend(left_out(policy.causal_lm))
         if spec.task_kind.preference:
             switched_off.extend(switch_off_dropout(policy.causal_lm))
-        if spec.data.packing:
+        if spec.data.packing or exchange is not None:
             max_length, kind = spec.data.max_length, spec.model.attention
-            attention.append(attend_per_segment(policy.causal_lm, kind, max_length, world.device))
+            attention.append(attend_per_segment(policy.causal_lm, kind, max_length, world.device, exchange))
             if spec.model.compile:
                 check_can_compile(policy.causal_lm, attention[-1])
         return policy

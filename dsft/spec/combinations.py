@@ -104,7 +104,6 @@ def _sequence(spec: Spec) -> Iterator[Finding]:
             )
             yield value_finding(spec, f"{key}_across_hosts", message, key)
         return
-    yield value_finding(spec, key, "is not finished yet; leave it out")
     if spec.model.attention not in {"auto", "sdpa"}:
         message = f"cannot split rows with model.attention {spec.model.attention}; set that to auto"
         yield value_finding(spec, key, message, "model.attention")

@@ -55,17 +55,26 @@ class MicroBatch:
     targets: Tensor  # (B, T) int64: the token that position t predicts (t + 1), or NO_TARGET
     lengths: tuple[int, ...] | None = None  # packed: tokens of each segment of the one row; padded: None
     noise_scale: Tensor | None = None  # (B, T) float32: NEFTune's α ÷ √L; None where no noise is added
-    num_targets: int | None = None  # counted by `to`, while the targets are still on the host
+    targets_before: NDArray[np.int64] | None = None  # (B × T + 1,), on the host: the number of targets before
+    # each position and, last, of all; counted by `to`
     starts: tuple[int, ...] | None = None  # the position id at which each segment begins; None: 0. A segment
     # that begins at p > 0 continues the first p tokens of the last segment that begins at 0
     pairs: Pairs | None = None
     borders: Borders | None = None  # of a packed row's segments; computed by `to`
     is_padding: Tensor | None = None  # (B, T) bool; None: there is no padding
 
+    @property
+    def num_targets(self) -> int | None:
+        """The number of targets; None until `to` has counted them."""
+        return None if self.targets_before is None else int(self.targets_before[-1])
+
     def to(self, device: torch.device) -> MicroBatch:
         """Copy to `device`, to a GPU asynchronously through pinned memory. Compute borders, the number of
         targets and the pairs' segments."""
-        borders = self.borders
+        borders, before = self.borders, self.targets_before
+        if before is None:
+            is_target = (self.targets != NO_TARGET).flatten().numpy()
+            before = np.cumsum(np.concatenate(([0], is_target)), dtype=np.int64)
         if borders is None and self.lengths is not None:
             borders = borders_of(self.lengths, self.starts)
         return replace(
@@ -76,9 +85,7 @@ class MicroBatch:
             targets=to_device(self.targets, device),
             noise_scale=None if self.noise_scale is None else to_device(self.noise_scale, device),
             is_padding=None if self.is_padding is None else to_device(self.is_padding, device),
-            num_targets=self.num_targets
-            if self.num_targets is not None
-            else int((self.targets != NO_TARGET).sum()),
+            targets_before=before,
             pairs=self.pairs and _pairs_to(self.pairs, self.lengths, device),
         )
 

@@ -1,0 +1,77 @@
+"""Compute attention of rows whose tokens are split over the ranks of a group (DeepSpeed-Ulysses, Jacobs et
+al. 2023, arXiv 2309.14509): before it each rank exchanges its tokens of all heads for all tokens of its share
+of the heads, and after it the other way round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dsft.errors import Problem, SpecError
+from dsft.model.experts import expert_layers
+from dsft.model.recurrence import recurrent_layers
+
+SPLIT = "_split"
+"""Suffix of an attention function's name that computes rows split over ranks."""
+
+KEY = "parallel.sequence_parallel"
+
+Attention = Callable[..., tuple[Tensor, None]]
+
+
+class Exchange(Protocol):
+    """Exchanges tensors with the other ranks of a group; differentiable. size: number of ranks."""
+
+    size: int
+
+    def to_heads(self, tokens: Tensor) -> Tensor:
+        """(1, heads, tokens of this rank, D) -> (1, heads ÷ size, tokens of the whole row, D)."""
+        ...
+
+    def to_tokens(self, heads: Tensor) -> Tensor:
+        """(1, tokens of the whole row, heads ÷ size, D) -> (1, tokens of this rank, heads, D)."""
+        ...
+
+
+def split_attention(attend: Attention, exchange: Exchange) -> Attention:
+    """Return `attend`, a function of FUNCTIONS, for tensors that have only this rank's tokens. The number of
+    the query's heads must be a multiple of `exchange.size`; keys and values with fewer heads, or with a
+    number that it does not divide, are repeated before they are sent."""
+
+    def attend_split(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **arguments: Any,
+    ) -> tuple[Tensor, None]:
+        repeats = math.lcm(key.shape[1], exchange.size) // key.shape[1]
+        if repeats > 1:
+            key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        query, key, value = (exchange.to_heads(x) for x in (query, key, value))
+        output, _ = attend(module, query, key, value, attention_mask, **arguments)
+        return exchange.to_tokens(output), None
+
+    return attend_split
+
+
+def check_can_split(causal_lm: PreTrainedModel, size: int) -> None:
+    """Raise SpecError where the heads of the queries cannot be divided among `size` ranks, or where a layer
+    other than attention looks at other tokens."""
+    config = causal_lm.config
+    heads: int = config.get_text_config().num_attention_heads
+    reason = ""
+    if heads % size:
+        reason = f"{size} does not divide its {heads} attention heads, which the ranks of a group share"
+    elif recurrent_layers(type(causal_lm)):
+        reason = "its recurrent layers pass a state from token to token"
+    elif expert_layers(causal_lm):
+        reason = "mixtures of experts are not supported yet"
+    if reason:
+        message = f"rows of a {config.model_type} model cannot be split: {reason}; set it to 1"
+        raise SpecError("The model cannot be trained on split rows.", [Problem(KEY, message)])
