@@ -131,7 +131,8 @@ def check_start(start: StartCheck, engine: Engine, policy: Policy, world: World)
 
 
 def _score_pairs(start: StartCheck, engine: Engine, policy: Policy, world: World) -> PairScores | None:
-    """Score this rank's pairs; None on a rank that has no pair, or not the last stage."""
+    """Score this rank's pairs; None on a rank that has no pair, or not the last stage, or is not the first
+    of its group."""
     batches = start.micro_batches
     plain = engine.score(batches, answer_logps)
     training = engine.score(batches, answer_logps, training=True)
@@ -141,7 +142,7 @@ def _score_pairs(start: StartCheck, engine: Engine, policy: Policy, world: World
     filled += [collate_padded([], start.pad_id)] * (2 * ALONE - len(rows))
     with own_attention(policy.causal_lm):
         alone = engine.score(filled, log_probabilities)
-    if not plain or not numbers:
+    if not plain or not numbers or world.sequence_rank:
         return None
     pairs = [batch.pairs for batch in batches if batch.pairs is not None]
     num_tokens = torch.cat([one.num_tokens for one in pairs]).cpu()
@@ -179,7 +180,8 @@ def _is_without_adapter(
         return False
     with start.without_adapter():
         bare = engine.score(start.micro_batches, answer_logps)
-    ranks = [one for one in world.gather(torch.cat(bare).cpu() if bare else None) if one is not None]
+    mine = torch.cat(bare).cpu() if bare and world.sequence_rank == 0 else None
+    ranks = [one for one in world.gather(mine) if one is not None]
     return bool((pairs.off(pairs.reference, start.dpo, torch.cat(ranks)) <= bound).all())
 
 

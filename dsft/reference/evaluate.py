@@ -1,7 +1,7 @@
 """Evaluate held-out preference pairs: compute their metrics and write the margin of each pair.
 
-The values of each pair go into one table, summed over the ranks, so the metrics do not depend on which rank
-scored a pair.
+The values of each pair go into one table, summed over the first ranks of all groups, so the metrics do not
+depend on which rank scored a pair.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def score_pairs(one: PairSet, engine: Engine, world: World) -> PairTable:
             figures = [logps, pairs.num_tokens] + ([] if pairs.reference is None else [pairs.reference])
             row = torch.cat([figure.to(columns) for figure in figures], dim=1)
             columns[pairs.ids.to(world.device), : row.shape[1]] = row
-    columns = world.sum(columns)
+    columns = world.sum(columns if world.sequence_rank == 0 else torch.zeros_like(columns))
     reference = columns[:, 4:] if one.refer else None
     return PairTable(columns[:, :2], columns[:, 2:4].long(), reference)
 

@@ -2,8 +2,9 @@
 add them to the store as shards.
 
 The reference's engine is closed afterwards, so that the policy is built in the memory that it frees. Longest
-pairs come first, so that a micro-batch that does not fit in memory fails within the first minute. Ranks have
-equal shares; each writes its results twice a minute, so a pass that is killed loses at most that.
+pairs come first, so that a micro-batch that does not fit in memory fails within the first minute. The shares
+of ranks (of groups, where these split rows) are equal; each is written twice a minute, so a pass that is
+killed loses at most that.
 """
 
 from __future__ import annotations
@@ -217,10 +218,13 @@ class PairScorer:
 
     def _scored(self, dataset: int, ids: Ids) -> Iterator[tuple[Ids, NDArray[np.float64]]]:
         """Yield this rank's share of the pairs, numbers (k,) and log-probabilities (k, 2); nothing on a rank
-        without the last stage."""
+        without the last stage, and on all ranks of a group but the first, which has the same pairs."""
         rank, rows = self._world.data_rank, self._plan.datasets[dataset]
         micro_batches = list(micro_batches_of(rows, ids, self._batch, rank, self._pad_id))
-        for logps, micro_batch in zip(self._score(micro_batches), micro_batches, strict=False):
+        scored = self._score(micro_batches)
+        if self._world.sequence_rank:
+            return
+        for logps, micro_batch in zip(scored, micro_batches, strict=False):
             assert micro_batch.pairs is not None, "the task is dpo"
             yield micro_batch.pairs.ids.numpy(), logps.double().cpu().numpy()
 

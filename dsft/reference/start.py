@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dsft.errors import WorldError
 from dsft.plan.load import load
-from dsft.plan.reference import check_precomputed
+from dsft.plan.reference import check_precomputed, reference_parallel
 from dsft.rank.environment import Launched
 from dsft.remote import without_rank_variables
 from dsft.system.host import free_port
@@ -26,13 +26,15 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def start(spec: Path, overrides: Sequence[str], ranks: int | None) -> int:
     """Start the ranks and return the exit code; a single rank replaces this process, which then does not
-    return. ranks: by default one per GPU, one where there is none. Raises SpecError where the spec has
-    nothing to score, and as `run_ranks` does."""
-    check_precomputed(load(spec, overrides), "dsft reference")
+    return. ranks: by default one per GPU; where there is none, the fewest that can score. Raises SpecError
+    where the spec has nothing to score, and as `run_ranks` does."""
+    loaded = load(spec, overrides)
+    check_precomputed(loaded, "dsft reference")
     if ranks is None:
         import torch
 
-        ranks = torch.cuda.device_count() or 1
+        parts = reference_parallel(loaded)
+        ranks = torch.cuda.device_count() or parts.pipeline_stages * parts.sequence_parallel
     argv = [sys.executable, str(SCRIPT), str(spec), *overrides, "--reference_only", "--any_ranks"]
     environ = without_rank_variables(os.environ)
     if ranks > 1:

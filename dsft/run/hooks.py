@@ -192,7 +192,8 @@ def skipped_rows(
     finite."""
     found: list[list[int]] = []
     if not math.isfinite(loss):
-        found = world.gather(list(_not_finite(engine, data, batch, micro_batches)))
+        mine = list(_not_finite(engine, data, batch, micro_batches))
+        found = world.gather(mine if world.sequence_rank == 0 else [])  # a group's ranks have the same rows
     if any(found):
         rows = [f"{data.source(id)} (rank {rank})" for rank, ids in enumerate(found) for id in ids]
         return "the loss is not finite on", _listed(rows)

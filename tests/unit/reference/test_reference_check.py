@@ -76,6 +76,8 @@ class Engine:
 class World:
     """Of one rank, and of another one's value."""
 
+    sequence_rank = 0
+
     def __init__(self, *others: Any) -> None:
         self.others = others
 
@@ -113,9 +115,9 @@ def test_one_model_in_both_passes() -> None:
     assert "on 6 pairs rewards and margins are at most" in text and "(allowed for rounding: 1e-05)" in text
 
 
-def refused(start: StartCheck, engine: Engine) -> str:
+def refused(start: StartCheck, engine: Engine, world: Any = None) -> str:
     with pytest.raises(SpecError) as raised:
-        said(start, engine)
+        said(start, engine, world)
     return str(raised.value)
 
 
@@ -210,6 +212,25 @@ def test_all_ranks_see_what_one_has_found(monkeypatch: pytest.MonkeyPatch) -> No
     for mine in (Engine(), Engine(is_last=False)):
         with pytest.raises(SpecError, match="are the same in both" if mine.is_last else "other weights"):
             said(right, mine, World(gathered[0]))
+
+
+@pytest.mark.parametrize("adapter", [0.0, 0.1])
+def test_pairs_of_a_group_count_once(adapter: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second rank scores them too and gives none; both come to the same end."""
+    engine, ends, gathered = Engine(adapter=adapter), list[str](), list[Any]()
+    start = replace(with_reference(Engine()), without_adapter=engine.without_adapter)
+    for others in ([], gathered):
+        world = World()
+        world.sequence_rank = len(ends)
+        replies = iter(list(others))
+
+        def gather(mine: Any, replies: Any = replies) -> list[Any]:
+            gathered.append(mine)
+            return [mine, next(replies, None)]
+
+        monkeypatch.setattr(world, "gather", gather)
+        ends.append(refused(start, engine, world) if adapter else said(start, engine, world))
+    assert ends[0] == ends[1] and ("without its adapter" if adapter else "on 6 pairs") in ends[0]
 
 
 def test_answers_of_a_shared_prompt_are_whole_again() -> None:

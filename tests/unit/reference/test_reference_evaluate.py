@@ -33,6 +33,7 @@ class World:
     """The first of two ranks, with what the second one adds; `first` is rank 0 itself."""
 
     others: list[Tensor]
+    sequence_rank: int = 0
     device: torch.device = torch.device("cpu")
 
     def sum(self, mine: Tensor) -> Tensor:
@@ -119,6 +120,15 @@ def test_a_rank_without_the_last_stage_knows_the_metrics_too(tmp_path: Path) -> 
     assert record["eval/rewards/accuracies"] == record["eval/b/rewards/accuracies"] == pytest.approx(1 / 3)
     rows = [json.loads(line) for line in (tmp_path / "margins/step-1.jsonl").read_text().splitlines()]
     assert [row["set"] for row in rows] == ["a"] * 3 + ["b"] * 3
+
+
+def test_the_pairs_of_a_group_count_once(tmp_path: Path) -> None:
+    """Its second rank has scored them too, and adds nothing to what the first gives."""
+    first = torch.cat((POLICY, TOKENS, REFERENCE), dim=1)
+    dpo, engine = Dpo(beta=0.5), Engine()
+    sets: Any = [pair_set([micro_batch([0, 1, 2])])]
+    run: Any = pair_evaluation(sets, preference(dpo), dpo, engine, World([first], 1), tmp_path)  # type: ignore[arg-type]
+    assert run(1)["eval/logps/chosen"] == pytest.approx(-33.5 / 3) and engine.calls == 1
 
 
 def test_without_a_reference_there_is_none_in_the_rows(tmp_path: Path) -> None:

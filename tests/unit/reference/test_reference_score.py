@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from dsft.engine.world import World
 from dsft.errors import NonFiniteError, OutOfMemoryError
 from dsft.inputs import read_inputs
+from dsft.plan.layout import Layout
 from dsft.plan.reference import reference_model
 from dsft.reference import score, store
 from dsft.reference.key import key_of
 from dsft.reference.score import PairScorer, ScoringPass, memory_line
-from tests.unit.reference.small import ALONE, model, rows, spec
+from tests.unit.reference.small import ALONE, Alone, model, rows, spec
 
 PAIRS = 5
 ADVICE = (
@@ -33,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def scored(folder: Path, values: Callable[[Any], Any]) -> None:
+def scored(folder: Path, values: Callable[[Any], Any], world: World = ALONE) -> None:
     """A pass whose engine gives `values` of each micro-batch."""
     asked = spec(folder)
     inputs = read_inputs(asked, lambda text: None)
@@ -50,7 +52,7 @@ def scored(folder: Path, values: Callable[[Any], Any]) -> None:
     store.prepare(given.folder, key)
     engine: Any = SimpleNamespace(score=lambda batches, kept: tuple(values(batch) for batch in batches))
     reference: Any = SimpleNamespace(engine=engine)
-    PairScorer(given, inputs.pad_id, ALONE, reference).score(lambda pace: None)
+    PairScorer(given, inputs.pad_id, world, reference).score(lambda pace: None)
 
 
 def test_a_micro_batch_that_does_not_fit_is_told_with_its_tokens(folder: Path) -> None:
@@ -94,6 +96,16 @@ def test_a_value_that_is_not_finite_ends_the_pass_with_its_row(folder: Path) -> 
     with pytest.raises(NonFiniteError, match=r"a\.jsonl:4: the reference gives .* -1, nan, from which"):
         scored(folder, values)
     scored(folder, lambda batch: torch.full((len(batch.pairs.ids), 2), -1.0))
+
+
+def test_one_rank_of_a_group_writes_its_pairs(folder: Path) -> None:
+    """All three ranks of the group score them."""
+    calls, of_group = list[int](), Layout(3, 1, 3)
+    for rank in (2, 1, 0):
+        assert not list((folder / "store").glob("shard-*"))
+        world = Alone(rank, 3, rank, of_group, torch.device("cpu"))
+        scored(folder, lambda batch: calls.append(0) or torch.full((len(batch.pairs.ids), 2), -1.0), world)
+    assert len(calls) == 3 * 3 and len(list((folder / "store").glob("shard-*"))) == 1
 
 
 def test_the_memory_line_shows_the_rank_that_got_back_the_least() -> None:

@@ -56,8 +56,8 @@ class Scorer:
 class World:
     """This rank is the second; the first has found nothing, or `other`."""
 
-    def __init__(self, *other: int) -> None:
-        self.other = list(other)
+    def __init__(self, *other: int, sequence_rank: int = 0) -> None:
+        self.other, self.sequence_rank = list(other), sequence_rank
 
     def gather(self, mine: Any) -> list[Any]:
         return [self.other, mine]
@@ -88,6 +88,12 @@ def test_of_many_rows_the_first_are_named() -> None:
     _, named = skipped(Scorer(*range(COUNT)), World(*others), PADDED, math.inf)
     assert named.startswith(f"a.jsonl:{others[0] + 1} (rank 0), ")
     assert named.count("a.jsonl") == 8 and named.endswith(" and 4 more")
+
+
+def test_ranks_of_one_group_name_their_rows_once() -> None:
+    bad = mine(PADDED)[0]
+    _, named = skipped(Scorer(bad), World(bad, sequence_rank=1), PADDED, math.nan)
+    assert named == f"a.jsonl:{bad + 1} (rank 0)"
 
 
 def test_a_finite_loss_is_not_computed_again() -> None:
