@@ -7,7 +7,6 @@ every device and in every type, with soft-caps too; on a GPU each segment costs 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -53,18 +52,15 @@ def segment_attention(
     check_supported(module, attention_mask, segments is not None, window, arguments)
     longest = max(length + start for length, start in segments)
     reach = min(window, longest) if window not in (None, WINDOW_NOT_GIVEN) else longest
-    band = _band(longest, reach, query.device) if reach < longest or softcap is not None else None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     outputs = []
     for part in _parts(segments, reach, query, key, value):
         for block in part.blocks(reach, softcap is not None):
             if softcap is not None:
-                assert band is not None
-                output = _attend_softcapped(block, block.visible(band), scale, dropout, softcap)
+                output = _attend_softcapped(block, block.visible(reach), scale, dropout, softcap)
             else:
-                output = _attend(
-                    block, None if block.is_square(reach) else block.visible(band), scale, dropout
-                )
+                mask = None if block.is_square(reach) else block.visible(reach)
+                output = _attend(block, mask, scale, dropout)
             outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1), None
 
@@ -97,14 +93,12 @@ class _Part(NamedTuple):
             key, value = (x.narrow(2, first - before, start + size - first) for x in (self.key, self.value))
             yield _Part(self.query.narrow(2, begin, size), key, value, start)
 
-    def visible(self, band: Tensor | None) -> Tensor:
-        """Return (n, m) bool: which keys each query sees."""
+    def visible(self, reach: int) -> Tensor:
+        """Return (n, m) bool: which keys each query sees, itself and the reach - 1 tokens before it."""
         length, keys = self.query.shape[2], self.key.shape[2]
-        if band is None:
-            device = self.query.device
-            return torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
-        end = self.start + length
-        return band[self.start : end, end - keys : end]
+        own = keys - length  # the number of keys before the first query's own
+        ones = torch.ones(length, keys, dtype=torch.bool, device=self.query.device)
+        return ones.tril(own).triu(own + 1 - reach)
 
 
 def _parts(segments: Segments, reach: int, query: Tensor, key: Tensor, value: Tensor) -> Iterator[_Part]:
@@ -157,12 +151,6 @@ def _attend_softcapped(part: _Part, mask: Tensor, scale: float, dropout: float, 
         scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.float32).to(part.query.dtype)
     )
     return F.dropout(shares, dropout) @ value
-
-
-@lru_cache(maxsize=4)  # a model has at most two kinds of layers, and all of them the same row
-def _band(length: int, reach: int, device: torch.device) -> Tensor:
-    """Return (length, length) bool: a token sees itself and the reach - 1 tokens before it."""
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - reach)
 
 
 def check_supported(
