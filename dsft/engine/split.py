@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.split import part_of
-from dsft.engine.world import World
+from dsft.engine.world import TIMEOUT, World
 from dsft.model.attention_split import SPLIT
 
 
@@ -26,9 +26,10 @@ class RankExchange:
     def to_heads(self, tokens: Tensor) -> Tensor:
         """See `Exchange.to_heads`."""
         _, heads, length, width = tokens.shape
-        by_rank = tokens.reshape(self.size, heads // self.size, length, width)
+        share = heads // self.size
+        by_rank = tokens[0].transpose(0, 1).reshape(length, self.size, share, width).transpose(0, 1)
         whole: Tensor = _AllToAll.apply(by_rank, self.group)
-        return whole.transpose(0, 1).reshape(1, heads // self.size, self.size * length, width)
+        return whole.view(1, self.size * length, share, width).transpose(1, 2)
 
     def to_tokens(self, heads: Tensor) -> Tensor:
         """See `Exchange.to_tokens`."""
@@ -83,7 +84,8 @@ def exchange_of(world: World) -> RankExchange | None:
 
 @cache  # a process is in one world
 def _exchange(rank: int, world_size: int, size: int) -> RankExchange:
-    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)]
+    starts = range(0, world_size, size)
+    groups = [dist.new_group(list(range(start, start + size)), timeout=TIMEOUT) for start in starts]
     return RankExchange(groups[rank // size], rank % size, size)
 
 
