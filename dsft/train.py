@@ -32,10 +32,9 @@ from importlib.metadata import version
 
 from dsft.errors import DsftError, StoppedError, WorldError, printable
 from dsft.generate.scripts import environment
-from dsft.plan.batch import batch_sizes
 from dsft.plan.config_file import merge_config_file
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import layout_of
+from dsft.plan.layout import batch_on, layout_of
 from dsft.plan.load import load
 from dsft.plan.memory.offload import allocator
 from dsft.plan.reference import check_precomputed
@@ -183,7 +182,7 @@ def train(
         score_only(options, spec, launched, stopping, heartbeat)
         return
     places = layout_of(spec.parallel, launched.world_size)
-    batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
+    batch = batch_on(spec, places)
     notes: tuple[str, ...] = ()
     decided: frozenset[str] = frozenset()
     if options.deepspeed_config is None:
@@ -225,7 +224,7 @@ def score_only(
     size must be that of the run."""
     if options.deepspeed_config is not None:
         places = layout_of(spec.parallel, launched.world_size)
-        batch = batch_sizes(spec.train, places.data_parallel, spec.data, spec.task)
+        batch = batch_on(spec, places)
         spec = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict).spec
     set_environment(spec, launched)
     with heavy_imports():

@@ -92,7 +92,8 @@ def _batch_back(spec: Spec, batch: BatchSizes, examples: int) -> str:
     steps, rest = divmod(examples, batch.micro_batch_size * batch.data_parallel)
     if spec.train.global_batch_size is not None or spec.train.micro_batch_size is None or rest:
         return f"set train.global_batch_size={examples}"
-    ranks = f"{batch.data_parallel} data-parallel rank{'s' * (batch.data_parallel > 1)}"
+    kind = "rank" if batch.sequence_parallel == 1 else "group"
+    ranks = f"{batch.data_parallel} data-parallel {kind}{'s' * (batch.data_parallel > 1)}"
     return f"set train.accumulation_steps={steps} (with {ranks}, micro_batch_size {batch.micro_batch_size})"
 
 

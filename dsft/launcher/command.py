@@ -147,7 +147,7 @@ def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
                 "leave it out."
             ) from None
         hosts = parse(text, str(options.hostfile))
-        check_hosts(spec.cluster, hosts, f"--hostfile {options.hostfile}")
+        check_hosts(spec, hosts, f"--hostfile {options.hostfile}")
         return hosts
     if slurm:
         return of_slurm(spec, os.environ)

@@ -1,4 +1,5 @@
-"""Compute the batch sizes of a run: global = micro × accumulation × data-parallel ranks.
+"""Compute the batch sizes of a run: global = micro × accumulation × data-parallel ranks, or groups of ranks
+where these split rows.
 
 No other module does this arithmetic.
 """
@@ -20,6 +21,9 @@ class BatchSizes:
 
     If tokens_per_micro_batch is set, the examples are packed into micro-batches of at most that number of
     tokens, and the number of micro-batches per step follows from the packing.
+
+    data_parallel      number of ranks, or of groups of ranks, that read different examples
+    sequence_parallel  ranks of a group, which split each row; 1: each rank reads examples of its own
     """
 
     global_batch_size: int
@@ -27,45 +31,50 @@ class BatchSizes:
     accumulation_steps: int
     data_parallel: int
     tokens_per_micro_batch: int | None = None
+    sequence_parallel: int = 1
 
     def equation(self) -> str:
-        sizes = _equation(
-            self.global_batch_size, self.micro_batch_size, self.accumulation_steps, self.data_parallel
-        )
+        of_step = (self.global_batch_size, self.micro_batch_size, self.accumulation_steps)
+        sizes = _equation(*of_step, self.data_parallel, self.sequence_parallel)
         if self.tokens_per_micro_batch is None:
             return sizes
+        everywhere = "on every rank" if self.sequence_parallel == 1 else "in every group"
         return (
             f"{sizes}; these {self.global_batch_size} are packed into as few micro-batches "
-            f"of at most {self.tokens_per_micro_batch} tokens as possible, equally many on every rank"
+            f"of at most {self.tokens_per_micro_batch} tokens as possible, equally many {everywhere}"
         )
 
 
-def batch_sizes(train: Train, data_parallel: int, data: Data | None = None, task: str = "sft") -> BatchSizes:
+def batch_sizes(
+    train: Train, data_parallel: int, data: Data | None = None, task: str = "sft", sequence_parallel: int = 1
+) -> BatchSizes:
     """Compute the missing one of the three batch sizes from the other two. Raise SpecError, with the whole
-    equation, if no integer solves it. data, task: give the token budget of packed micro-batches, if any."""
+    equation, if no integer solves it. data, task: give the token budget of packed micro-batches, if any;
+    data_parallel, sequence_parallel: as in BatchSizes."""
+    ranks = data_parallel, sequence_parallel
     total, micro, steps = train.global_batch_size, train.micro_batch_size, train.accumulation_steps
     if total is None and micro is not None and steps is not None:
         total = micro * steps * data_parallel
     elif total is not None and steps is None and micro is not None:
-        steps = _whole_quotient(train, total, micro, data_parallel)
+        steps = _whole_quotient(train, total, micro, ranks)
     elif total is not None and micro is None and steps is not None:
-        micro = _whole_quotient(train, total, steps, data_parallel)
+        micro = _whole_quotient(train, total, steps, ranks)
     if total is None or micro is None or steps is None:
-        raise _refuse(train, data_parallel, "two of the three sizes must be given")
+        raise _refuse(train, ranks, "two of the three sizes must be given")
     if total != micro * steps * data_parallel:
         product = micro * steps * data_parallel
-        raise _refuse(train, data_parallel, f"the product is {product}; leave one of the three sizes out")
+        raise _refuse(train, ranks, f"the product is {product}; leave one of the three sizes out")
     tokens = None
     if data is not None and data.packing:
         tokens = data.max_tokens_per_micro_batch or micro * TASKS[task].rows * data.max_length
-    return BatchSizes(total, micro, steps, data_parallel, tokens)
+    return BatchSizes(total, micro, steps, data_parallel, tokens, sequence_parallel)
 
 
-def _whole_quotient(train: Train, total: int, given: int, data_parallel: int) -> int:
-    unit = given * data_parallel
+def _whole_quotient(train: Train, total: int, given: int, ranks: tuple[int, int]) -> int:
+    unit = given * ranks[0]
     if total % unit == 0:
         return total // unit
-    raise _refuse(train, data_parallel, _ways_out(train, total, unit, data_parallel))
+    raise _refuse(train, ranks, _ways_out(train, total, unit, ranks[0]))
 
 
 def _ways_out(train: Train, total: int, unit: int, data_parallel: int) -> str:
@@ -93,16 +102,17 @@ def nearest_divisors(whole: int, wanted: int) -> list[int]:
     return sorted({*below[-1:], *above[:1]})
 
 
-def _refuse(train: Train, data_parallel: int, reason: str) -> SpecError:
-    sizes = _equation(
-        train.global_batch_size, train.micro_batch_size, train.accumulation_steps, data_parallel
-    )
+def _refuse(train: Train, ranks: tuple[int, int], reason: str) -> SpecError:
+    sizes = _equation(train.global_batch_size, train.micro_batch_size, train.accumulation_steps, *ranks)
     return SpecError("The batch sizes do not fit.", [Problem("train", f"{sizes} does not hold: {reason}")])
 
 
-def _equation(total: int | None, micro: int | None, steps: int | None, data_parallel: int) -> str:
+def _equation(
+    total: int | None, micro: int | None, steps: int | None, data_parallel: int, sequence_parallel: int
+) -> str:
+    groups = f"groups {data_parallel} (of {sequence_parallel} ranks)"
     shown = ["?" if n is None else str(n) for n in (total, micro, steps)]
     return (
         f"global_batch_size {shown[0]} = micro_batch_size {shown[1]} × accumulation_steps {shown[2]} "
-        f"× data-parallel ranks {data_parallel}"
+        f"× data-parallel {f'ranks {data_parallel}' if sequence_parallel == 1 else groups}"
     )

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsft.errors import Problem, SpecError
-from dsft.plan.batch import BatchSizes, batch_sizes
+from dsft.plan.batch import BatchSizes
 from dsft.plan.census import Census, census
 from dsft.plan.flops import memory_of
-from dsft.plan.layout import Layout, layout_of
+from dsft.plan.layout import Layout, batch_on, layout_of
 from dsft.plan.memory import other_version
 from dsft.plan.memory.ranks import Memory, RankMemory, memory, needed
 from dsft.plan.memory.reference import ReferenceMemory, with_reference
@@ -51,13 +51,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class RankRange:
-    """Consecutive ranks of one pipeline stage on one host. All ranges are inclusive."""
+    """Consecutive ranks of one pipeline stage on one host. All ranges are inclusive; if the ranks split rows,
+    each data rank has several ranks, whose numbers are in sequence_ranks."""
 
     host: str
     stage: int
     ranks: tuple[int, int]
     local_ranks: tuple[int, int]
     data_ranks: tuple[int, int]
+    sequence_ranks: tuple[int, int]
 
 
 def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = None) -> Plan:
@@ -65,7 +67,7 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     from the cluster's number of processes. cache: folder of cached censuses."""
     hosts = _hosts(spec, world_size)
     layout = layout_of(spec.parallel, sum(hosts.values()))
-    batch = batch_sizes(spec.train, layout.data_parallel, spec.data, spec.task)
+    batch = batch_on(spec, layout)
     counted = census(spec.model, cache)
     problems = group_problems(spec.optim, [p.name for p in counted.parameters if p.trained])
     if counted.max_positions is not None and spec.data.max_length > counted.max_positions:
@@ -92,9 +94,10 @@ def rank_ranges(layout: Layout, hosts: Mapping[str, int]) -> list[RankRange]:
             stage = layout.stage(start)
             end = min(first + slots, (stage + 1) * layout.shards) - 1
             local = (start - first, end - first)
-            found.append(
-                RankRange(host, stage, (start, end), local, (layout.data_rank(start), layout.data_rank(end)))
-            )
+            data = layout.data_rank(start), layout.data_rank(end)
+            parts = layout.sequence_rank(start), layout.sequence_rank(end)
+            sequence = parts if data[0] == data[1] else (0, layout.sequence_parallel - 1)
+            found.append(RankRange(host, stage, (start, end), local, data, sequence))
             start = end + 1
         first += slots
     return found
@@ -102,7 +105,7 @@ def rank_ranges(layout: Layout, hosts: Mapping[str, int]) -> list[RankRange]:
 
 def _hosts(spec: Spec, world_size: int | None) -> Mapping[str, int]:
     if spec.cluster is None:
-        return {THIS_HOST: world_size or spec.parallel.pipeline_stages}
+        return {THIS_HOST: world_size or spec.parallel.pipeline_stages * spec.parallel.sequence_parallel}
     slots = sum(spec.cluster.hosts.values())
     if world_size not in (None, slots):
         message = (

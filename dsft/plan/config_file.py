@@ -241,6 +241,9 @@ def _differing(key: str, value: Any, ours: Any, spec: Spec) -> Iterator[tuple[st
         used = (
             f"but the spec's {json.dumps(ours)} is used" if ours is not None else "which has no effect here"
         )
+        size = spec.parallel.sequence_parallel
+        if key == "train_batch_size" and size > 1:
+            used += f": global_batch_size × sequence_parallel {size}, since DeepSpeed counts examples by rank"
         yield key, f"{json.dumps(value)}, {used}"
 
 

@@ -222,7 +222,7 @@ def _reduction(spec: Spec) -> Iterator[Row]:
     else:
         reason = "the type of the gradients"
     yield "communication_data_type", chosen or "fp32", reason
-    yield "seq_parallel_communication_data_type", "fp32", "no effect: there is no sequence parallelism"
+    yield "seq_parallel_communication_data_type", "fp32", "no effect: dsft splits rows without DeepSpeed"
     yield "gradient_allreduce_op", "mean", "dsft undoes DeepSpeed's mean; ZeRO 3 refuses a sum"
     yield "prescale_gradients", False, "dividing before the sum loses bits and is refused at ZeRO 2 and 3"
     yield "gradient_predivide_factor", 1.0, "no division before the sum, which ZeRO 3 gets wrong"
@@ -235,7 +235,8 @@ def _reduction(spec: Spec) -> Iterator[Row]:
 def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
     stage = spec.parallel.zero_stage
     what = ("nothing", "optimizer states", "states and gradients", "states, gradients and parameters")
-    reason = f"parallel.zero_stage: {what[stage]} sharded over data-parallel ranks"
+    over = "data-parallel ranks" if spec.parallel.sequence_parallel == 1 else "all ranks of all groups"
+    reason = f"parallel.zero_stage: {what[stage]} sharded over {over}"
     if "zero_stage" not in spec.parallel.model_fields_set and stage == 2:
         reason += "; the default in bf16, since ZeRO 1 would keep all gradients in fp32 and reduce them last"
     yield "zero_optimization.stage", stage, reason

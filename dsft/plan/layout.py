@@ -3,12 +3,14 @@ hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dsft.errors import Problem, SpecError
-from dsft.plan.batch import nearest_divisors
-from dsft.spec.schema import Parallel
+from dsft.plan.batch import BatchSizes, batch_sizes, nearest_divisors
+from dsft.spec.schema import Parallel, Spec
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,36 @@ def layout_of(parallel: Parallel, world_size: int) -> Layout:
         problem = Problem("parallel.sequence_parallel", message)
         raise SpecError("The groups that split rows do not fit the processes.", [problem])
     return Layout(world_size, stages, together)
+
+
+def batch_on(spec: Spec, layout: Layout) -> BatchSizes:
+    """Return the batch sizes of a run with this layout. Raise SpecError if they do not fit."""
+    train, groups = spec.train, layout.data_parallel
+    return batch_sizes(train, groups, spec.data, spec.task, layout.sequence_parallel)
+
+
+def hosts_of_ranks(hosts: Mapping[str, int]) -> list[str]:
+    """Return the host of each rank. hosts: host -> number of ranks, in rank order."""
+    return [host for host, slots in hosts.items() for _ in range(slots)]
+
+
+def divided_group(parallel: Parallel, on: Sequence[str]) -> str | None:
+    """Return what is wrong if a group of ranks that split rows is on several hosts and the spec does not
+    allow that; None if nothing is. on: host of each rank, or what is equal for ranks of one host alone."""
+    size = parallel.sequence_parallel
+    if size == 1 or parallel.sequence_parallel_across_hosts:
+        return None
+    groups = (range(first, min(first + size, len(on))) for first in range(0, len(on), size))
+    divided = next((group for group in groups if len({on[rank] for rank in group}) > 1), None)
+    if divided is None:
+        return None
+    within = nearest_divisors(math.gcd(*Counter(on).values()), size)[0]
+    return (
+        f"{size} would put ranks {divided[0]}-{divided[-1]}, which split the same rows, on "
+        f"{len({on[rank] for rank in divided})} hosts, and the all-to-alls of each layer on the network "
+        f"between them; give each host a multiple of {size} ranks, numbered one after the other, set "
+        f"{within}, or set sequence_parallel_across_hosts: true"
+    )
 
 
 def worlds(hosts: Mapping[str, int], fewest: int) -> dict[int, frozenset[int]]:

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dsft.errors import SpecError
-from dsft.plan.batch import BatchSizes, batch_sizes
-from dsft.plan.layout import Layout, layout_of, worlds
+from dsft.plan.batch import BatchSizes
+from dsft.plan.layout import Layout, batch_on, divided_group, hosts_of_ranks, layout_of, worlds
 from dsft.spec.findings import Finding
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 
-_PROCESSES = ("parallel.pipeline_stages", "cluster.hosts")
+_PROCESSES = ("parallel.pipeline_stages", "parallel.sequence_parallel", "cluster.hosts")
+_GROUPS = (*_PROCESSES[1:], "parallel.sequence_parallel_across_hosts")
 _HOSTS = ("cluster.min_hosts", "cluster.hosts")
 
 
@@ -30,7 +31,7 @@ def cluster_batch(spec: Spec) -> BatchSizes | None:
     """Return the batch sizes on the spec's cluster; None if it has no cluster, since the world size is then
     known only at the start."""
     layout = _cluster_layout(spec)
-    return batch_sizes(spec.train, layout.data_parallel, spec.data, spec.task) if layout else None
+    return batch_on(spec, layout) if layout else None
 
 
 def cluster_findings(spec: Spec) -> Iterator[Finding]:
@@ -44,14 +45,18 @@ def _whole_cluster(spec: Spec) -> Iterator[Finding]:
     try:
         layout = _cluster_layout(spec)
     except SpecError as error:
-        yield Finding(("parallel", "pipeline_stages"), error.problems[0].message, _PROCESSES)
+        problem = error.problems[0]
+        yield Finding(tuple(problem.where.split(".")), problem.message, _PROCESSES)
         return
+    divided = divided_group(spec.parallel, hosts_of_ranks(spec.cluster.hosts)) if spec.cluster else None
+    if divided:
+        yield Finding(("parallel", "sequence_parallel"), divided, _GROUPS)
     sizes = ("global_batch_size", "micro_batch_size", "accumulation_steps")
     given = [size for size in sizes if getattr(spec.train, size) is not None]
     if layout is None or len(given) < 2:  # reported elsewhere, also without a cluster
         return
     try:
-        batch_sizes(spec.train, layout.data_parallel, spec.data, spec.task)
+        batch_on(spec, layout)
     except SpecError as error:
         reads = (f"train.{size}" for size in sizes)
         yield Finding(("train", given[0]), error.problems[0].message, (*_PROCESSES, *reads))
@@ -75,8 +80,7 @@ def _fewer_hosts(spec: Spec) -> Iterator[Finding]:
     for count, sizes in worlds(cluster.hosts, cluster.min_hosts).items():
         for processes in sorted(sizes) if count < hosts else ():
             try:
-                layout = layout_of(spec.parallel, processes)
-                batch_sizes(spec.train, layout.data_parallel, spec.data, spec.task)
+                batch_on(spec, layout_of(spec.parallel, processes))
             except SpecError as error:
                 why = error.problems[0].message
                 yield Finding(path, f"with {count} of {hosts} hosts, {processes} processes: {why}", _HOSTS)

@@ -215,17 +215,21 @@ def _steps(plan: Plan) -> str:
 
 def _ranks(plan: Plan) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
+    splits = plan.layout.sequence_parallel > 1
     for column in ("host", "ranks", "local ranks", "pipeline stage", "data ranks"):
         table.add_column(column)
+    if splits:
+        table.add_column("sequence ranks, of each row's tokens")
     found = rank_ranges(plan.layout, plan.hosts)
     left_out = range(SHOWN_RANGES - 1, len(found) - 1) if len(found) > SHOWN_RANGES else range(0)
     for number, one in enumerate(found):
         if number not in left_out:
             stage = f"{one.stage} of {plan.layout.pipeline_stages}"
             ranks, local_ranks, data_ranks = map(_range, (one.ranks, one.local_ranks, one.data_ranks))
-            table.add_row(one.host, ranks, local_ranks, stage, data_ranks)
+            parts = [_range(one.sequence_ranks)] if splits else []
+            table.add_row(one.host, ranks, local_ranks, stage, data_ranks, *parts)
         elif number == left_out[0]:
-            table.add_row(f"… {len(left_out)} more", "", "", "", "")
+            table.add_row(f"… {len(left_out)} more")
     return table
 
 

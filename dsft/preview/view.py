@@ -22,8 +22,8 @@ from dsft.data.sets.selection import PairRows
 from dsft.data.steps.pack import assign
 from dsft.data.tokenizer.load import notes, open_tokenizer
 from dsft.errors import Problem, SpecError
-from dsft.plan.batch import BatchSizes, batch_sizes
-from dsft.plan.layout import layout_of
+from dsft.plan.batch import BatchSizes
+from dsft.plan.layout import batch_on, layout_of
 from dsft.preview.figures import LengthStats, StepStats, length_stats, step_stats
 from dsft.preview.problems import (
     RowProblem,
@@ -193,10 +193,11 @@ def collect(
     tokenizer, SpecError if the batch sizes do not fit the ranks."""
     train = spec.train
     total, micro, steps = train.global_batch_size, train.micro_batch_size, train.accumulation_steps
-    processes = (total // (micro * steps) if total and micro and steps else 1) * spec.parallel.pipeline_stages
+    processes = total // (micro * steps) if total and micro and steps else 1
+    processes *= spec.parallel.pipeline_stages * spec.parallel.sequence_parallel
     if spec.cluster:
         processes = sum(spec.cluster.hosts.values())
-    batch = batch_sizes(train, layout_of(spec.parallel, processes).data_parallel, spec.data, spec.task)
+    batch = batch_on(spec, layout_of(spec.parallel, processes))
     tokenizer, added = open_tokenizer(spec.model)
     new_tokens = notes(tokenizer, added)
     choose_template(tokenizer, spec.data.chat_template, spec.data.thinking)

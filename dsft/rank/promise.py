@@ -25,10 +25,10 @@ import psutil
 
 from dsft.errors import WorldError
 from dsft.generate.hostfile import parse, render
-from dsft.plan.layout import worlds
+from dsft.plan.layout import divided_group, hosts_of_ranks, worlds
 from dsft.rank.launched import Launched, counted
 from dsft.remote import is_this_machine
-from dsft.spec.schema import Cluster
+from dsft.spec.schema import Cluster, Parallel, Spec
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 """The hostfile that deepspeed reads if none is named (runner.py:35 DLTS_HOSTFILE)."""
@@ -68,13 +68,23 @@ def check_promise(cluster: Cluster | None, launched: Launched) -> Promise:
     return promise
 
 
-def check_hosts(cluster: Cluster | None, hosts: Mapping[str, int], source: str) -> None:
-    """Raise WorldError if ranks on these hosts (host -> slots) would break the cluster's promise; for use
-    before a start. source: where the hosts come from, for the message."""
-    if cluster is None:
+def check_groups(parallel: Parallel, on: Sequence[str]) -> None:
+    """Raise WorldError if a group of ranks that split rows is on several hosts and the spec does not allow
+    that. on: as in `divided_group`."""
+    divided = divided_group(parallel, on)
+    if divided:
+        raise WorldError(f"parallel.sequence_parallel: {divided}.")
+
+
+def check_hosts(spec: Spec, hosts: Mapping[str, int], source: str) -> None:
+    """Raise WorldError if ranks on these hosts (host -> slots) would break the cluster's promise, or would
+    put a group of ranks that split rows on several hosts; for use before a start. source: where the hosts
+    come from, for the message."""
+    check_groups(spec.parallel, hosts_of_ranks(hosts))
+    if spec.cluster is None:
         return
-    promised, slots = cluster.hosts, list(hosts.values())
-    possible = worlds(promised, cluster.min_hosts or len(promised))
+    promised, slots = spec.cluster.hosts, list(hosts.values())
+    possible = worlds(promised, spec.cluster.min_hosts or len(promised))
     if sum(slots) in possible.get(len(slots), ()) and not Counter(slots) - Counter(promised.values()):
         return
     raise WorldError(

@@ -29,6 +29,7 @@ from dsft.plan.reference import reference_layout
 from dsft.rank.heartbeat import Heartbeat
 from dsft.rank.launched import Launched, counted
 from dsft.rank.places import RANKS, check_places, devices_lines, rank_map, rank_map_json
+from dsft.rank.promise import check_groups
 from dsft.rank.software import versions_line
 from dsft.rank.stopping import Stopping
 from dsft.reference.precomputed import precompute
@@ -104,6 +105,7 @@ def score_only(spec: Spec, launched: Launched, stopping: Stopping, heartbeat: He
     places = reference_layout(spec, launched.world_size)
     heartbeat.mark("load")
     world = join(launched, places, log, process_identity(spec, {}), spec.accelerator)
+    check_groups(spec.parallel, [place.machine for place in world.places])
     with watch_ranks(stopping, world) as ranks:
         world.each(lambda: check_precision(spec.train.precision))
         set_tf32(spec.train.tf32, world.device)
@@ -127,6 +129,7 @@ def log_places(job: Job, world: World, log: Log) -> None:
         log(rank_map(places))
     for line in devices_lines(places, versions_line(torch.__version__)):
         log(line)
+    check_groups(job.spec.parallel, [place.machine for place in places])
     if job.promise is not None:
         check_places(job.promise, places, job.launched)
         missing = len(job.promise.hosts or ()) - len({place.machine for place in places})

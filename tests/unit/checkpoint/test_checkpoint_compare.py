@@ -67,6 +67,7 @@ SAME = BatchSizes(8, 2, 2, 2)
         {},
         {"name": "moved", "output_dir": "/elsewhere"},
         {"parallel": {"zero_stage": 3, "offload_optimizer": {"device": "cpu"}}},
+        {"parallel": {"sequence_parallel": 2}},
         {"cluster": {"hosts": {"a": 2, "b": 2}}},
         {"wandb__project": "other"},
         {"checkpoint__every": 5},

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dsft.errors import SpecError
 from dsft.plan.batch import BatchSizes, batch_sizes
-from dsft.spec.schema import Train
+from dsft.spec.schema import Data, Train
 
 sizes = st.integers(1, 50)
 
@@ -42,6 +42,17 @@ def test_a_batch_that_does_not_divide_shows_the_whole_equation_and_the_nearest()
         in message
     )
     assert "96 and 144" in message
+
+
+def test_groups_of_ranks_are_named_where_they_split_rows() -> None:
+    sizes = {"global_batch_size": 100, "micro_batch_size": 3}
+    with pytest.raises(SpecError) as error:
+        batch_sizes(Train(**sizes), 4, sequence_parallel=2)
+    assert "accumulation_steps ? × data-parallel groups 4 (of 2 ranks) does not hold" in str(error.value)
+    data = Data.model_validate({"train": [{"path": "x"}], "packing": True})
+    packed = batch_sizes(Train(**(sizes | {"micro_batch_size": 5})), 4, data, "sft", 2)
+    assert packed.equation().endswith("as possible, equally many in every group")
+    assert packed.accumulation_steps == 5
 
 
 def test_a_batch_below_one_micro_batch_has_one_nearest() -> None:

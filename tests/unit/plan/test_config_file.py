@@ -124,6 +124,22 @@ def test_what_the_spec_decides_is_told_and_not_taken(merge: Any) -> None:
     )
 
 
+def test_the_examples_of_a_step_count_once_for_each_rank_of_a_group(make_spec: Any, tmp_path: Path) -> None:
+    """As `dsft generate` writes it, so that its own file agrees."""
+    spec = make_spec(parallel={"sequence_parallel": 2})
+    path = tmp_path / "zero1.json"
+
+    def notes(size: int) -> tuple[str, ...]:
+        path.write_text(json.dumps({"train_batch_size": size}))
+        return merge_config_file(spec, batch_sizes(spec.train, 2, sequence_parallel=2), path).notes
+
+    assert notes(24) == ()
+    assert notes(12) == (
+        "zero1.json: train_batch_size 12, but the spec's 24 is used: global_batch_size × sequence_parallel 2, "
+        "since DeepSpeed counts examples by rank",
+    )
+
+
 def test_values_that_agree_are_silent_and_pass_strict(merge: Any) -> None:
     file = {
         "train_batch_size": 24,

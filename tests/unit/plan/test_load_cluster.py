@@ -36,6 +36,20 @@ def test_stages_that_do_not_divide_the_cluster_are_told_once() -> None:
     assert "parallel.pipeline_stages: 3 does not divide the 16 processes" in problem
 
 
+def test_groups_that_split_rows_are_compared_with_the_cluster() -> None:
+    hosts, size = "cluster.hosts={node1: 2, node2: 6}", "parallel.sequence_parallel={}".format
+    load(TWO_NODES, [hosts, size(2)])
+    (divided,) = problems(hosts, size(4))
+    assert "parallel.sequence_parallel: 4 would put ranks 0-3, which split the same rows, on 2" in divided
+    load(TWO_NODES, [hosts, size(4), "parallel.sequence_parallel_across_hosts=true"])
+    (other,) = problems(hosts, size(3))
+    assert "parallel.sequence_parallel: 3 does not divide the 8 processes" in other
+    (batch,) = problems(hosts, size(2), "train={global_batch_size: 6, micro_batch_size: 1}")
+    assert "data-parallel groups 4 (of 2 ranks) does not hold" in batch
+    three = "cluster={hosts: {a: 2, b: 2, c: 2}, min_hosts: 2}"  # of two hosts too
+    load(TWO_NODES, [three, size(2), "train={global_batch_size: 12, micro_batch_size: 1}"])
+
+
 def test_nothing_is_said_of_a_size_that_is_itself_wrong() -> None:
     assert len(problems("train.global_batch_size=x", "cluster.hosts.node2=4")) == 1
     assert len(problems("train={global_batch_size: 64}")) == 1

@@ -41,10 +41,26 @@ def text(made: Plan, **options: Any) -> str:
 
 def test_ranks_fall_into_blocks_of_host_and_stage() -> None:
     assert rank_ranges(Layout(6, 2), {"a": 4, "b": 2}) == [
-        RankRange("a", 0, (0, 2), (0, 2), (0, 2)),
-        RankRange("a", 1, (3, 3), (3, 3), (0, 0)),
-        RankRange("b", 1, (4, 5), (0, 1), (1, 2)),
+        RankRange("a", 0, (0, 2), (0, 2), (0, 2), (0, 0)),
+        RankRange("a", 1, (3, 3), (3, 3), (0, 0), (0, 0)),
+        RankRange("b", 1, (4, 5), (0, 1), (1, 2), (0, 0)),
     ]
+    assert rank_ranges(Layout(8, 1, 4), {"a": 2, "b": 6}) == [
+        RankRange("a", 0, (0, 1), (0, 1), (0, 0), (0, 1)),
+        RankRange("b", 0, (2, 7), (0, 5), (0, 1), (0, 3)),
+    ]
+
+
+def test_groups_that_split_rows_are_in_the_equation_and_in_the_table(plan: Any) -> None:
+    made = plan(world_size=4, parallel={"sequence_parallel": 2})
+    assert made.batch.data_parallel == 2
+    shown = text(made)
+    assert "accumulation_steps 3 × data-parallel groups 2 (of 2 ranks)" in shown
+    assert "sequence ranks, of each row's tokens" in shown
+    assert "sequence ranks" not in text(plan(world_size=4))
+    assert "for 2; --world-size sets another" in " ".join(
+        text(plan(parallel={"sequence_parallel": 2})).split()
+    )
 
 
 def test_the_batch_equation_and_the_steps_are_shown(plan: Any) -> None:
@@ -99,6 +115,7 @@ def test_the_mapping_is_json_with_the_same_numbers(plan: Any, make_spec: Any) ->
         "accumulation_steps": 3,
         "data_parallel": batch_sizes(made.spec.train, 4).data_parallel,
         "tokens_per_micro_batch": None,
+        "sequence_parallel": 1,
     }
     assert mapping["memory"]["per_gpu"][0]["device"] == made.memory.stages[0].device
     assert mapping["deepspeed"]["zero_optimization"]["stage"] == 3

@@ -21,8 +21,15 @@ from dsft.rank.places import (
     rank_map_json,
     shared_device,
 )
-from dsft.rank.promise import Promise, _promised, check_promise, deepspeed_arguments
-from dsft.spec.schema import Cluster
+from dsft.rank.promise import (
+    Promise,
+    _promised,
+    check_groups,
+    check_hosts,
+    check_promise,
+    deepspeed_arguments,
+)
+from dsft.spec.schema import Cluster, Parallel, Spec
 
 HOSTS = {"node1": 4, "node2": 2}
 
@@ -96,6 +103,17 @@ def test_what_came_is_compared_once_all_have_met() -> None:
     with pytest.raises(WorldError, match="at least 2 of these hosts but torchrun started 2 on 1 host"):
         check_places(fewer, places(2), launched(2))
     check_places(Promise(), places(5), launched(5))
+
+
+def test_groups_that_split_rows_are_within_a_host_before_and_after_the_start() -> None:
+    spec = Spec.model_construct(parallel=Parallel(sequence_parallel=2), cluster=None)
+    check_hosts(spec, {"a": 2, "b": 4}, "--hostfile x")
+    with pytest.raises(WorldError, match="sequence_parallel: 2 would put ranks 2-3, which split the same"):
+        check_hosts(spec, {"a": 3, "b": 1}, "--hostfile x")
+    machines = [place.machine for place in places(3, 1)]
+    with pytest.raises(WorldError, match="set 1, or set sequence_parallel_across_hosts: true"):
+        check_groups(spec.parallel, machines)
+    check_groups(spec.parallel.model_copy(update={"sequence_parallel_across_hosts": True}), machines)
 
 
 def test_two_ranks_do_not_claim_one_device() -> None:
