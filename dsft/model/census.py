@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.errors import MissingInputError, SpecError
+from dsft.model.attention_choice import requirements_of
 from dsft.model.build import around, check_trainable, choose_trained
 from dsft.model.config import TokenFacts, on_meta, resolve_config, token_facts
 from dsft.model.experts import choose_experts, expert_layers
@@ -49,6 +50,7 @@ def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = T
         "max_positions": getattr(config, "max_position_embeddings", None),
         "parameters": _parameters(causal_lm, config.num_hidden_layers, before),
         "uncuttable": split_points if isinstance(split_points, str) else None,
+        "heads": _heads(causal_lm),
     }
 
 
@@ -81,6 +83,28 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, 
             mixture = mixtures[id(parameter)]
             found[id(parameter)] |= {"experts": mixture.num_experts, "top_k": mixture.top_k}
     return list(found.values())
+
+
+def _heads(causal_lm: PreTrainedModel) -> dict[str, Any] | None:
+    """Return the fields of `Heads`; None for a model whose config names no heads."""
+    if not isinstance(getattr(causal_lm.config.get_text_config(), "num_attention_heads", None), int):
+        return None
+    asked = requirements_of(causal_lm)
+    modules = list(causal_lm.modules())
+
+    def size(name: str, otherwise: int) -> int:
+        found = (getattr(module, name, None) for module in modules)
+        return max((one for one in found if isinstance(one, int)), default=otherwise)
+
+    latent = size("qk_head_dim", 0)  # of latent attention, whose keys have as many heads as its queries
+    width = latent or max(asked.head_sizes)
+    return {
+        "queries": asked.heads,
+        "keys": asked.heads if latent else asked.key_heads,
+        "width": width,
+        "values": size("v_head_dim", width),
+        "softcap": asked.softcap is not None,
+    }
 
 
 def _of(causal_lm: PreTrainedModel, module: str) -> list[nn.Parameter]:

@@ -17,6 +17,7 @@ from dsft.plan.memory.reference import ReferenceMemory, with_reference
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.reference import dpo_of, has_engine, reference_model
 from dsft.plan.traffic import Flow, traffic
+from dsft.spec.architecture import heads_not_divided
 from dsft.spec.patterns import group_problems
 from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec
@@ -73,6 +74,10 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     if counted.max_positions is not None and spec.data.max_length > counted.max_positions:
         message = f"{spec.data.max_length} is over the model's {counted.max_positions} positions; lower it"
         problems = [*problems, Problem("data.max_length", message)]
+    heads, size = counted.heads, spec.parallel.sequence_parallel
+    if heads is not None and heads.queries % size:
+        message = f"{size} {heads_not_divided(heads.queries, size)}"
+        problems = [*problems, Problem("parallel.sequence_parallel", message)]
     if problems:
         raise SpecError("The run cannot be planned.", problems)
     is_other = has_engine(spec) and dpo_of(spec).reference_model is not None

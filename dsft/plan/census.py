@@ -26,7 +26,7 @@ from dsft.system.files import cache_folder, cache_json, cached_json
 if TYPE_CHECKING:  # dsft.plan.cut imports this module
     from dsft.plan.cut import Cut
 
-VERSION = 5
+VERSION = 6
 """Version of cached censuses. Increase it when the same model section, files and library versions give
 another census (parameters, names, layers, reasons) or another JSON format. Checked by
 tests/unit/plan/test_census_version.py."""
@@ -80,15 +80,42 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """The attention heads of a layer.
+
+    queries, keys  number of heads of the queries, and of the keys and values
+    width, values  size of a head of queries and keys, and of values
+    softcap        whether scores are soft-capped, as in Gemma 2
+    """
+
+    queries: int
+    keys: int
+    width: int
+    values: int
+    softcap: bool = False
+
+    def repeated(self, ranks: int) -> int:
+        """Return the number of heads of keys, and of values, that a group of `ranks` exchanges."""
+        return math.lcm(self.keys, ranks)
+
+    def exchanged(self, ranks: int) -> int:
+        """Return the elements per token that attention over rows split among `ranks` exchanges in one
+        direction: queries, keys, values and output."""
+        return (self.queries + self.repeated(ranks)) * (self.width + self.values)
+
+
+@dataclass(frozen=True)
 class Census:
     """The parameters of a model. uncuttable: why its layers cannot be cut into pipeline stages, None if they
-    can; max_positions: longest sequence in tokens, None if the config sets no limit."""
+    can; max_positions: longest sequence in tokens, None if the config sets no limit; heads: None if unknown
+    or if layers differ."""
 
     architecture: str
     num_layers: int
     max_positions: int | None
     parameters: tuple[Parameter, ...]
     uncuttable: str | None = None
+    heads: Heads | None = None
 
     @property
     def numel(self) -> int:
@@ -190,7 +217,8 @@ def census_from(answer: Mapping[str, Any]) -> Census:
         Parameter(**{**p, "shape": tuple(p["shape"]), "aliases": tuple(p["aliases"])})
         for p in answer["parameters"]
     )
-    return Census(**{**answer, "parameters": parameters})
+    heads = Heads(**answer["heads"]) if answer["heads"] else None
+    return Census(**{**answer, "parameters": parameters, "heads": heads})
 
 
 def _digest(model: Model) -> str:

@@ -84,6 +84,7 @@ def cost(
     """Estimate the cost of a step. hosts: host -> number of ranks."""
     speeds = assumed(spec)
     tokens = batch.tokens_per_micro_batch or batch.micro_batch_size * spec.longest_example
+    tokens = -(-tokens // batch.sequence_parallel)
     speed = speeds["tflops"] * 1e12 * REACHED * sum(hosts.values())
     flops = _flops(census, spec) * batch.global_batch_size * spec.longest_example
     computing = flops * _slower(census, tokens) / speed

@@ -38,6 +38,10 @@ class Layout:
         """Number of data-parallel groups, into which the rows of a step are divided."""
         return self.shards // self.sequence_parallel
 
+    def part(self, tokens: int) -> int:
+        """Return the most tokens that a rank has of a micro-batch with so many."""
+        return -(-tokens // self.sequence_parallel)
+
     def stage(self, rank: int) -> int:
         return rank // self.shards
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsft.plan.batch import batch_sizes
-from dsft.plan.census import Census
+from dsft.plan.census import Census, Heads
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
-from dsft.plan.layout import Layout
+from dsft.plan.layout import Layout, hosts_of_ranks
 from dsft.plan.memory.ranks import most_tokens
 from dsft.plan.memory.sizes import FP32, moment_bytes, runs_on_cpu, weight_bytes
 from dsft.plan.reference import dpo_of, needs_reference, reference_stage
@@ -56,7 +56,7 @@ def traffic(
     in rank order; tokens: number in a micro-batch, by default the most that the spec allows."""
     cut = cut_of(spec.parallel, census)
     most = tokens or most_tokens(spec, layout)
-    on = [host for host, slots in hosts.items() for _ in range(slots)]
+    on = hosts_of_ranks(hosts)
     busiest: dict[tuple[str, Link], Flow] = {}
     for stage in range(layout.pipeline_stages):
         for flow in _flows(_step(census, spec, layout, on, (cut, stage), most)):
@@ -75,8 +75,9 @@ class _Step:
     tied           elements of a trained embedding that is tied to the head, on the first and the last stage
     layers         number of layers in the stage
     hidden         hidden size
+    heads          attention heads of a layer
     micro_batches  micro-batches per step
-    tokens         tokens per micro-batch
+    tokens         tokens that a rank has of a micro-batch
     on             host of each rank
     """
 
@@ -88,6 +89,7 @@ class _Step:
     tied: int
     layers: int
     hidden: int
+    heads: Heads | None
     micro_batches: int
     tokens: int
     on: Sequence[str]
@@ -99,23 +101,30 @@ class _Step:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of a micro-batch's hidden states between two layers."""
+        """Bytes of the rank's hidden states of a micro-batch between two layers."""
         return self.tokens * self.hidden * weight_bytes(self.spec)
 
     def ranks(self, stage: int) -> range:
         """Return the ranks of one stage."""
-        return range(stage * self.layout.shards, (stage + 1) * self.layout.data_parallel)
+        return range(stage * self.layout.shards, (stage + 1) * self.layout.shards)
+
+    @property
+    def group(self) -> range:
+        """The ranks of a group that splits rows: the one that is on the most hosts."""
+        size, ranks = self.layout.sequence_parallel, self.ranks(self.stage)
+        groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
+        return max(groups, key=lambda group: len({self.on[rank] for rank in group}))
 
     def ring(
-        self, what: str, times: int, elements: int, width: int, others: Sequence[int] = ()
+        self, what: str, times: int, elements: int, width: int, ranks: Sequence[int] = ()
     ) -> Iterator[Flow]:
-        """Yield the flows of a ring all-gather or reduce-scatter among the stage's ranks and `others`.
+        """Yield the flows of a ring all-gather or reduce-scatter among `ranks`, by default the stage's.
 
         elements: number in total; width: bytes of each. Each rank sends to the next one, so one rank per host
         sends to another host; the traffic between hosts is divided by the ranks of a host, which take turns,
         since each GPU has its network card.
         """
-        together = (*self.ranks(self.stage), *others)
+        together = ranks or self.ranks(self.stage)
         on_hosts = Counter(self.on[rank] for rank in together).values()
         sent = elements * width * (len(together) - 1) // len(together)
         if len(on_hosts) > 1:
@@ -129,6 +138,7 @@ def _flows(step: _Step) -> Iterator[Flow]:
     yield from _parameters(step)
     yield from _reference(step)
     yield from _pipeline(step)
+    yield from _split_rows(step)
     if not runs_on_cpu(step.spec):  # on a CPU, host memory is the device's memory
         yield from _to_host(step)
     yield from _to_disk(step)
@@ -148,8 +158,9 @@ def _step(
         tied=sum(p.numel for p in parameters if p.embedding and p.aliases and p.trained),
         layers=len(cut.layers(stage)),
         hidden=hidden_size(census),
+        heads=census.heads,
         micro_batches=batch_sizes(spec.train, layout.data_parallel).accumulation_steps,
-        tokens=tokens,
+        tokens=layout.part(tokens),
         on=on,
     )
 
@@ -213,7 +224,29 @@ def _pipeline(step: _Step) -> Iterator[Flow]:
     if step.stage > 0:
         yield Flow("their gradients", _link_between(step, step.stage - 1), times, step.hidden_bytes)
     if last > 0 and step.stage in (0, last):
-        yield from step.ring("tied gradients", 1, 2 * step.tied, FP32, step.ranks(last - step.stage))
+        yield from step.ring("tied gradients", 1, 2 * step.tied, FP32, (*step.ranks(0), *step.ranks(last)))
+
+
+def _split_rows(step: _Step) -> Iterator[Flow]:
+    """Yield the traffic of a group whose ranks split rows: the all-to-alls of queries, keys, values and
+    output in each layer's forward, its recomputation, its backward and a forward of the reference, in which a
+    rank sends each of the others an equal part; and on the last stage the gathering of the targets'
+    log-probabilities."""
+    spec, group, size = step.spec, step.group, step.layout.sequence_parallel
+    if size == 1:
+        return
+    again = needs_reference(spec) and dpo_of(spec).reference != "precomputed"
+    counts = spec.model.experts.balance == "global_batch"
+    if step.heads is not None:
+        times = (2 + spec.model.gradient_checkpointing + counts + again) * step.layers * step.micro_batches
+        to_each = step.tokens * step.heads.exchanged(size) * weight_bytes(spec) // size
+        on_hosts = Counter(step.on[rank] for rank in group).values()
+        away = size - min(on_hosts)
+        yield Flow("all-to-alls of attention", "between hosts", times, away * to_each)
+        yield Flow("all-to-alls of attention", "within a host", times, (max(on_hosts) - 1) * to_each)
+    if step.stage == step.layout.pipeline_stages - 1:
+        times = (1 + again) * step.micro_batches
+        yield from step.ring("log-probabilities", times, size * step.tokens, FP32, group)
 
 
 def _link_between(step: _Step, other: int) -> Link:

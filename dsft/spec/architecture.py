@@ -1,5 +1,5 @@
 """Check a spec against the model's config.json: quantized weights, too few positions, layers that cannot be
-cut into pipeline stages.
+cut into pipeline stages, attention heads that ranks cannot share.
 """
 
 from __future__ import annotations
@@ -92,7 +92,24 @@ def model_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
         yield value_finding(spec, "data.max_length", message, *MODEL)
     if spec.parallel.pipeline_stages > 1:
         yield from _pipeline_findings(spec, config)
+    yield from _head_findings(spec, config)
     yield from _expert_findings(spec, config)
+
+
+def _head_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check that the ranks of a group that splits rows can share the attention heads of the queries."""
+    size, key = spec.parallel.sequence_parallel, "parallel.sequence_parallel"
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    if _is_count(heads) and heads % size:
+        yield value_finding(spec, key, heads_not_divided(heads, size), *MODEL)
+
+
+def heads_not_divided(heads: int, size: int) -> str:
+    """Return the rest of a message on a group of `size` ranks whose number does not divide the heads."""
+    fewer = next(number for number in range(min(heads, size), 0, -1) if heads % number == 0)
+    return (
+        f"does not divide the model's {heads} attention heads, which the ranks of a group share; set {fewer}"
+    )
 
 
 def _expert_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -104,6 +104,10 @@ def _sequence(spec: Spec) -> Iterator[Finding]:
             )
             yield value_finding(spec, f"{key}_across_hosts", message, key)
         return
+    if spec.parallel.sequence_parallel > spec.data.max_length:
+        message = f"is more than data.max_length {spec.data.max_length}, so some ranks would never have a "
+        message += f"token of a row; set {spec.data.max_length} or less"
+        yield value_finding(spec, key, message, "data.max_length")
     if spec.model.attention not in {"auto", "sdpa"}:
         message = f"cannot split rows with model.attention {spec.model.attention}; set that to auto"
         yield value_finding(spec, key, message, "model.attention")

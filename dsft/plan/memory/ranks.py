@@ -51,6 +51,10 @@ BACKWARD = 0.55
 """Approximate share of a layer's activations that have gradients at once; measured with Llama models and
 torch's allocator."""
 
+BYTES_PER_SCORE = 8
+"""Bytes that the backward needs of a soft-capped score: its tanh, and the softmax in float32 and, in 16 bits,
+in the type of the values."""
+
 SPARE = 1 / 10
 """Share of a planned size that a host must have in addition, since most plans were slightly below the
 measured peaks (docs/plan.md)."""
@@ -158,11 +162,12 @@ def most_tokens(spec: Spec, layout: Layout) -> int:
 def stage_memory(
     stage: int, census: Census, spec: Spec, layout: Layout, tokens: int, batch: BatchSizes | None = None
 ) -> RankMemory:
-    """Compute the memory of one rank of a stage. tokens: maximum per micro-batch; batch: sizes of a step,
-    None for a model that is not trained, which has one micro-batch at a time."""
+    """Compute the memory of one rank of a stage. tokens: maximum per micro-batch, before its rows are split
+    over ranks; batch: sizes of a step, None for a model that is not trained, which has one micro-batch at a
+    time."""
     micro_batches = batch.accumulation_steps if batch else 1
     in_flight = min(layout.pipeline_stages - stage, micro_batches)  # 1F1B: one per stage from here on
-    work = _work(stage, census, spec, in_flight, tokens)
+    work = _work(stage, census, spec, in_flight, layout.part(tokens))
     setup = _setup(stage, census, spec, layout, batch, work)
     named = phases(setup)
     found = list(named.values())
@@ -268,7 +273,8 @@ def _setup(
 
 def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int) -> _Work:
     """Return the activations of the micro-batches in flight, and the head. The logits are freed before the
-    backward of the layers, the gradient of the head's weight is not. tokens: of a micro-batch.
+    backward of the layers, the gradient of the head's weight is not. tokens: that the rank has of a
+    micro-batch.
 
     With gradient checkpointing, a layer stores only its input, and one layer at a time is recomputed. In the
     layer that the backward is in, the share BACKWARD of the activations has gradients at once.
@@ -278,7 +284,8 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int) -
         if parameter.layer is not None:
             found.setdefault(parameter.layer, []).append(parameter)
     token, hidden = tokens * weight_bytes(spec), _embedding(census)[1]
-    layers = [each(_saved(own, hidden, spec), token) for own in found.values()]
+    scores, moved = _scores(census, spec, tokens), _moved(census, spec)
+    layers = [each(_saved(own, hidden, spec) + moved, token) + one(scores) for own in found.values()]
     one_layer = max(layers, key=lambda layer: layer.total, default=NONE)
     inputs = each([hidden] * len(layers) * in_flight, token)
     is_last = stage == spec.parallel.pipeline_stages - 1
@@ -313,6 +320,28 @@ def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
     found += [size * p.top_k for p in experts for size in p.shape[1:]]
     between = [(sum(p.shape[1:]) - hidden) * p.top_k for p in experts]
     return found + ([min(between)] if between else [])
+
+
+def _moved(census: Census, spec: Spec) -> list[int]:
+    """Return the elements per token that the backward needs in addition if ranks split rows: the output of
+    attention as it was computed, for a share of the heads, and repeated keys and values."""
+    ranks, heads = spec.parallel.sequence_parallel, census.heads
+    if ranks == 1 or heads is None:
+        return []
+    added = heads.repeated(ranks) - heads.keys
+    return [heads.queries * heads.values, added * heads.width, added * heads.values]
+
+
+def _scores(census: Census, spec: Spec, tokens: int) -> int:
+    """Return the bytes of attention's scores that the backward of a layer needs: none but of soft-capped
+    ones, which no kernel of torch computes (attention_loop.py, _attend_softcapped). On a CPU queries are in
+    blocks, which see half of the keys. tokens: of the rank, which has its share of the heads for all tokens
+    of the rows."""
+    heads = census.heads
+    if heads is None or not heads.softcap or spec.model.attention.startswith("flash"):
+        return 0
+    scores = heads.queries * tokens * spec.data.max_length
+    return scores * BYTES_PER_SCORE // (2 if runs_on_cpu(spec) else 1)
 
 
 def _embedding(census: Census) -> tuple[int, int]:

@@ -135,8 +135,8 @@ def test_the_examples_of_a_step_count_once_for_each_rank_of_a_group(make_spec: A
 
     assert notes(24) == ()
     assert notes(12) == (
-        "zero1.json: train_batch_size 12, but the spec's 24 is used: global_batch_size × sequence_parallel 2, "
-        "since DeepSpeed counts examples by rank",
+        "zero1.json: train_batch_size 12, but the spec's 24 is used: global_batch_size × sequence_parallel "
+        "2, since DeepSpeed counts examples by rank",
     )
 
 
