@@ -82,6 +82,12 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
         model="model: {from_config: {model_type: llama, quantization_config: {quant_method: gptq}}}\n"
     ),
     # combinations
+    "rows_split_over_too_many_ranks": spec(
+        model="model: {from_config: {model_type: llama, num_attention_heads: 12}, attention: eager, compile: true}\n",
+        data="data: {train: [{path: rows.jsonl}], max_length: 7}\n",
+    )
+    + "parallel: {sequence_parallel: 8}\ncluster: {hosts: {a: 4, b: 4}}\n",
+    "rows_not_split_across_hosts": GOOD + "parallel: {sequence_parallel_across_hosts: true}\n",
     "pipeline_with_zero_3": GOOD + "parallel: {zero_stage: 3, pipeline_stages: 2}\n",
     "pipeline_and_the_model": spec(model="model: {from_config: {model_type: mamba, num_hidden_layers: 4}}\n")
     + "parallel: {pipeline_stages: 8, pipeline_cut: [2, 3]}\n",
