@@ -45,12 +45,11 @@ def test_a_batch_that_does_not_divide_shows_the_whole_equation_and_the_nearest()
 
 
 def test_groups_of_ranks_are_named_where_they_split_rows() -> None:
-    sizes = {"global_batch_size": 100, "micro_batch_size": 3}
     with pytest.raises(SpecError) as error:
-        batch_sizes(Train(**sizes), 4, sequence_parallel=2)
+        batch_sizes(Train(global_batch_size=100, micro_batch_size=3), 4, sequence_parallel=2)
     assert "accumulation_steps ? × data-parallel groups 4 (of 2 ranks) does not hold" in str(error.value)
     data = Data.model_validate({"train": [{"path": "x"}], "packing": True})
-    packed = batch_sizes(Train(**(sizes | {"micro_batch_size": 5})), 4, data, "sft", 2)
+    packed = batch_sizes(Train(global_batch_size=100, micro_batch_size=5), 4, data, "sft", 2)
     assert packed.equation().endswith("as possible, equally many in every group")
     assert packed.accumulation_steps == 5
 

@@ -42,8 +42,9 @@ def test_groups_that_split_rows_are_compared_with_the_cluster() -> None:
     (divided,) = problems(hosts, size(4))
     assert "parallel.sequence_parallel: 4 would put ranks 0-3, which split the same rows, on 2" in divided
     load(TWO_NODES, [hosts, size(4), "parallel.sequence_parallel_across_hosts=true"])
-    (other,) = problems(hosts, size(3))
-    assert "parallel.sequence_parallel: 3 does not divide the 8 processes" in other
+    processes, heads = problems(hosts, size(3))
+    assert "parallel.sequence_parallel: 3 does not divide the 8 processes" in processes
+    assert "3 does not divide the model's" in heads
     (batch,) = problems(hosts, size(2), "train={global_batch_size: 6, micro_batch_size: 1}")
     assert "data-parallel groups 4 (of 2 ranks) does not hold" in batch
     three = "cluster={hosts: {a: 2, b: 2, c: 2}, min_hosts: 2}"  # of two hosts too
