@@ -3,7 +3,7 @@
 Every wait of a step, DeepSpeed's and dsft's, synchronous or on a handle, goes through `Work.wait`, which is
 timed during a step. On a CPU that is the time for which the thread is blocked. On a GPU the call returns at
 once and a stream waits instead: two events around the call measure for how long. There, a call without a
-handle runs on the current stream, before `wait`, so DeepSpeed's calls themselves get events too.
+handle runs on the current stream, before `wait`, so the calls themselves get events too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import deepspeed.comm.comm as deepspeed_comm
 import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
 CALLS = (
@@ -24,6 +25,8 @@ CALLS = (
     "reduce_scatter", "reduce_scatter_tensor", "send", "recv",
 )  # fmt: skip
 """The methods of DeepSpeed's backend that engines call in a step."""
+SPLIT_CALLS = ("all_to_all_single", "all_gather_into_tensor")
+"""The functions of torch.distributed that `dsft.engine.split` calls in a step."""
 MAX_PENDING = 1024
 """Number of event pairs above which the finished ones are read and dropped."""
 
@@ -47,6 +50,8 @@ class CommunicationTimer:
             if self._on_gpu:
                 for name in CALLS:
                     self._clock(deepspeed_comm.cdb, name, undo)
+                for name in SPLIT_CALLS:
+                    self._clock(dist, name, undo)
             yield
 
     def pop_seconds(self) -> float:

@@ -51,7 +51,7 @@ class RankWindow(NamedTuple):
     seconds     from the begin of its first step to the end of its last, without evaluations and checkpoints
     waiting     seconds of these in which it waited for other ranks
     data        seconds of these in which it waited for the next batch
-    tokens      positions that went through the model
+    tokens      positions of its micro-batches
     resident    bytes of this process
     host_used   bytes in use on the host
     allocated   the most bytes that torch has allocated on the GPU

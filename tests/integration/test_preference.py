@@ -99,17 +99,37 @@ def test_its_export_is_another_model_that_loads_and_says_what_it_was_made_of(
     assert "unchanged at the end of training" in card, "the reference's weights"
 
 
-def test_going_on_in_the_middle_changes_no_bit(preferred: Path, supervised: Path, tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "preferred"
-    shutil.copytree(preferred.parent, run.parent)  # with the store of the reference
+def gone_on(preferred: Path, supervised: Path, folder: Path, *overrides: str) -> Path:
+    """The folder of the run once it has gone on from the middle, with the store of the first run."""
+    run = folder / "runs" / "preferred"
+    shutil.copytree(preferred.parent, run.parent)
     shutil.rmtree(run / "checkpoints" / f"step-{STEPS}")
     shutil.rmtree(run / "export")
-    said = trained(write_dpo(tmp_path, supervised), "data.packing=true")
+    said = trained(write_dpo(folder, supervised), "data.packing=true", *overrides)
     assert f"going on from step {MIDDLE}" in said
+    return run
+
+
+def test_going_on_in_the_middle_changes_no_bit(preferred: Path, supervised: Path, tmp_path: Path) -> None:
+    run = gone_on(preferred, supervised, tmp_path)
     for key in METRICS:
         assert records(run, key) == records(preferred, key), key
     found, expected = (load_file(folder / "export" / "model.safetensors") for folder in (run, preferred))
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_rows_split_over_both_ranks_give_the_same_run(
+    preferred: Path, supervised: Path, tmp_path: Path
+) -> None:
+    run = gone_on(preferred, supervised, tmp_path, "parallel.sequence_parallel=2")
+    for key in METRICS:
+        assert records(run, key) == pytest.approx(records(preferred, key), rel=1e-6, abs=1e-6), key
+    found, expected = (margins(folder / "margins" / f"step-{STEPS}.jsonl") for folder in (run, preferred))
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-6) and len(found) == 2
+
+
+def margins(path: Path) -> list[float]:
+    return [json.loads(line)["margin"] for line in path.read_text().splitlines()]
 
 
 def test_a_live_reference_gives_the_same_run_padded(

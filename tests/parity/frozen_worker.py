@@ -21,6 +21,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
 from dsft.engine.api import Engine
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for
+from dsft.engine.split import exchange_of
 from dsft.engine.world import World, join
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
@@ -96,6 +98,7 @@ def spec_of(
     precision: str = "fp32",
     stages: int = 1,
     model: dict[str, Any] | None = None,
+    parts: int = 1,
 ) -> Spec:
     return Spec.model_validate({
         "name": "reference",
@@ -104,7 +107,7 @@ def spec_of(
         "data": {"train": [{"path": "none.jsonl"}], "max_length": 32},
         "train": {"micro_batch_size": 2, "accumulation_steps": 2, "precision": precision, "seed": SEED},
         "optim": {"name": "adamw", "learning_rate": 1e-2},
-        "parallel": {"zero_stage": zero_stage, "pipeline_stages": stages},
+        "parallel": {"zero_stage": zero_stage, "pipeline_stages": stages, "sequence_parallel": parts},
         "dpo": {"reference": "live", **dpo},
     })  # fmt: skip
 
@@ -136,9 +139,12 @@ def apart(found: tuple[Tensor, ...], wanted: list[Tensor]) -> float:
     return max((float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)), default=0.0)
 
 
-def alone(world: World, mode: str, precision: str) -> dict[str, float]:
-    """The engine by itself, and what is left of it. Its config has dropout, which it does not apply."""
-    spec = spec_of(1, MODES[mode], precision, model={"from_config": {**LLAMA, "attention_dropout": 0.3}})
+def alone(world: World, mode: str, precision: str, parts: int = 1) -> dict[str, float]:
+    """The engine by itself, and what is left of it. Its config has dropout, which it does not apply.
+    `parts`: the ranks that split each row."""
+    dropped = {"from_config": {**LLAMA, "attention_dropout": 0.3}}
+    spec = spec_of(1, MODES[mode], precision, model=dropped, parts=parts)
+    world = replace(world, layout=Layout(world.world_size, 1, parts))
     reference = open_reference(spec, FACTS, world)
     found = batches(world, 0)
     score = apart(reference.engine.score(found), whole_scores(spec, found))
@@ -291,6 +297,8 @@ def cases(world: World, folder: Path) -> Iterator[tuple[str, Callable[[], dict[s
     for mode in list(MODES)[1:]:
         for precision in ("fp32", "bf16"):
             yield f"{mode}-{precision}", functools.partial(alone, world, mode, precision)
+    for mode in ("replicated", "zero3_offload"):
+        yield f"split-{mode}-fp32", functools.partial(alone, world, mode, "fp32", world.world_size)
     yield "pipeline-fp32", functools.partial(in_stages, world)
     for zero_stage, mode in BESIDE:
         yield f"beside-{zero_stage}-{mode}", functools.partial(beside, world, zero_stage, mode)
@@ -307,6 +315,7 @@ def main(output: Path, names: list[str]) -> None:
     launched = detect(os.environ)
     world = join(launched, Layout(launched.world_size, 1))
     gc.freeze()  # what is imported need not be looked through after every engine
+    exchange_of(replace(world, layout=Layout(world.world_size, 1, world.world_size)))  # outlives the cases
     figures: dict[str, dict[str, float]] = {}
     try:
         for name, case in cases(world, output.parent / "adapters"):

@@ -30,6 +30,7 @@ def figures(
 MODES = ("replicated", "zero3", "zero3_offload")
 NAMES = [
     *(f"{mode}-{precision}" for mode in MODES for precision in ("fp32", "bf16")),
+    *("split-replicated-fp32", "split-zero3_offload-fp32"),
     "pipeline-fp32",
     *("beside-0-zero3", "beside-1-replicated", "beside-2-zero3", "beside-3-replicated"),
     *("beside-3-zero3_offload", "beside-pipeline"),
@@ -40,7 +41,7 @@ NAMES = [
 
 
 ALWAYS = (
-    *("replicated-fp32", "zero3-bf16", "zero3_offload-fp32", "pipeline-fp32"),
+    *("replicated-fp32", "zero3-bf16", "zero3_offload-fp32", "split-zero3_offload-fp32", "pipeline-fp32"),
     *("beside-0-zero3", "beside-3-replicated", "beside-pipeline"),
     *("inside-3-lora", "inside-0-dora", "inside-2-head", "inside-pipeline-continued_dora"),
 )
