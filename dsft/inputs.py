@@ -20,6 +20,7 @@ from dsft.data.tokenizer.load import notes, open_tokenizer, pad_id
 from dsft.model.attention import check_can_pack
 from dsft.model.config import TokenFacts, config_around, new_rows, resolve_config, token_facts
 from dsft.model.files import FileSample, fingerprint
+from dsft.model.split_check import check_can_split
 from dsft.model.vocabulary import NewRows
 from dsft.plan.batch import BatchSizes
 from dsft.report.console import task_progress
@@ -78,6 +79,8 @@ def read_inputs(spec: Spec, log: Callable[[str], None], *, first: bool = True) -
         log(line)
     if spec.data.packing:
         check_can_pack(config, spec.data.max_length)
+    if spec.parallel.sequence_parallel > 1:
+        check_can_split(config, spec.parallel.sequence_parallel, spec.data.max_length)
     name = spec.model.name_or_path
     files, around = (fingerprint(name), config_around(name)) if name else (None, None)
 

@@ -29,7 +29,7 @@ from dsft.engine.gradients import Scaler, StepClip, install_norms, install_scale
 from dsft.engine.optimizer import RATE, build_optimizer
 from dsft.engine.partition import Snapshot, full_shape
 from dsft.engine.replicas import replicated
-from dsft.engine.split import RowSplit
+from dsft.engine.split import RowSplit, exchange_of
 from dsft.engine.world import World
 from dsft.errors import WorldError
 from dsft.model.policy import Policy
@@ -83,6 +83,8 @@ class TrainingEngine(ABC):
         self._split = RowSplit(policy.causal_lm, world)
         self._causal_lm, self._trained = policy.causal_lm, policy.named_trained()
         self._routing = policy.routing
+        if self._routing is not None:
+            self._routing.exchange = exchange_of(world)
         self._shapes = {name: full_shape(p) for name, p in self._trained.items()}
 
     def _initialize(self, module: nn.Module, spec: Spec, config: Mapping[str, Any]) -> None:

@@ -36,7 +36,14 @@ class RankExchange:
         _, length, share, width = heads.shape
         by_rank = heads.reshape(self.size, length // self.size, share, width)
         mine: Tensor = _AllToAll.apply(by_rank, self.group)
-        return mine.transpose(0, 1).reshape(1, length // self.size, self.size * share, width)
+        tokens = mine.transpose(0, 1).reshape(1, length // self.size, self.size * share, width)
+        return tokens.contiguous()  # as attention returns it: some models take a view
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """See `Exchange.sum`."""
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
 
 
 class _AllToAll(torch.autograd.Function):

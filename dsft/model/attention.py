@@ -26,7 +26,7 @@ from dsft.data.steps.batch import Borders, borders_of
 from dsft.errors import DsftError, Problem, SpecError
 from dsft.model.attention_choice import FUNCTIONS, AttentionChoice, choose
 from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments
-from dsft.model.attention_split import SPLIT, Exchange, check_can_split, split_attention
+from dsft.model.attention_split import SPLIT, Exchange, split_attention
 from dsft.model.attention_varlen import KEY_INDEX
 from dsft.model.recurrence import SEGMENT_ROWS, mix_per_segment, recurrent_layers, segment_rows
 from dsft.older import can_use_sdpa
@@ -52,11 +52,10 @@ def attend_per_segment(
     eager and flash keep transformers' own attention, which gets or finds the segments. `max_length`: tokens
     of the longest segment. exchange: with the ranks over which rows are split; None: they are not.
 
-    Raises SpecError for an architecture that cannot be packed, or split.
+    Raises SpecError for an architecture that cannot be packed.
     """
-    check_can_pack(causal_lm.config, max_length)
-    if exchange is not None:
-        check_can_split(causal_lm, exchange.size)
+    if exchange is None:  # else `check_can_split` has asked for more
+        check_can_pack(causal_lm.config, max_length)
     setattr(causal_lm, LONGEST, max_length)
     setattr(causal_lm, RECURRENT, mix_per_segment(causal_lm))
     if attention == "auto":
@@ -95,26 +94,32 @@ def check_can_compile(causal_lm: PreTrainedModel, choice: str) -> None:
 
 def check_can_pack(config: PreTrainedConfig, max_length: int) -> None:
     """Raise SpecError for an architecture whose tokens would see the segment before their own."""
+    reason = packing_obstacle(config, max_length)
+    if reason is not None:
+        message = f"a {config.model_type} model cannot be packed: it {reason}; set it to false"
+        raise SpecError("The model cannot be trained on packed rows.", [Problem("data.packing", message)])
+
+
+def packing_obstacle(config: PreTrainedConfig, max_length: int) -> str | None:
+    """Return what an architecture does that lets tokens see the segment before their own; None where it does
+    nothing of that kind. max_length: tokens of the longest segment."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     text = config.get_text_config()
     recurrent = recurrent_layers(kind)
     layers = set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYERS - recurrent
     one_rope = _one_rope_up_to(text)
     if kind._is_stateful and "linear_attention" not in recurrent:
-        reason = "has recurrent layers, whose state would pass from one packed row to the next"
-    elif layers:
+        return "has recurrent layers, whose state would pass from one packed row to the next"
+    if layers:
         kinds = " and ".join(sorted(layers))
-        reason = f"has layers of type {kinds}, which see the packed row before their own"
-    elif "position_ids" not in inspect.signature(kind.forward).parameters:
-        reason = "takes no position_ids, which have to begin again with each packed row"
-    elif not kind._can_set_attn_implementation():
-        reason = "computes its attention itself, across the borders of packed rows"
-    elif max_length > one_rope:
-        reason = f"would rotate all packed rows as the longest one where that has over {one_rope} tokens"
-    else:
-        return
-    message = f"a {config.model_type} model cannot be packed: it {reason}; set it to false"
-    raise SpecError("The model cannot be trained on packed rows.", [Problem("data.packing", message)])
+        return f"has layers of type {kinds}, which see the packed row before their own"
+    if "position_ids" not in inspect.signature(kind.forward).parameters:
+        return "takes no position_ids, which have to begin again with each packed row"
+    if not kind._can_set_attn_implementation():
+        return "computes its attention itself, across the borders of packed rows"
+    if max_length > one_rope:
+        return f"would rotate all packed rows as the longest one where that has over {one_rope} tokens"
+    return None
 
 
 def _one_rope_up_to(config: PreTrainedConfig) -> float:

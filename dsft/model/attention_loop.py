@@ -160,27 +160,39 @@ def check_supported(
     window: int | None,
     arguments: Mapping[str, Any],
 ) -> None:
-    """Raise DsftError where a model asks more of its attention than is computed here. has_segments: the
-    attention got the segments; window: WINDOW_NOT_GIVEN where the model passes none; arguments: the other
-    keywords."""
+    """Raise DsftError where a model asks more of its attention than is computed here. The arguments are those
+    of `unsupported`."""
+    reason = unsupported(module, attention_mask, has_segments, window, arguments)
+    if reason:
+        raise DsftError(
+            f"{type(module).__name__} {reason}, so packed rows would not be exact; set data.packing to "
+            "false, or model.attention to eager, which uses the model's own masks."
+        )
+
+
+def unsupported(
+    module: nn.Module,
+    attention_mask: Tensor | None,
+    has_segments: bool,
+    window: int | None,
+    arguments: Mapping[str, Any],
+) -> str:
+    """Return what a model asks of its attention that is not computed here; empty where there is nothing.
+    has_segments: the attention got the segments; window: WINDOW_NOT_GIVEN where the model passes none;
+    arguments: the other keywords."""
     unknown = [name for name, value in arguments.items() if not _is_harmless(name, value)]
     config = getattr(module, "config", None)
     if not has_segments:
-        reason = "does not pass the segments to its attention"
-    elif attention_mask is not None:
-        reason = "passes its own mask to its attention"
-    elif unknown:
-        reason = f"passes {' and '.join(sorted(unknown))} to its attention, which is not supported"
-    elif not arguments.get("is_causal", getattr(module, "is_causal", True)):
-        reason = "has attention that is not causal"
-    elif window == WINDOW_NOT_GIVEN and getattr(config, "sliding_window", None):  # 0: Qwen 2 MoE has none
-        reason = "does not pass sliding_window to its attention"
-    else:
-        return
-    raise DsftError(
-        f"{type(module).__name__} {reason}, so packed rows would not be exact; set data.packing to false, or "
-        "model.attention to eager, which uses the model's own masks."
-    )
+        return "does not pass the segments to its attention"
+    if attention_mask is not None:
+        return "passes its own mask to its attention"
+    if unknown:
+        return f"passes {' and '.join(sorted(unknown))} to its attention, which is not supported"
+    if not arguments.get("is_causal", getattr(module, "is_causal", True)):
+        return "has attention that is not causal"
+    if window == WINDOW_NOT_GIVEN and getattr(config, "sliding_window", None):  # 0: Qwen 2 MoE has none
+        return "does not pass sliding_window to its attention"
+    return ""
 
 
 def _is_harmless(name: str, value: Any) -> bool:

@@ -9,31 +9,31 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-
-from dsft.errors import Problem, SpecError
-from dsft.model.experts import expert_layers
-from dsft.model.recurrence import recurrent_layers
 
 SPLIT = "_split"
 """Suffix of an attention function's name that computes rows split over ranks."""
-
-KEY = "parallel.sequence_parallel"
 
 Attention = Callable[..., tuple[Tensor, None]]
 
 
 class Exchange(Protocol):
-    """Exchanges tensors with the other ranks of a group; differentiable. size: number of ranks."""
+    """Exchanges tensors with the other ranks of a group. size: number of ranks; number: of this rank."""
 
     size: int
+    number: int
 
     def to_heads(self, tokens: Tensor) -> Tensor:
-        """(1, heads, tokens of this rank, D) -> (1, heads ÷ size, tokens of the whole row, D)."""
+        """(1, heads, tokens of this rank, D) -> (1, heads ÷ size, tokens of the whole row, D);
+        differentiable."""
         ...
 
     def to_tokens(self, heads: Tensor) -> Tensor:
-        """(1, tokens of the whole row, heads ÷ size, D) -> (1, tokens of this rank, heads, D)."""
+        """(1, tokens of the whole row, heads ÷ size, D) -> (1, tokens of this rank, heads, D);
+        differentiable."""
+        ...
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of all ranks' tensors; without gradients."""
         ...
 
 
@@ -58,20 +58,3 @@ def split_attention(attend: Attention, exchange: Exchange) -> Attention:
         return exchange.to_tokens(output), None
 
     return attend_split
-
-
-def check_can_split(causal_lm: PreTrainedModel, size: int) -> None:
-    """Raise SpecError where the heads of the queries cannot be divided among `size` ranks, or where a layer
-    other than attention looks at other tokens."""
-    config = causal_lm.config
-    heads: int = config.get_text_config().num_attention_heads
-    reason = ""
-    if heads % size:
-        reason = f"{size} does not divide its {heads} attention heads, which the ranks of a group share"
-    elif recurrent_layers(type(causal_lm)):
-        reason = "its recurrent layers pass a state from token to token"
-    elif expert_layers(causal_lm):
-        reason = "mixtures of experts are not supported yet"
-    if reason:
-        message = f"rows of a {config.model_type} model cannot be split: {reason}; set it to 1"
-        raise SpecError("The model cannot be trained on split rows.", [Problem(KEY, message)])

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import Borders
 from dsft.errors import Problem, SpecError
+from dsft.model.attention_split import Exchange
 from dsft.model.experts import ExpertLayer, expert_layers
 from dsft.spec.schema import Experts
 
@@ -47,7 +48,7 @@ class Sequences:
     """The tokens of a micro-batch, by sequence. A token that several sequences share occurs once for each.
 
     number   (K,) int64: the sequence of each token
-    weights  (K,) float64: 1, or 0 for padding
+    weights  (K,) float64: 1, or 0 for padding, and for a token that another rank has
     count    number of sequences
     places   (K,) int64: the token's position in the flattened micro-batch; None: they are all in order
     """
@@ -63,11 +64,15 @@ class Sequences:
 
 
 def sequences_of(
-    shape: torch.Size, borders: Borders | None, is_padding: Tensor | None, device: torch.device
+    shape: torch.Size,
+    borders: Borders | None,
+    is_padding: Tensor | None,
+    device: torch.device,
+    begin: int = 0,
 ) -> Sequences:
     """Return the sequences of a micro-batch of this shape (B, T), on the device that has the other arguments:
-    its rows, or the segments between the `borders` of a packed row. is_padding: (B, T) bool; None: there is
-    none. Does not wait for the device."""
+    its rows, or the segments between the `borders` of a packed row, of which it may be the part that begins
+    at token `begin`. is_padding: (B, T) bool; None: there is none. Does not wait for the device."""
     rows, length = shape
     places = None
     if borders is None:
@@ -76,13 +81,18 @@ def sequences_of(
         count, ends = len(borders[0]) - 1, borders[0]
         if len(borders) == 3:
             ends, places = borders[1], borders[2].long()
-        tokens = torch.arange(length if places is None else len(places), device=ends.device)
+        first, last = (begin, begin + length) if places is None else (0, len(places))
+        tokens = torch.arange(first, last, device=ends.device)
         number = torch.bucketize(tokens, ends[1:].contiguous(), right=True)
     is_token = torch.ones(rows * length, dtype=torch.float64, device=device)
     if is_padding is not None:
         is_token -= is_padding.flatten().double()
-    weights = is_token if places is None else is_token[places]
-    return Sequences(number, weights, count, places)
+    if places is None:
+        return Sequences(number, is_token, count)
+    places = places - begin
+    is_here = (places >= 0) & (places < length)
+    places = places.clamp(0, length - 1)
+    return Sequences(number, is_token[places] * is_here, count, places)
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,7 @@ class Routing:
     ) -> None:
         """affinities: by name of the router."""
         self.layers, self.experts, self._affinities = tuple(layers), experts, affinities
+        self.exchange: Exchange | None = None  # with the ranks over which the engine splits rows
         self._mode: Literal["off", "count", "train"] = "off"
         self._loss: StepLoss | None = None
         self._sequences: Sequences | None = None
@@ -177,7 +188,8 @@ class Routing:
             self._counts = self._zeros(device)
         if self._sequences is None:
             assert self._shape is not None, "a policy begins each pass"
-            self._sequences = sequences_of(*self._shape, device)
+            begin = self.exchange.number * self._shape[0].numel() if self.exchange else 0
+            self._sequences = sequences_of(*self._shape, device, begin)
         if first:
             self._count(self._counts[index], chosen, self._sequences)
         if self._mode == "count" or self._loss is None:
@@ -187,7 +199,7 @@ class Routing:
             layer = self.layers[index]
             loss = LayerLoss(self._loss, self._affinities[layer.router], layer.top_k, index)
             with torch.no_grad():
-                frequencies = loss.frequencies(logits, self._sequences)
+                frequencies = loss.frequencies(logits, self._sequences, self.exchange)
                 gradient = LayerGradient(loss, self._sequences, frequencies)
                 self._counts[index, -1] += gradient.loss_of(logits)
         return (logits, _WithGradient.apply(weights, logits, gradient), chosen)
@@ -206,9 +218,9 @@ class LayerLoss:
     top_k: int
     index: int
 
-    def frequencies(self, logits: Tensor, sequences: Sequences) -> Tensor:
+    def frequencies(self, logits: Tensor, sequences: Sequences, exchange: Exchange | None = None) -> Tensor:
         """Return c without its factor n, (sequences, experts) float64, or (1, experts) for global_batch.
-        logits: (N, experts)."""
+        logits: (N, experts); exchange: with the ranks that have other tokens of the same sequences."""
         experts, k = logits.shape[1], self.top_k
         if self.step.frequencies is not None:
             routed = self.step.frequencies[self.index, :experts]
@@ -220,6 +232,8 @@ class LayerLoss:
         found = logits.new_zeros(sequences.count * experts, dtype=torch.float64)
         places = sequences.number.unsqueeze(1) * experts + largest
         found.index_add_(0, places.flatten(), sequences.weights.repeat_interleave(k))
+        if exchange is not None:
+            lengths, found = exchange.sum(torch.cat((lengths, found))).split((len(lengths), len(found)))
         scaled = found.view(-1, experts) * (experts / k / max(self.step.sequences, 1))
         return scaled / lengths.clamp(1.0).square().unsqueeze(1)
 

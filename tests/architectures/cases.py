@@ -211,6 +211,25 @@ PACKED = {
 }
 """Where packed rows are not attended per segment: by the model's own attention, or not at all."""
 
+MIXES = "mix tokens outside of the attention"
+SPLIT = {
+    "bailing_hybrid": MIXES,
+    "doge": "passes its own mask",
+    "falcon": "computes its attention itself",
+    "gpt_oss": "passes s_aux",
+    "granite_swa": "passes s_aux",
+    "granitemoe_swa": "passes s_aux",
+    "lfm2": MIXES,
+    "lfm3": MIXES,
+    "mimo_v2_flash": "passes s_aux",
+    "nemotron": "does not pass the segments",
+    "qwen3_5_moe_text": MIXES,
+    "qwen3_5_text": MIXES,
+    "qwen3_next": MIXES,
+    "stablelm": "does not pass the segments",
+}
+"""Where rows cannot be split over ranks, and why."""
+
 BOUND = 1e-6
 
 

@@ -1,6 +1,6 @@
-"""The architectures of the table under ZeRO 2 and 3 against a plain PyTorch loop, from a folder that
-transformers wrote to one that it reads; one launch. Twelve run always, all of them with `-m long`.
-DSFT_UPDATE_GOLDEN=1 makes docs/models.md's table."""
+"""The architectures of the table under ZeRO 2 and 3, and with rows split over two ranks, against a plain
+PyTorch loop, from a folder that transformers wrote to one that it reads; one launch. Twelve run always,
+all of them with `-m long`. DSFT_UPDATE_GOLDEN=1 makes docs/models.md's table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dsft.spec.architecture import PIPELINE_MODEL_TYPES
-from tests.architectures.cases import ARCHITECTURES, BOUND, PACKED, USUAL, small_model
+from tests.architectures.cases import ARCHITECTURES, BOUND, PACKED, SPLIT, USUAL, small_model
 from tests.launching import ROOT, forked
 from tests.selected import selected, tiered
 
@@ -57,8 +57,7 @@ def test_equals_the_plain_loop_and_goes_out_as_it_came_in(kind: str, mode: str, 
     assert kind in results, log
     found = results[kind][mode]
     assert found.get("attention") == PACKED.get(kind, "auto"), found
-    bounds = {(step, name): bound(results[kind], step, name) for step in STEPS for name in FIGURES}
-    assert {at: found[at[0]][at[1]] for at in bounds if not found[at[0]][at[1]] <= bounds[at]} == {}, bounds
+    assert over_bounds(results[kind], mode) == {}
     assert found["export"] == 0.0, "logits of the export"
     assert found["report"] == {}, "what transformers says of the export"
     assert found["names"] == [], "names that stand in one of the two folders"
@@ -70,6 +69,22 @@ def test_answers_that_share_their_prompt_equal_two_rows(kind: str, launched: Fou
     assert kind in results, log
     found = results[kind]["shared"]
     assert max(found["answers"], found["gradient"]) <= max(BOUND, 4 * found["rounding"]), found
+
+
+@pytest.mark.parametrize("kind", tiered(ARCHITECTURES, USUAL))
+def test_rows_split_over_two_ranks_equal_the_plain_loop_or_are_refused(kind: str, launched: Found) -> None:
+    results, log = launched
+    assert kind in results, log
+    if kind in SPLIT:
+        refused = f"parallel.sequence_parallel: rows of a {kind} model cannot be split: .*{SPLIT[kind]}"
+        assert re.search(refused, results[kind]["split"]["refused"])
+    else:
+        assert over_bounds(results[kind], "split") == {}
+
+
+def over_bounds(results: dict[str, Any], mode: str) -> dict[tuple[str, str], float]:
+    found = {(step, name): results[mode][step][name] for step in STEPS for name in FIGURES}
+    return {at: figure for at, figure in found.items() if not figure <= bound(results, *at)}
 
 
 def bound(results: dict[str, Any], step: str, figure: str) -> float:
@@ -91,13 +106,14 @@ def test_the_table_in_the_docs_is_of_these_architectures() -> None:
 def table(results: dict[str, Any]) -> str:
     """The largest of the three figures, rounded up to one digit."""
     lines = [
-        "| architecture | ZeRO 2 | packed | ZeRO 3 | packed | export | pipeline |",
-        "|---|---|---|---|---|---|---|",
+        "| architecture | ZeRO 2 | packed | ZeRO 3 | packed | export | pipeline | split | packed |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for kind in ARCHITECTURES:
         cells = [worst(results[kind][mode], step) for mode in MODES for step in STEPS]
         pipeline = "yes" if kind in PIPELINE_MODEL_TYPES else "refused"
-        lines.append(f"| {kind} | {' | '.join(cells)} | equal | {pipeline} |")
+        split = ["refused" if kind in SPLIT else worst(results[kind]["split"], step) for step in STEPS]
+        lines.append(f"| {kind} | {' | '.join(cells)} | equal | {pipeline} | {' | '.join(split)} |")
     return "\n".join(lines)
 
 

@@ -1,5 +1,6 @@
-"""Run on every rank of one launch: trains each architecture from a folder under ZeRO 2 and 3, by a step of
-padded rows and one of packed ones, and with the plain loop; exports what was trained.
+"""Run on every rank of one launch: trains each architecture from a folder under ZeRO 2 and 3, and with rows
+split over the ranks, by a step of padded rows and one of packed ones, and with the plain loop; exports what
+was trained.
 
     python worker.py FOLDER [KIND …]      KIND: run only these architectures
 
@@ -44,13 +45,16 @@ from dsft.checkpoint.tensors import write_beside
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for
+from dsft.engine.split import exchange_of
 from dsft.engine.world import World, join
 from dsft.errors import DsftError
 from dsft.model.attention import attend_per_segment, own_attention
+from dsft.model.attention_split import Exchange
 from dsft.model.build import build_model
-from dsft.model.config import TokenFacts
+from dsft.model.config import TokenFacts, resolve_config
 from dsft.model.conversion import persistent_buffers
 from dsft.model.policy import Policy
+from dsft.model.split_check import check_can_split
 from dsft.model.weights import Sharding
 from dsft.objective.answers import answer_logps
 from dsft.objective.next_token import next_token
@@ -65,7 +69,8 @@ from tests.parity import pairs, plain
 from tests.parity.worker import DECAY, assemble, keep_gradients, merge, micro_batch, relative
 
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
-MODES = {"zero2": 2, "zero3": 3}
+MODES = {"zero2": 2, "zero3": 3, "split": 2}
+"""The ZeRO stage of each mode; split: rows are split over the two ranks."""
 STEPS = ("padded", "packed")
 RATE, EPS, MAX_NORM = 3e-4, 1e-4, 1.0
 Tensors = dict[str, Tensor]
@@ -98,20 +103,24 @@ def main(folder: Path, kinds: list[str]) -> None:
 def train(folder: Path, kind: str, mode: str, steps: list[plain.Step], world: World) -> Outcome | str:
     """What came of it, or why there is nothing; a rank that fails inside the engine ends the launch."""
     try:
-        attention = attention_for_packed(folder / kind)
+        is_split = mode == "split"
+        if is_split:
+            world = dataclasses.replace(world, layout=Layout(world.world_size, 1, world.world_size))
+        attention = "auto" if is_split else attention_for_packed(folder / kind)
         spec = make_spec(folder / kind, mode, attention)
         config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
-        policy = build(spec, sharding_for(config, world))
+        policy = build(spec, sharding_for(config, world), exchange_of(world))
         if mode == "zero3":  # else so small a model is kept whole on every rank, in one group
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}
         world.first(lambda: write_beside(folder / f"{kind}-model", persistent_buffers(policy.causal_lm)))
         engine: Any = build_engine(policy, spec, config, world, next_token())
         outcome = run(engine, policy, steps, world, attention)
-        facts = CheckpointState({"step": 1}, spec.model_dump(mode="json"), {}, {}, {}, {})
-        save(
-            folder / f"{kind}-{mode}", engine.owned_fragments(), engine.shapes(), facts, world,
-            model_files=read_files(folder / f"{kind}-model"), retention=Checkpoint(keep_last=None),
-        )  # fmt: skip
+        if not is_split:
+            facts = CheckpointState({"step": 1}, spec.model_dump(mode="json"), {}, {}, {}, {})
+            save(
+                folder / f"{kind}-{mode}", engine.owned_fragments(), engine.shapes(), facts, world,
+                model_files=read_files(folder / f"{kind}-model"), retention=Checkpoint(keep_last=None),
+            )  # fmt: skip
         engine._engine.destroy()
         return outcome
     except DsftError as error:
@@ -150,11 +159,14 @@ def score(policy: Policy, batch: MicroBatch) -> Tensor:
     return logps
 
 
-def build(spec: Spec, keep: Sharding) -> Policy:
+def build(spec: Spec, keep: Sharding, exchange: Exchange | None = None) -> Policy:
     """As a run does."""
+    length = spec.data.max_length
+    if exchange is not None:
+        check_can_split(resolve_config(spec.model, FACTS), exchange.size, length)
     policy = build_model(spec.model, FACTS, seed=0, dtype=torch.float32, sharding=keep)
     if spec.data.packing:
-        attend_per_segment(policy.causal_lm, spec.model.attention, spec.data.max_length)
+        attend_per_segment(policy.causal_lm, spec.model.attention, length, exchange=exchange)
     (head,) = policy._head
     assert head is not None, "the output layer is dsft's own"
     head.chunk_bytes = 5 * VOCABULARY * BYTES_PER_LOGIT  # in chunks of five tokens, small as it is
@@ -169,8 +181,9 @@ def run(engine: Any, policy: Policy, steps: list[plain.Step], world: World, atte
         lay = packed if is_packed else micro_batch
         before.append(assemble(world, engine))
         counts = {"tokens": plain.count(plain.rows_of(step))}
-        share = [lay(ranks[world.data_rank]) for ranks in step]
-        with nullcontext() if is_packed else own_attention(policy.causal_lm):
+        is_split = world.layout.sequence_parallel > 1  # one group has all ranks' rows
+        share = [lay(plain.rows_of([ranks]) if is_split else ranks[world.data_rank]) for ranks in step]
+        with nullcontext() if is_packed or is_split else own_attention(policy.causal_lm):
             result = engine.step(share, counts, RATE)
         losses.append(float(world.sum(result.sums)[0]) / counts["tokens"])
     gathered = [merge(world.gather(g)) for g in gradients]
@@ -194,11 +207,11 @@ def make_spec(folder: Path, mode: str, attention: str = "auto") -> Spec:
             "task": "pretrain",
             "model": {
                 "name_or_path": str(folder),
-                "gradient_checkpointing": mode == "zero3",
+                "gradient_checkpointing": mode != "zero2",
                 "attention": attention.replace("refused", "auto"),
             },
             "data": {"train": [{"path": "builtin:quickstart"}], "packing": attention != "refused"},
-            "parallel": {"zero_stage": MODES[mode]},
+            "parallel": {"zero_stage": MODES[mode], "sequence_parallel": 2 if mode == "split" else 1},
             "train": {
                 "micro_batch_size": 2, "accumulation_steps": 2, "precision": "fp32", "max_grad_norm": MAX_NORM
             },
@@ -229,7 +242,8 @@ def compare(folder: Path, outcomes: Mapping[str, Outcome | str], steps: list[pla
         ]
         results[mode] = differences(outcome, dataclasses.replace(expected, gradients=at_these))
         results[mode]["attention"] = outcome.attention
-        results[mode] |= exported(folder, mode, model, outcome.final)
+        if mode != "split":
+            results[mode] |= exported(folder, mode, model, outcome.final)
     return results
 
 

@@ -1,0 +1,101 @@
+"""Find out, without weights, whether the rows of a model can be split over ranks: its config is asked what
+packed rows need, and a pass through the model on the meta device what its layers ask of their attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from dsft.errors import Problem, SpecError
+from dsft.model.attention import packing_obstacle
+from dsft.model.attention_loop import KEYWORD, WINDOW_NOT_GIVEN, unsupported
+from dsft.model.config import on_meta
+from dsft.model.experts import expert_layers
+from dsft.model.recurrence import recurrent_layers
+
+KEY = "parallel.sequence_parallel"
+TRIAL = "dsft_trial"
+"""Name under which transformers registers the attention of the trial."""
+
+TOKENS = 4
+
+
+class _Unfit(Exception):
+    """The reason why rows cannot be split."""
+
+
+def check_can_split(config: PreTrainedConfig, size: int, max_length: int) -> None:
+    """Raise SpecError where rows of a model with this config cannot be split over `size` ranks. max_length:
+    tokens of the longest row."""
+    found = query_heads(on_meta(config), max_length)
+    odd = [heads for heads in found if heads % size] if isinstance(found, tuple) else []
+    if isinstance(found, str):
+        reason = found
+    elif odd:
+        reason = f"{size} does not divide its {odd[0]} attention heads, which the ranks of a group share"
+    else:
+        return
+    message = f"rows of a {config.model_type} model cannot be split: {reason}; set it to 1"
+    raise SpecError("The model cannot be trained on split rows.", [Problem(KEY, message)])
+
+
+def query_heads(causal_lm: PreTrainedModel, max_length: int) -> tuple[int, ...] | str:
+    """Return the different numbers of heads that the queries of a model's layers have, or the reason why its
+    rows cannot be split. `causal_lm` is on the meta device."""
+    config = causal_lm.config
+    text = config.get_text_config()
+    mixing = recurrent_layers(type(causal_lm)) & set(getattr(text, "layer_types", None) or ())
+    if mixing:
+        return f"its layers of type {' and '.join(sorted(mixing))} mix tokens outside of the attention"
+    obstacle = packing_obstacle(config, max_length)
+    if obstacle is not None:
+        return f"that takes what packed rows take, and it {obstacle}"
+    try:
+        return _tried(causal_lm)
+    except _Unfit as unfit:
+        return str(unfit)
+
+
+def _tried(causal_lm: PreTrainedModel) -> tuple[int, ...]:
+    """Return the numbers of heads of one pass. Raises _Unfit where a layer asks for what dsft's attention
+    does not compute."""
+    found = set[int]()
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **arguments: Any,
+    ) -> tuple[Tensor, None]:
+        has_segments = arguments.pop(KEYWORD, None) is not None
+        window = arguments.pop("sliding_window", WINDOW_NOT_GIVEN)
+        arguments.pop("softcap", None)
+        reason = unsupported(module, attention_mask, has_segments, window, arguments)
+        if reason:
+            raise _Unfit(f"{type(module).__name__} {reason}")
+        found.add(query.shape[1])
+        return query.new_empty(1, TOKENS, query.shape[1], value.shape[3]), None
+
+    config: Any = causal_lm.config
+    kept = config._attn_implementation, config._experts_implementation
+    AttentionInterface.register(TRIAL, attend)
+    causal_lm.set_attn_implementation(TRIAL)
+    if expert_layers(causal_lm):
+        causal_lm.set_experts_implementation("batched_mm")  # which the meta device has in every type
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    given = {"input_ids": ids, "position_ids": ids, "use_cache": False, KEYWORD: ((TOKENS, 0),)}
+    try:
+        with torch.no_grad():
+            causal_lm.base_model(**given)
+    finally:
+        causal_lm.set_attn_implementation(kept[0])
+        if expert_layers(causal_lm):
+            causal_lm.set_experts_implementation(kept[1])
+    return tuple(sorted(found))
