@@ -83,7 +83,9 @@ class Head(nn.Linear):
         # float16 is too coarse for gradients that are not yet multiplied by the loss scale.
         in_forward = (self.uniform or self._is_frozen()) and hidden.dtype != torch.float16
         function = GradientInForward if in_forward else GradientInBackward
-        logps: Tensor = function.apply(hidden, self.weight, self.bias, targets, chunks)
+        # The bias first: DeepSpeed adds gradients over ranks in the order in which they are ready, and in a
+        # plain product, which a rank with fewer targets may compute, the bias's is ready before the weight's.
+        logps: Tensor = function.apply(hidden, self.bias, self.weight, targets, chunks)
         return logps
 
     def softmax_on(self, device: torch.device, smoothing: float) -> SoftmaxChoice:
@@ -236,7 +238,7 @@ class GradientInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: Chunks
+        ctx: Any, hidden: Tensor, bias: Tensor | None, weight: Tensor, targets: Tensor, chunks: Chunks
     ) -> Tensor:
         stored = aligned_empty(weight, chunks.stored_rows(hidden, weight), len(weight), weight.dtype)
         logps, sums = chunks.score(hidden, weight, bias, targets, stored)
@@ -249,7 +251,8 @@ class GradientInBackward(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, sums, stored = ctx.saved_tensors
         inputs = (hidden, weight, bias, targets)
-        return *ctx.chunks.gradients(upstream, stored, sums, inputs, ctx.needs_input_grad), None, None
+        by_hidden, by_weight, by_bias = ctx.chunks.gradients(upstream, stored, sums, inputs, _needed(ctx))
+        return by_hidden, by_bias, by_weight, None, None
 
 
 class GradientInForward(torch.autograd.Function):
@@ -258,11 +261,9 @@ class GradientInForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunks: Chunks
+        ctx: Any, hidden: Tensor, bias: Tensor | None, weight: Tensor, targets: Tensor, chunks: Chunks
     ) -> Tensor:
-        logps, ctx.gradients = chunks.score_with_gradients(
-            hidden, weight, bias, targets, ctx.needs_input_grad
-        )
+        logps, ctx.gradients = chunks.score_with_gradients(hidden, weight, bias, targets, _needed(ctx))
         ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
         return logps
 
@@ -273,10 +274,16 @@ class GradientInForward(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("the head's gradients are used up: it has one backward for each forward")
         one = upstream[0] if len(upstream) else upstream.new_zeros(())
-        found = [
+        by_hidden, by_weight, by_bias = (
             None if gradient is None else gradient.mul_(scale).to(dtype)
             for gradient, scale, dtype in zip(
                 gradients, (upstream[:, None], one, one), ctx.dtypes, strict=True
             )
-        ]
-        return *found, None, None
+        )
+        return by_hidden, by_bias, by_weight, None, None
+
+
+def _needed(ctx: Any) -> tuple[bool, ...]:
+    """Return whether the gradients by hidden, weight and bias are needed."""
+    hidden, bias, weight, *_ = ctx.needs_input_grad
+    return hidden, weight, bias

@@ -174,7 +174,7 @@ def test_second_order_is_checked_in_float64() -> None:
     chunks = Chunks(Softmax(head.shaping, 0.1), head.chunk_bytes or 0)
     inputs = (hidden.detach().flatten(0, 1)[rows].requires_grad_(), head.weight, head.bias)
     assert torch.autograd.gradcheck(
-        lambda h, w, b: GradientInBackward.apply(h, w, b, targets.flatten()[rows], chunks), inputs
+        lambda h, w, b: GradientInBackward.apply(h, b, w, targets.flatten()[rows], chunks), inputs
     )
 
 
@@ -193,6 +193,18 @@ def test_bf16_has_statistics_in_float32(uniform: bool) -> None:
     for gradient, leaf in zip(gradients(head, hidden), leaves, strict=True):
         assert gradient.dtype == torch.bfloat16 and leaf.grad is not None
         assert_near(gradient, leaf.grad, 2e-2)
+
+
+def test_gradients_are_ready_in_the_same_order_however_many_targets_a_rank_has() -> None:
+    """DeepSpeed adds them up over ranks in that order."""
+    orders = list[list[str]]()
+    for rows_at_once, uniform in itertools.product((0, 4, 1000), (False, True)):
+        head, hidden, targets = make(bias=True, rows_at_once=max(1, rows_at_once), uniform=uniform)
+        orders.append([])
+        for name, parameter in head.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: orders[-1].append(name))
+        head(hidden * 1, targets if rows_at_once else torch.full_like(targets, NO_TARGET)).sum().backward()
+    assert orders == [["bias", "weight"]] * 6
 
 
 @pytest.mark.parametrize("uniform", [False, True])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.split import part_of
 from dsft.engine.initialize import TrainingEngine
 from dsft.errors import SpecError
 from dsft.model.attention import attend_per_segment
@@ -21,6 +22,7 @@ from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy, forward_arguments
 from dsft.model.routing import Routing, StepLoss, affinity_of, sequences_of
 from dsft.spec.schema import Experts, Model
+from tests.in_threads import Threads
 from tests.parity import plain
 
 FACTS = TokenFacts(64, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -44,6 +46,13 @@ SIGMOID = ("deepseek_v3", "glm4_moe")
 LOSSES = ("sequence", "global_batch")
 TOP_K = SMALL["num_experts_per_tok"]
 WEIGHT = 0.3
+PROMPT, ENDS = [5, 9, 11, 30], ([12, 13], [40, 41, 42])
+ANSWERS = [PROMPT + end for end in ENDS]
+SHARED = MicroBatch(
+    torch.tensor([PROMPT + ENDS[0] + ENDS[1]]), torch.tensor([[*range(6), *range(4, 7)]]),
+    torch.full((1, 9), -100), (6, 3), starts=(0, 4),
+)  # fmt: skip
+"""Two answers to a prompt, by themselves and as one row; without targets."""
 
 
 def model_of(kind: str, checkpointing: bool = False, **experts: Any) -> Model:
@@ -90,6 +99,10 @@ def packed(rows: Sequence[plain.Row]) -> MicroBatch:
     )
 
 
+def answers() -> list[MicroBatch]:
+    return [replace(padded([(ids, [])]), targets=torch.full((1, len(ids)), -100)) for ids in ANSWERS]
+
+
 def empty() -> MicroBatch:
     ids = torch.full((1, 2), 7)
     positions = torch.arange(2)[None]
@@ -97,9 +110,15 @@ def empty() -> MicroBatch:
 
 
 def trained(
-    policy: Policy, batches: Sequence[MicroBatch], loss: str, sequences: int, tokens: int
+    policy: Policy,
+    batches: Sequence[MicroBatch],
+    loss: str,
+    sequences: int,
+    tokens: int,
+    total: Callable[[Tensor], Tensor] = torch.clone,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The gradient of the next-token loss with the balance loss, and what is counted."""
+    """The gradient of the next-token loss with the balance loss, and what is counted. total: adds up over
+    ranks."""
     routing = policy.routing
     assert routing is not None
     cpu = torch.device("cpu")
@@ -109,7 +128,7 @@ def trained(
         with torch.no_grad(), routing.counting():
             for batch in batches:
                 policy(batch.input_ids, *forward_arguments(batch))
-        frequencies = routing.pop(cpu)
+        frequencies = total(routing.pop(cpu))
     policy.zero_grad()
     with routing.training(StepLoss(loss, WEIGHT, sequences, frequencies)):  # type: ignore[arg-type]
         for batch in batches:
@@ -180,18 +199,41 @@ def test_packed_rows_have_the_gradient_of_padded_ones(loss: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_prompt_that_two_answers_share_counts_for_both(loss: str) -> None:
-    prompt, answers = [5, 9, 11, 30], ([12, 13], [40, 41, 42])
-    rows = [(prompt + answer, [True] * (len(prompt) + len(answer))) for answer in answers]
     policy = build_model(model_of("mixtral"), FACTS, 3, torch.float32)
-    apart_from_it = [replace(padded([row]), targets=torch.full((1, len(row[0])), -100)) for row in rows]
-    expected, balance = trained(policy, apart_from_it, loss, 2, 1)
+    expected, balance = trained(policy, answers(), loss, 2, 1)
     attend_per_segment(policy.causal_lm, "auto", 64, torch.device("cpu"))
-    ids = torch.tensor([prompt + answers[0] + answers[1]])
-    positions = torch.tensor([[*range(6), *range(4, 7)]])
-    shared = MicroBatch(ids, positions, torch.full((1, 9), -100), (6, 3), starts=(0, 4))
-    found, counted = trained(policy, [shared], loss, 2, 1)
+    found, counted = trained(policy, [SHARED], loss, 2, 1)
     assert apart(found, expected) < 2e-6
     assert counted.flatten().tolist() == pytest.approx(balance.flatten().tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_split_rows_have_the_gradient_and_the_counts_of_whole_ones(
+    kind: str, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of padded, packed and preference rows in one step; layers are computed again in the backward pass."""
+    rows, ranks = step_of(), Threads(2, monkeypatch)
+    tokens, cpu = plain.count(rows), torch.device("cpu")
+    batches = [batch.to(cpu) for batch in (padded(rows[:2]), packed(rows[2:]), SHARED, empty())]
+    policy = build_model(model_of(kind), FACTS, 3, torch.float32)
+    expected, balance = trained(policy, [padded(rows), *answers()], loss, 7, tokens)
+
+    parts = [build_model(model_of(kind, checkpointing=True), FACTS, 3, torch.float32) for _ in range(2)]
+
+    def part(number: int) -> tuple[dict[str, Tensor], Tensor]:
+        policy = parts[number].train()
+        attend_per_segment(policy.causal_lm, "auto", 64, cpu, ranks)
+        assert policy.routing is not None
+        policy.routing.exchange = ranks
+        mine = [part_of(batch, number, ranks.size) for batch in batches]
+        return trained(policy, mine, loss, 7, tokens, ranks.sum)
+
+    found = ranks.run(part)
+    assert apart({n: sum(g[n] for g, _ in found) for n in expected}, expected) < 4e-6  # type: ignore[misc]
+    counted = torch.stack([counts for _, counts in found]).sum(0)
+    assert counted.flatten().tolist() == pytest.approx(balance.flatten().tolist(), rel=1e-6)
+    assert not torch.equal(found[0][1], found[1][1]), "each rank counts its own tokens"
 
 
 @pytest.mark.parametrize("loss", LOSSES)
