@@ -16,6 +16,7 @@ from tests.launching import ROOT, alone
 
 MEDDLING = ROOT / "tests" / "integration" / "meddling.py"
 PIPELINE = ("parallel.pipeline_stages=2", "parallel.zero_stage=1", "train.micro_batch_size=3")
+FOUR_HEADS = ("model.from_config.num_attention_heads=4", "model.from_config.num_key_value_heads=2")
 METRICS = ("train/loss", "train/grad_norm", "eval/loss")
 
 
@@ -53,13 +54,45 @@ def copy_stopped_at_4(stopped: Path, folder: Path) -> Path:
 def test_a_pipelined_run_goes_on_in_another_layout(
     stopped: Path, tmp_path: Path, nproc: int, layout: tuple[str, ...]
 ) -> None:
-    spec = copy_stopped_at_4(stopped, tmp_path)
+    check_goes_on(stopped, tmp_path, nproc, layout)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `stopped`, of a run whose rows were split over two ranks."""
+    folder = tmp_path_factory.mktemp("split")
+    layout = ("parallel.sequence_parallel=2", "parallel.zero_stage=2")
+    trained(write_spec(folder, tied=True), *FOUR_HEADS, *layout, "checkpoint.keep_last=null")
+    return folder
+
+
+@pytest.mark.long  # the chain below goes on from split rows, and on to them
+@pytest.mark.parametrize(
+    ("nproc", "layout"),
+    [
+        (2, ("parallel.zero_stage=1",)),
+        (4, ("parallel.zero_stage=3", "train.micro_batch_size=1")),
+        (4, ("parallel.sequence_parallel=4", "parallel.zero_stage=1", "data.packing=true")),
+        (4, ("parallel.sequence_parallel=2", "parallel.zero_stage=3")),
+        (4, ("parallel.sequence_parallel=2", *PIPELINE)),
+    ],
+    ids=["zero1-on-2", "zero3-on-4", "split4-packed-on-4", "split2-on-4", "split2-in-a-pipeline-on-4"],
+)
+def test_a_run_of_split_rows_goes_on_in_another_layout(
+    split: Path, tmp_path: Path, nproc: int, layout: tuple[str, ...]
+) -> None:
+    check_goes_on(split, tmp_path, nproc, (*FOUR_HEADS, *layout))
+
+
+def check_goes_on(stopped: Path, folder: Path, nproc: int, layout: tuple[str, ...]) -> None:
+    """The run that `stopped` has goes on in `folder` from step 4 as it did without a break."""
+    spec = copy_stopped_at_4(stopped, folder)
     said = trained(spec, *layout, nproc=nproc)
     assert "going on from step 4" in said
     for key in METRICS:
         expected = records(stopped / "runs" / "small", key)
-        assert records(tmp_path / "runs" / "small", key) == pytest.approx(expected, rel=1e-6), key
-    assert (exported(tmp_path) - exported(stopped)).abs().max() < 1e-5
+        assert records(folder / "runs" / "small", key) == pytest.approx(expected, rel=1e-6), key
+    assert (exported(folder) - exported(stopped)).abs().max() < 1e-5
 
 
 def exported(folder: Path) -> Tensor:
@@ -72,7 +105,7 @@ def exported(folder: Path) -> Tensor:
 
 CHAIN = (
     ("parallel.zero_stage=0",),
-    ("parallel.zero_stage=2",),
+    ("parallel.zero_stage=2", "parallel.sequence_parallel=2"),
     ("parallel.zero_stage=3",),
     ("parallel.zero_stage=1",),
     PIPELINE[:2],
@@ -80,7 +113,7 @@ CHAIN = (
 
 
 def test_one_run_goes_through_all_stages_into_a_pipeline(tmp_path: Path) -> None:
-    """Two steps under each: ZeRO 0 → 2 → 3 → 1 → pipeline, against ten steps of ZeRO 1."""
+    """Two steps under each: ZeRO 0 → 2 with split rows → 3 → 1 → pipeline, against ten steps of ZeRO 1."""
     steady = ("optim.lr_scheduler_type=constant_with_warmup", "train.eval_every=2")  # whatever max_steps is
     for folder in ("whole", "changing"):
         (tmp_path / folder).mkdir()

@@ -59,7 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama_tied": {**LLAMA, "tie_word_embeddings": True},
     "llama_4heads": {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2},
     "llama_4heads_tied": {**LLAMA, "num_attention_heads": 4, "tie_word_embeddings": True},
-    "llama_6heads": {**LLAMA, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4},
+    "llama_6heads": {**LLAMA, "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3},
     "qwen2_tied": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**LLAMA, **SMALL_HEADS, "model_type": "qwen3", "tie_word_embeddings": False},
     "gemma2_tied": {**LLAMA, **WINDOWS, "model_type": "gemma2", "query_pre_attn_scalar": 8},
@@ -298,6 +298,21 @@ PIPELINES = ("pipeline_zero0", "pipeline_zero1")
 
 
 PAIRED = ("mode", "precision", "packed", "trains", "stages", "ranks")
+SPLIT = (
+    "zero0-2ranks-sgd-varying-split2-clipped",
+    "zero2-2ranks-adamw-varying-split2-packed-clipped-checkpointing-lora",
+    "zero2_offload-2ranks-adamw-varying-split2-packed-clipped",
+    "zero3-2ranks-adamw-four-split2-clipped-bf16-fault",
+    "zero3-2ranks-adamw-varying-split2-packed-clipped-llama_6heads",
+    "zero3-2ranks-adamw-varying-split2-short-clipped-checkpointing-gemma2_tied",
+    "zero3-3ranks-adamw-varying-split3-short-packed-clipped-llama_6heads",
+    "zero1-4ranks-adamw-four-split2-packed-clipped-checkpointing",
+    "zero3-4ranks-adamw-varying-split4-short-packed-clipped-llama_4heads",
+    "zero3-4ranks-adamw-varying-split4-packed-clipped-checkpointing-gemma2_4heads_tied",
+    "pipeline_zero0-4ranks-sgd-varying-split2-clipped",
+    "pipeline_zero1-4ranks-adamw-varying-split2-packed-clipped-llama_tied",
+)
+"""Of the cases whose rows are split, those that run always."""
 
 
 def all_cases() -> list[Case]:
@@ -360,6 +375,75 @@ def _cases(ranks: int) -> Iterator[Case]:
     yield from _pipelines(ranks)
     yield from _mixtures(ranks)
     yield from _balanced(ranks)
+    yield from _split(ranks)
+
+
+def _split(ranks: int) -> Iterator[Case]:
+    """Rows whose tokens are split: on two ranks over both, on three over all with heads that are shared
+    evenly, on four in two groups of two, over all four, and in a pipeline of two stages."""
+    case = functools.partial(Case, ranks=ranks, max_norm=0.1, sequence_parallel=ranks)
+    adamw = functools.partial(case, optimizer="adamw", micro_batches="varying")
+    if ranks == 2:
+        yield from _split_in_two(case)
+    if ranks == 3:
+        for mode, packed in itertools.product(("zero1", "zero3"), (False, True)):
+            yield adamw(mode, shape="llama_6heads", packed=packed, short=packed)
+    if ranks == 4:
+        for parts, shape in ((2, "llama"), (4, "llama_4heads")):
+            yield from _split_by_mode(functools.partial(case, sequence_parallel=parts, shape=shape))
+            for tied in ("llama_4heads_tied", "gemma2_4heads_tied"):
+                yield adamw("zero2", shape=tied, sequence_parallel=parts)
+                yield adamw("zero3", shape=tied, sequence_parallel=parts, packed=True, checkpointing=True)
+        yield adamw("zero3", trains="lora", shape="llama_4heads", packed=True)
+        yield adamw("zero3", trains="lora", sequence_parallel=2)
+        yield from _split_in_pipelines(functools.partial(case, stages=2, sequence_parallel=2))
+
+
+def _split_by_mode(case: functools.partial[Case]) -> Iterator[Case]:
+    """Every mode padded and packed, and micro-batches of fewer tokens than parts."""
+    for mode in MODES:
+        yield case(mode, optimizer="sgd", micro_batches="varying")
+        yield case(mode, optimizer="adamw", micro_batches="four", packed=True, checkpointing=True)
+        yield case(mode, optimizer="adamw", micro_batches="varying", short=True, packed=mode > "zero1")
+
+
+def _split_in_two(case: functools.partial[Case]) -> Iterator[Case]:
+    """On two ranks."""
+    yield from _split_by_mode(case)
+    varying = functools.partial(case, optimizer="adamw", micro_batches="varying")
+    for mode in (*OFFLOADS, "zero3_both"):
+        yield varying(mode, packed=mode == "zero2_offload")
+    for mode in MODES:
+        yield varying(mode, fault=True, packed=mode in ("zero1", "zero3"))
+        yield case(mode, optimizer="adamw", micro_batches="four", precision="bf16", fault=True)
+        yield varying(mode, trains="lora", packed=mode in ("zero0", "zero2"), checkpointing=mode == "zero2")
+    shapes = ("llama_tied", "llama_6heads", "qwen2_tied", "qwen3", "gemma2_tied", "gemma3_tied")
+    for shape, packed in itertools.product(shapes, (False, True)):
+        yield varying("zero3" if packed else "zero2", shape=shape, packed=packed)
+    yield varying("zero3", shape="gemma2_tied", checkpointing=True, short=True)
+    yield varying("zero2", trains="dora", packed=True)
+    yield varying("zero3", trains="trainable")
+    yield varying("zero1", trains="groups", packed=True)
+    for mode in ("zero2", "zero3"):
+        yield case(mode, optimizer="sgd", micro_batches="varying", chunked=True, packed=mode == "zero2")
+    yield case("zero2", optimizer="sgd", micro_batches="varying", label_smoothing=0.1)
+    yield case("zero2", optimizer="adamw_default_eps", micro_batches="varying", max_norm=0.0)
+    yield case("zero2", optimizer="adamw", micro_batches="four", precision="fp16", fault=True)
+
+
+def _split_in_pipelines(case: functools.partial[Case]) -> Iterator[Case]:
+    """On four ranks, two stages of one group."""
+    for mode in PIPELINES:
+        yield case(mode, optimizer="sgd", micro_batches="varying")
+        yield case(mode, optimizer="adamw", micro_batches="four", packed=True, checkpointing=True)
+        yield case(mode, optimizer="adamw", micro_batches="varying", short=True, packed=mode == "zero1")
+        yield case(mode, optimizer="adamw", micro_batches="varying", shape="llama_tied", packed=True)
+        yield case(mode, optimizer="adamw", micro_batches="varying", trains="lora")
+        yield case(mode, optimizer="adamw", micro_batches="varying", fault=True)
+    yield case("pipeline_zero1", optimizer="adamw", micro_batches="varying", shape="gemma2_tied", packed=True)
+    yield case("pipeline_zero0", optimizer="sgd", micro_batches="varying", shape="gemma3_tied")
+    yield case("pipeline_zero1", optimizer="sgd", micro_batches="varying", chunked=True)
+    yield case("pipeline_zero1", optimizer="adamw", micro_batches="four", precision="bf16", fault=True)
 
 
 def _balanced(ranks: int) -> Iterator[Case]:

@@ -265,14 +265,14 @@ def decayed_groups(model: nn.Module, decay: float) -> list[dict[str, object]]:
 def make_steps(
     seed: int, micro_batches: Sequence[int], ranks: int, vocabulary: int, short: bool = False
 ) -> list[Step[Row]]:
-    """Rows of 3 to 20 tokens, 0 to 3 per micro-batch and rank, or `short` ones of 1 to 5 tokens, 0 to 2 per
-    micro-batch and rank. About 60 in 100 tokens are targets.
-    In the first micro-batch of each step one rank has rows without a target, in the last one no row at
+    """Rows of 3 to 20 tokens, 0 to 3 per micro-batch and rank, about 60 in 100 of them targets; or `short`
+    ones, all of them targets: one of 3 or 5 tokens per micro-batch and rank, and after some of them one of 1
+    or 2. In the first micro-batch of each step one rank has rows without a target, in the last one no row at
     all."""
     draw = random.Random(seed)
 
-    def row(share: float) -> Row:
-        length = draw.randint(1, 5) if short else draw.randint(3, 20)
+    def row(share: float, number: int) -> Row:
+        length = draw.choice(((3, 5), (1, 2))[number]) if short else draw.randint(3, 20)
         ids = [draw.randrange(vocabulary) for _ in range(length)]
         return ids, [draw.random() < share for _ in ids]
 
@@ -281,7 +281,7 @@ def make_steps(
             return []
         is_silent = rank == 0 and micro_batch == 0 and (ranks > 1 or last > 0)
         number = draw.randint(1, 2) if short else draw.randint(2, 3)
-        return [row(0.0 if is_silent else 0.6) for _ in range(number)]
+        return [row(0.0 if is_silent else 1.0 if short else 0.6, which) for which in range(number)]
 
     return [
         [[rows(micro_batch, number - 1, rank) for rank in range(ranks)] for micro_batch in range(number)]

@@ -1,5 +1,6 @@
 """Losses, gradients, norms and weights of every mode against a plain PyTorch loop; one launch per number of
-ranks. A few cases that try every pair of values run always, all of them with `-m long`."""
+ranks. A few cases that try every pair of values run always, and a few of those whose rows are split; all of
+them with `-m long`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.launching import forked, on_the_cpu
-from tests.parity.cases import PAIRED, Case, all_cases, core
+from tests.parity.cases import PAIRED, SPLIT, Case, all_cases, core
 from tests.selected import selected, tiered
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -25,7 +26,9 @@ GIVES_UP = 5
 """Launches in a row without a result after which the cases that are left are not tried."""
 
 CASES = all_cases()
-CORE = core(CASES)
+WHOLE = [case for case in CASES if case.sequence_parallel == 1]
+CORE = core(WHOLE)
+ALWAYS = [*CORE, *(case for case in CASES if case.name in SPLIT)]
 Launch = Callable[[Sequence[str]], tuple[dict[str, Any], str]]
 
 
@@ -73,7 +76,7 @@ def found(request: pytest.FixtureRequest) -> Callable[[int], dict[str, Any]]:
     return of
 
 
-@pytest.mark.parametrize("case", tiered(CASES, CORE), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", tiered(CASES, ALWAYS), ids=lambda case: case.name)
 def test_equals_the_plain_loop(case: Case, found: Callable[[int], dict[str, Any]]) -> None:
     result = found(case.ranks)[case.name]
     if isinstance(result, str):
@@ -92,12 +95,13 @@ def test_the_core_tries_every_pair_of_values_that_any_case_tries() -> None:
         values = [[(name, getattr(case, name)) for name in PAIRED] for case in cases]
         return {pair for of_case in values for pair in itertools.combinations(of_case, 2)}
 
-    assert pairs(CORE) == pairs(CASES) and len(pairs(CASES)) > 200
+    assert pairs(CORE) == pairs(WHOLE) and len(pairs(WHOLE)) > 200
     others = set(vars(CASES[0])) - set(PAIRED)
     assert {(n, getattr(c, n)) for c in CORE for n in others} == {
-        (n, getattr(c, n)) for c in CASES for n in others
+        (n, getattr(c, n)) for c in WHOLE for n in others
     }
-    assert len(CORE) < len(CASES) / 3
+    assert len(CORE) < len(WHOLE) / 3
+    assert {case.name for case in ALWAYS} - {case.name for case in CORE} == set(SPLIT)
 
 
 def test_a_case_that_fails_hides_none_after_it() -> None:

@@ -58,6 +58,7 @@ from dsft.engine.frozen import build_frozen_engine
 from dsft.engine.ops import CPU_ADAM
 from dsft.engine.partition import sharding_for
 from dsft.engine.self_check import check_packing
+from dsft.engine.split import exchange_of
 from dsft.engine.world import World, join
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
@@ -138,6 +139,8 @@ def main(output: Path, names: list[str]) -> None:
     ranks = int(os.environ["WORLD_SIZE"])
     world = join(detect(os.environ), Layout(ranks, 1))
     gc.freeze()  # what is imported need not be looked through after every engine
+    for parts in {case.sequence_parallel for case in cases(ranks)}:  # groups that outlive the cases
+        exchange_of(dataclasses.replace(world, layout=Layout(ranks, 1, parts)))
     results: dict[str, Any] = {}
     for case in cases(ranks):
         if case.name in names or not names:
@@ -176,8 +179,7 @@ def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]
     policy = build_model(
         spec.model, FACTS, SEED, DTYPES[case.precision], world.stage, case.cut, sharding_for(config, world)
     )
-    if case.packed:
-        attend_per_segment(policy.causal_lm, "auto", SHAPES[case.shape]["max_position_embeddings"])
+    attend(policy, case, world)
     if case.chunked:
         cut_logits(policy)
     if case.twice:
@@ -185,6 +187,12 @@ def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]
     if case.fault:
         break_gradient(policy, world)
     return policy, config
+
+
+def attend(policy: Policy, case: Case, world: World) -> None:
+    if case.packed or case.sequence_parallel > 1:
+        longest = SHAPES[case.shape]["max_position_embeddings"]
+        attend_per_segment(policy.causal_lm, "auto", longest, exchange=exchange_of(world))
 
 
 def compare(case: Case, world: World) -> dict[str, Any]:
@@ -204,7 +212,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     *batches, held_out_batches = task.shares([*steps, held_out])
     refer = task.refer(policy, engine)
     sums, norms, balances = [], [], []
-    if case.packed and not case.of_pairs:
+    if (case.packed or case.sequence_parallel > 1) and not case.of_pairs:
         check_packing(engine, policy, proof_rows(steps), world, case.precision, pad_id=7)
     gathers.clear()
     for number, step in enumerate(steps):
@@ -368,8 +376,7 @@ def live(case: Case, spec: Spec, world: World) -> Refer:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
     keep, dtype = sharding_for(config, world), DTYPES[case.precision]
     policy = build_model(reference_model(spec), FACTS, SEED, dtype, world.stage, case.cut, keep)
-    if case.packed:
-        attend_per_segment(policy.causal_lm, "auto", SHAPES[case.shape]["max_position_embeddings"])
+    attend(policy, case, world)
     return refer_to_engine(build_frozen_engine(policy, config, world)).refer
 
 
