@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from os.path import isfile
 from pathlib import Path
 from typing import Any, get_args
 
@@ -41,11 +40,10 @@ def training(draft: Draft) -> None:
 
 
 def _batch(draft: Draft) -> None:
-    draft.carry(
-        "train.micro_batch_size",
-        "per_device_train_batch_size", "micro_batch_size",
-        to=whole, note="per GPU, as there",
-    )  # fmt: skip
+    together = draft.spec.get("parallel", {}).get("sequence_parallel")
+    note = f"per group of {together} GPUs, as there" if together else "per GPU, as there"
+    draft.carry("train.micro_batch_size", "per_device_train_batch_size", "micro_batch_size",
+                to=whole, note=note)  # fmt: skip
     if not draft.is_given("gradient_accumulation_steps") and draft.is_given("batch_size"):
         draft.carry("train.global_batch_size", "batch_size", to=whole, note="over all GPUs")
     else:
@@ -285,56 +283,6 @@ def _one_of(names: list[str]) -> str | None:
     if len(names) > 1:
         raise NotOfferedError("several adapters; merge them first, here one is trained")
     return names[0] if names else None
-
-
-def parallel(draft: Draft) -> None:
-    """Convert `deepspeed` (a JSON, its path, or ms-swift's name of one) and `fsdp`."""
-    value = draft.get("deepspeed")
-    if draft.given.get("fsdp") or draft.given.get("fsdp_config"):
-        draft.put("parallel.zero_stage", 3, "fsdp: ZeRO 3 shards the same")
-        draft.leave("fsdp", "parallel.zero_stage: 3 shards as full_shard does")
-        draft.leave("fsdp_config", "parallel.zero_stage: 3 shards as full_shard does")
-        draft.get("fsdp_version", "fsdp_final_state_dict_type")
-    if value is None:
-        return
-    if isinstance(value, Mapping):
-        deepspeed(draft, value, "deepspeed")
-        return
-    name = str(value)
-    for path in (
-        Path(name),
-        draft.folder / name,
-        *(parent / name for parent in draft.folder.resolve().parents),
-    ):
-        if isfile(path):
-            deepspeed(draft, read_json(path), path.name)
-            return
-    stage = next((int(digit) for digit in "3210" if f"z{digit}" in name or f"zero{digit}" in name), None)
-    if stage is None:
-        draft.leave("deepspeed", f"{quote(name)} is not there; set parallel.zero_stage")
-        return
-    draft.put("parallel.zero_stage", stage, f"deepspeed: {name}, by its name; the file is not there")
-    if "offload" in name:
-        draft.put("parallel.offload_optimizer", {"device": "cpu"}, "by its name")
-        if stage == 3:
-            draft.put("parallel.offload_parameters", {"device": "cpu"}, "by its name")
-
-
-def deepspeed(draft: Draft, file: Mapping[str, Any], name: str) -> None:
-    """Convert the sections of a DeepSpeed JSON that decide what is stored where. Batch sizes, precision,
-    clipping and optimizer of the JSON come in as keys of TrainingArguments: `from_deepspeed`."""
-    zero = file.get("zero_optimization") or {}
-    draft.put("parallel.zero_stage", int(zero.get("stage", 0)), f"deepspeed: {name}")
-    for key in ("offload_optimizer", "offload_param"):
-        section = zero.get(key)
-        if not isinstance(section, Mapping) or section.get("device") in (None, "none"):
-            continue
-        ours = {"device": section["device"]}
-        if section["device"] == "nvme":
-            ours["nvme_path"] = str(section.get("nvme_path"))
-        if isinstance(section.get("pin_memory"), bool):
-            ours["pin_memory"] = section["pin_memory"]
-        draft.put(f"parallel.{key.replace('param', 'parameters')}", ours, f"{key} of {name}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from dsft.convert import arguments
 from dsft.convert.draft import Draft, is_file_name, mistake, names_in, number, whole
 from dsft.convert.llamafactory import reference
+from dsft.convert.parallel import parallel
 from dsft.convert.tool import Tool, refuse
 from dsft.spec.document import quote
 
@@ -79,7 +80,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
         draft.spec["dpo"].pop("unused", None)
         reference(draft, "ref_model", adapter="lora" in draft.spec["model"])
         draft.get("precompute_ref_log_probs")
-    arguments.parallel(draft)
+    parallel(draft)
     arguments.precision(draft, "fp32")
     arguments.training(draft)
     if not any(draft.is_given(name) for name in ("warmup_steps", "warmup_ratio")):

@@ -13,8 +13,9 @@ from typing import Any
 import yaml
 
 from dsft.convert import axolotl, llamafactory, swift, trl
-from dsft.convert.arguments import deepspeed, training
+from dsft.convert.arguments import training
 from dsft.convert.draft import Draft, mistake
+from dsft.convert.parallel import deepspeed
 from dsft.convert.tool import Tool
 from dsft.errors import MissingInputError, SpecError, StorageError
 from dsft.spec.document import quote
@@ -163,6 +164,7 @@ def _from_deepspeed(given: Mapping[str, Any], path: Path, task: str | None) -> D
     known = {
         "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size",
         "gradient_clipping", "bf16", "fp16", "optimizer", "scheduler", "zero_optimization",
+        "sequence_parallel_size",
     }  # fmt: skip
     if "warmup_steps" in draft.given and given["scheduler"].get("params", {}).get("warmup_type") != "linear":
         draft.left["scheduler.params.warmup_type"] = "the rate rises logarithmically there, linearly here"

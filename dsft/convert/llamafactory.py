@@ -8,6 +8,7 @@ from typing import Any
 
 from dsft.convert import arguments
 from dsft.convert.draft import Draft, flag, mistake, names_in, number, whole
+from dsft.convert.parallel import parallel
 from dsft.convert.tool import Tool, refuse
 from dsft.spec.document import quote
 
@@ -64,7 +65,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     _thinking(draft, task)
     if task == "dpo":
         _preferences(draft)
-    arguments.parallel(draft)
+    parallel(draft)
     arguments.precision(draft, "fp32")
     arguments.training(draft)
 

@@ -10,6 +10,7 @@ from typing import Any
 from dsft.convert import arguments
 from dsft.convert.draft import Draft, names_in, number, whole
 from dsft.convert.llamafactory import reference
+from dsft.convert.parallel import parallel
 from dsft.convert.tool import Tool, refuse
 from dsft.spec.document import quote
 
@@ -43,12 +44,15 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     _data(draft, task)
     if task == "dpo":
         _preferences(draft, method)
-    arguments.parallel(draft)
+    parallel(draft)
     given = draft.get("torch_dtype", "dtype")
     arguments.precision(draft, _PRECISION.get(str(given), "bf16"))
     draft.comments["train.precision"] = "torch_dtype" if given else "the model's own type there"
     if not draft.is_given("gradient_accumulation_steps"):
-        draft.put("train.global_batch_size", 16, "default of gradient_accumulation_steps: 16 over all GPUs")
+        together = draft.spec.get("parallel", {}).get("sequence_parallel", 1)
+        note = f" / sequence_parallel_size {together}" if together > 1 else ""
+        note = f"default of gradient_accumulation_steps: 16{note} over all GPUs"
+        draft.put("train.global_batch_size", max(16 // together, 1), note)
     arguments.training(draft)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from dsft.convert import arguments
 from dsft.convert.draft import Draft, flag, is_file_name, names_in, number, whole
 from dsft.convert.llamafactory import reference
+from dsft.convert.parallel import parallel
 from dsft.convert.tool import Tool, refuse
 
 _PREFERENCES = (
@@ -43,7 +44,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     _data(draft, task)
     if task == "dpo":
         _preferences(draft)
-    arguments.parallel(draft)
+    parallel(draft)
     arguments.precision(draft, "bf16" if trl and draft.given.get("bf16") is None else "fp32")
     arguments.training(draft)
 

@@ -191,7 +191,8 @@ NEEDLESS: dict[str, tuple[str, ...]] = {
         create_new_adapter wandb_watch wandb_log_model accelerator_config run_name wandb_name wandb_run_id
         use_hf ignore_args_error is_llama_derived_model is_mistral_derived_model is_qwen_derived_model
         torch_empty_cache_steps gc_steps low_cpu_mem_usage ddp_find_unused_parameters ddp_bucket_cap_mb
-        include_num_input_tokens_seen include_tokens_per_second average_tokens_across_devices""".split()
+        include_num_input_tokens_seen include_tokens_per_second average_tokens_across_devices
+        ring_attn_func heads_k_stride""".split()
     ),
 }
 """Reason -> keys of other tools that need no key of the spec."""

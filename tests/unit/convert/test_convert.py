@@ -288,6 +288,49 @@ def test_thoughts_of_swift(more: dict[str, Any], thinking: str, train_on: str) -
     assert not more.keys() & done.left.keys()
 
 
+@pytest.mark.parametrize(
+    ("config", "batch"),
+    [
+        ({**AXOLOTL, "context_parallel_size": 4, "ring_attn_func": "batch_ring"}, (2, 2, None)),
+        ({**AXOLOTL, "sequence_parallel_degree": 4}, (2, 2, None)),
+        ({**LLAMA_FACTORY, "hyper_parallel_cp_size": 4, "flash_attn": "fa2"}, (1, 8, None)),
+        ({"model": "a/b", "dataset": "data/pairs.json", "sequence_parallel_size": 4}, (1, None, 4)),
+        (
+            {
+                "model_name_or_path": "a/b", "dataset_name": "x/y",
+                "parallelism_config": {"sp_size": 4, "cp_size": None, "tp_size": 2},
+            },
+            (8, 1, None),
+        ),
+        (
+            {**LLAMA_FACTORY, "deepspeed": {"zero_optimization": {"stage": 3}, "sequence_parallel_size": 4}},
+            (1, 8, None),
+        ),
+    ],
+)  # fmt: skip
+def test_rows_that_are_split(config: dict[str, Any], batch: tuple[int | None, ...]) -> None:
+    """All of them count micro-batches per group; ms-swift's 16 examples a step are 16 GPUs, that is 4
+    groups."""
+    spec, done = converted(config)
+    train = spec.train
+    assert (train.micro_batch_size, train.accumulation_steps, train.global_batch_size) == batch
+    assert (spec.parallel.sequence_parallel, spec.model.attention) == (4, "auto")
+    tensor_parallel = "tp_size of parallelism_config"
+    assert (tensor_parallel in done.left) == ("parallelism_config" in config)
+
+
+def test_rows_that_are_not_split() -> None:
+    spec, done = converted({**AXOLOTL, "context_parallel_size": 1, "sequence_parallel": True})
+    assert (spec.parallel.sequence_parallel, spec.model.attention) == (1, "flash_attention_2")
+    assert "tensor parallelism" in done.left["sequence_parallel"]
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}))
+    done = convert_file(Path("ds.json"), model="a/b", data=["data/identity.json"], out=Path("ds.yaml"))
+    spec = load_spec(done.path, check_files=False)
+    assert (spec.parallel.sequence_parallel, done.left, done.mistakes) == (2, {}, None)
+    with pytest.raises(SpecError, match=r"context_parallel_size: 'two': a number is needed"):
+        converted({**AXOLOTL, "context_parallel_size": "two"})
+
+
 def test_evaluation_without_rows_is_left_out() -> None:
     """Rows of TrainingArguments come in by code; split_dataset_ratio 0 of ms-swift evaluates nothing."""
     config = {
