@@ -40,10 +40,13 @@ def training(draft: Draft) -> None:
 
 
 def _batch(draft: Draft) -> None:
-    together = draft.spec.get("parallel", {}).get("sequence_parallel")
-    note = f"per group of {together} GPUs, as there" if together else "per GPU, as there"
-    draft.carry("train.micro_batch_size", "per_device_train_batch_size", "micro_batch_size",
-                to=whole, note=note)  # fmt: skip
+    split = draft.spec.get("parallel", {}).get("sequence_parallel")
+    unit = f"group of {split} GPUs" if split else "GPU"
+    draft.carry(
+        "train.micro_batch_size",
+        "per_device_train_batch_size", "micro_batch_size",
+        to=whole, note=f"per {unit}, as there",
+    )  # fmt: skip
     if not draft.is_given("gradient_accumulation_steps") and draft.is_given("batch_size"):
         draft.carry("train.global_batch_size", "batch_size", to=whole, note="over all GPUs")
     else:
@@ -51,7 +54,7 @@ def _batch(draft: Draft) -> None:
             "train.accumulation_steps",
             "gradient_accumulation_steps",
             to=whole,
-            note="global batch = micro_batch_size × this × GPUs, as there",
+            note=f"global batch = micro_batch_size × this × {'groups' if split else 'GPUs'}, as there",
         )
     if draft.carry("train.max_steps", "max_steps", to=positive) is None:
         draft.carry("train.num_train_epochs", "num_train_epochs", "num_epochs", to=number)

@@ -115,7 +115,7 @@ def _data(draft: Draft, task: str) -> None:
     if task != "pretrain":
         ours = {"truncate": "truncate", "raise": "error"}.get(str(strategy), "drop")
         draft.put("data.on_too_long", ours, "excess_length_strategy" if strategy else "default there: drop")
-    if task == "pretrain" or draft.is_on("sample_packing"):
+    if draft.is_on("sample_packing") or task == "pretrain":
         note = "rows of exactly max_length" if task == "pretrain" else arguments.PACKED
         draft.put("data.packing", True, f"sample_packing; {note}")
     if draft.is_on("train_on_inputs"):
