@@ -41,8 +41,8 @@ NAMED = {
 }  # fmt: skip
 """Placeholders and sizes of the pages, and the values that this test uses for them."""
 
-LONG = ("docs/dpo.md", "big-model.md")
-"""Pages whose training is tried with -m long alone; FIRST trains as they do."""
+LONG = ("docs/dpo.md", "big-model.md", "long-context.md")
+"""Pages whose training is tried with -m long alone; FIRST trains as they do, or tests/parity."""
 
 ELSEWHERE: Mapping[str, tuple[str, str, str]] = {
     r"dsft doctor": ("several hosts", "tests/lab/test_doctor.py", '"doctor"'),
@@ -59,6 +59,7 @@ ELSEWHERE: Mapping[str, tuple[str, str, str]] = {
     r"sbatch ": ("Slurm", "tests/lab/test_scripts.py", "sbatch"),
     r"ssh|vllm ": ("several hosts", "tests/lab/hosts.py", "ssh"),
     r"scripts/gpu": ("a GPU", "tests/standin/test_gpu_cases.py", "gpu"),
+    r"python - docs": ("all pages", "tests/integration/test_commands_in_docs.py", "long-context.md"),
     r"scripts/quickstart": ("a network", "tests/integration/test_pinned_losses.py", "quickstart.yaml"),
     r"(sudo )?scripts/(lab|test)|pip |PIP_": ("a network", ".ci/run", "SCRIPTS/test"),
 }
@@ -151,9 +152,20 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     )
     for path in (ROOT / "specs").glob("*.yaml"):
         (folder / "specs" / path.name).write_text(path.read_text())
+    make_long_rows(folder)
     environ = {"XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     with mock.patch.dict(os.environ, environ), on_the_cpu():
         yield folder
+
+
+def make_long_rows(folder: Path) -> None:
+    """Run the program of docs/long-context.md that makes its rows, and write the spec of that page."""
+    page = (ROOT / "docs/long-context.md").read_text()
+    (folder / "docs").symlink_to(ROOT / "docs")
+    [program] = re.findall(r"^```\n(mkdir -p data\n.*?)^```$", page, re.M | re.S)
+    [spec] = re.findall(r"^```yaml\n(name: long\n.*?)^```$", page, re.M | re.S)
+    subprocess.run(["bash", "-ec", program], cwd=folder, check=True)
+    (folder / "specs/long.yaml").write_text(spec)
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
