@@ -21,6 +21,7 @@ from dsft.model.attention import attend_per_segment
 from dsft.model.build import check_trainable
 from dsft.model.config import DECODERS, TokenFacts, on_meta, resolve_config
 from dsft.model.policy import Policy
+from dsft.model.split_check import check_can_split
 from dsft.model.whole import text_config, whole_of
 from dsft.plan.load import cluster_findings
 from dsft.spec.architecture import PIPELINE_PARTS
@@ -36,6 +37,7 @@ from tests.parity.test_state import SWAPPED
 
 WORKS, SHOWN, OTHER = "○", "✓", "·"
 """A cell: accepted; accepted and in a test; two values of one key."""
+SPLIT = "rows split over ranks"
 BASE: dict[str, Any] = {
     "name": "x",
     "task": "sft",
@@ -43,7 +45,7 @@ BASE: dict[str, Any] = {
     "data": {"train": [{"path": "data/train.jsonl"}], "max_length": 64},
     "train": {"micro_batch_size": 1, "accumulation_steps": 4, "num_train_epochs": 1},
     "optim": {"learning_rate": 1e-5},
-    "cluster": {"hosts": {"localhost": 2}, "accelerator": {"name": "H100"}},
+    "cluster": {"hosts": {"localhost": 4}, "accelerator": {"name": "H100"}},
 }
 Keys = Mapping[str, Any]
 
@@ -83,6 +85,7 @@ OPTIONS = (
     option("parameters on NVMe", _offload("parameters", "nvme")),
     option("packing", {"data.packing": True}),
     option("gradient checkpointing", {"model.gradient_checkpointing": True}),
+    option(SPLIT, {"parallel.sequence_parallel": 2}),
     *(option(name, {"train.precision": name}) for name in ("fp32", "bf16", "fp16")),
 )
 
@@ -152,6 +155,7 @@ def _of_parity(case: Case) -> Shown:
         "parameters in host memory": "offload_parameters" in case.offloads,
         "packing": case.packed,
         "gradient checkpointing": case.checkpointing,
+        SPLIT: case.sequence_parallel > 1,
         case.precision: True,
     }
     return Shown(case.name, SHAPES[case.shape]["model_type"], _true(titles))
@@ -185,6 +189,8 @@ def _of_architectures() -> Iterable[Shown]:
             yield Shown(f"{kind}-{mode}", kind, frozenset(always | titles | packed | checkpointing))
         stages = {"pipeline", "gradient checkpointing"}
         yield Shown(f"{kind}-stages", kind, frozenset(always | stages | packed))
+        if kind not in architectures.SPLIT:
+            yield Shown(f"{kind}-split", kind, frozenset(always | {SPLIT, "ZeRO 2"} | packed))
 
 
 def _true(titles: Mapping[str, bool]) -> frozenset[str]:
@@ -275,6 +281,8 @@ def _of_kind(kind: str, config: Keys, column: Option, reasons: Reasons) -> str:
     reason = refusal(column, model=config)
     if reason is None and column.title == "packing":
         reason = packed_refusal(kind)
+    if reason is None and column.title == SPLIT:
+        reason = split_refusal(kind, config)
     if reason is not None:
         return reasons.number(_without(kind, reason))
     eager = " eager" if column.title == "packing" and architectures.PACKED.get(kind) == "eager" else ""
@@ -311,6 +319,15 @@ def packed_refusal(kind: str) -> str | None:
     except DsftError as error:
         return f"`data.packing`: {_short(str(error))}"
     return "`data.packing`: packed rows are not exact, as the check at the start of a run finds"
+
+
+def split_refusal(kind: str, config: Keys) -> str | None:
+    """Return why rows of this type cannot be split over two ranks."""
+    try:
+        check_can_split(_resolved(kind, config), 2, BASE["data"]["max_length"])
+    except SpecError as error:
+        return f"`{error.problems[0].where}`: {_short(error.problems[0].message)}"
+    return None
 
 
 def kinds() -> list[str]:
@@ -353,6 +370,7 @@ def _resolved(kind: str, config: Keys) -> Any:
 
 def _without(kind: str, reason: str) -> str:
     """Return the reason without what is the model type's own, so that equal ones are one."""
+    reason = re.sub(r"\b[A-Z]\w*Attention\b", "an attention layer", reason)
     return re.sub(r" \(.*?\)", "", re.sub(rf"\b{re.escape(kind)}\b", "such", reason)).replace(
         "a such", "such a"
     )
