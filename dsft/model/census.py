@@ -22,6 +22,7 @@ from dsft.model.build import around, check_trainable, choose_trained
 from dsft.model.config import TokenFacts, on_meta, resolve_config, token_facts
 from dsft.model.experts import choose_experts, expert_layers
 from dsft.model.names import plain_name
+from dsft.model.split_check import query_heads
 from dsft.model.split_points import find_split_points
 from dsft.model.stage import SplitPoints
 from dsft.model.whole_proof import check_text
@@ -44,6 +45,7 @@ def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = T
     choose_trained(causal_lm, model, whole)
     split_points = find_split_points(config) if cuts else NOT_SEARCHED
     before = split_points.before if isinstance(split_points, SplitPoints) else ()
+    queries = query_heads(causal_lm, max_length=0)
     return {
         "architecture": type(causal_lm).__name__,
         "num_layers": config.num_hidden_layers,
@@ -51,6 +53,7 @@ def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = T
         "parameters": _parameters(causal_lm, config.num_hidden_layers, before),
         "uncuttable": split_points if isinstance(split_points, str) else None,
         "heads": _heads(causal_lm),
+        "unsplittable": queries if isinstance(queries, str) else None,
     }
 
 

@@ -15,8 +15,8 @@ from dsft.model.attention_loop import KEYWORD, WINDOW_NOT_GIVEN, unsupported
 from dsft.model.config import on_meta
 from dsft.model.experts import expert_layers
 from dsft.model.recurrence import recurrent_layers
+from dsft.spec.architecture import heads_not_divided
 
-KEY = "parallel.sequence_parallel"
 TRIAL = "dsft_trial"
 """Name under which transformers registers the attention of the trial."""
 
@@ -31,32 +31,34 @@ def check_can_split(config: PreTrainedConfig, size: int, max_length: int) -> Non
     """Raise SpecError where rows of a model with this config cannot be split over `size` ranks. max_length:
     tokens of the longest row."""
     found = query_heads(on_meta(config), max_length)
-    odd = [heads for heads in found if heads % size] if isinstance(found, tuple) else []
     if isinstance(found, str):
-        reason = found
-    elif odd:
-        reason = f"{size} does not divide its {odd[0]} attention heads, which the ranks of a group share"
+        message = f"{found}; set it to 1"
+    elif odd := [heads for heads in found if heads % size]:
+        message = f"{size} {heads_not_divided(odd[0], size)}"
     else:
         return
-    message = f"rows of a {config.model_type} model cannot be split: {reason}; set it to 1"
-    raise SpecError("The model cannot be trained on split rows.", [Problem(KEY, message)])
+    raise SpecError(
+        "The model cannot be trained on split rows.", [Problem("parallel.sequence_parallel", message)]
+    )
 
 
 def query_heads(causal_lm: PreTrainedModel, max_length: int) -> tuple[int, ...] | str:
     """Return the different numbers of heads that the queries of a model's layers have, or the reason why its
     rows cannot be split. `causal_lm` is on the meta device."""
     config = causal_lm.config
-    text = config.get_text_config()
-    mixing = recurrent_layers(type(causal_lm)) & set(getattr(text, "layer_types", None) or ())
-    if mixing:
-        return f"its layers of type {' and '.join(sorted(mixing))} mix tokens outside of the attention"
+    layers = getattr(config.get_text_config(), "layer_types", None) or ()
+    mixing = recurrent_layers(type(causal_lm)).intersection(layers)
     obstacle = packing_obstacle(config, max_length)
-    if obstacle is not None:
-        return f"that takes what packed rows take, and it {obstacle}"
-    try:
-        return _tried(causal_lm)
-    except _Unfit as unfit:
-        return str(unfit)
+    if mixing:
+        reason = f"its layers of type {' and '.join(sorted(mixing))} mix tokens outside of the attention"
+    elif obstacle is not None:
+        reason = f"that takes what packed rows take, and it {obstacle}"
+    else:
+        try:
+            return _tried(causal_lm)
+        except _Unfit as unfit:
+            reason = str(unfit)
+    return f"rows of a {config.model_type} model cannot be split: {reason}"
 
 
 def _tried(causal_lm: PreTrainedModel) -> tuple[int, ...]:
@@ -84,18 +86,24 @@ def _tried(causal_lm: PreTrainedModel) -> tuple[int, ...]:
         return query.new_empty(1, TOKENS, query.shape[1], value.shape[3]), None
 
     config: Any = causal_lm.config
-    kept = config._attn_implementation, config._experts_implementation
+    kept = config._attn_implementation, config._experts_implementation, config.pad_token_id
     AttentionInterface.register(TRIAL, attend)
     causal_lm.set_attn_implementation(TRIAL)
-    if expert_layers(causal_lm):
+    if is_mixture := bool(expert_layers(causal_lm)):
         causal_lm.set_experts_implementation("batched_mm")  # which the meta device has in every type
+    config.pad_token_id = None  # else GPT-2 looks for it among the tokens
     ids = torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
     given = {"input_ids": ids, "position_ids": ids, "use_cache": False, KEYWORD: ((TOKENS, 0),)}
     try:
         with torch.no_grad():
             causal_lm.base_model(**given)
+    except _Unfit:
+        raise
+    except Exception:  # of a model that looks at values: the check at the start of a run shows the rest
+        return tuple(sorted(found))
     finally:
         causal_lm.set_attn_implementation(kept[0])
-        if expert_layers(causal_lm):
+        if is_mixture:
             causal_lm.set_experts_implementation(kept[1])
+        config.pad_token_id = kept[2]
     return tuple(sorted(found))

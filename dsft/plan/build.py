@@ -78,6 +78,9 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     if heads is not None and heads.queries % size:
         message = f"{size} {heads_not_divided(heads.queries, size)}"
         problems = [*problems, Problem("parallel.sequence_parallel", message)]
+    if size > 1 and counted.unsplittable is not None:
+        message = f"{counted.unsplittable}; set it to 1"
+        problems = [*problems, Problem("parallel.sequence_parallel", message)]
     if problems:
         raise SpecError("The run cannot be planned.", problems)
     is_other = has_engine(spec) and dpo_of(spec).reference_model is not None

@@ -26,7 +26,7 @@ from dsft.system.files import cache_folder, cache_json, cached_json
 if TYPE_CHECKING:  # dsft.plan.cut imports this module
     from dsft.plan.cut import Cut
 
-VERSION = 6
+VERSION = 7
 """Version of cached censuses. Increase it when the same model section, files and library versions give
 another census (parameters, names, layers, reasons) or another JSON format. Checked by
 tests/unit/plan/test_census_version.py."""
@@ -108,7 +108,7 @@ class Heads:
 class Census:
     """The parameters of a model. uncuttable: why its layers cannot be cut into pipeline stages, None if they
     can; max_positions: longest sequence in tokens, None if the config sets no limit; heads: None if unknown
-    or if layers differ."""
+    or if layers differ; unsplittable: why its rows cannot be split over ranks, None if they can."""
 
     architecture: str
     num_layers: int
@@ -116,6 +116,7 @@ class Census:
     parameters: tuple[Parameter, ...]
     uncuttable: str | None = None
     heads: Heads | None = None
+    unsplittable: str | None = None
 
     @property
     def numel(self) -> int:
