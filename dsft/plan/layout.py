@@ -73,9 +73,10 @@ def layout_of(parallel: Parallel, world_size: int) -> Layout:
         raise SpecError("The pipeline does not fit the processes.", [problem])
     if world_size // stages % together:
         choices = " or ".join(str(n) for n in nearest_divisors(world_size // stages, together))
-        of_stage = " of each stage" if stages > 1 else ""
+        here = world_size // stages
+        processes = f"process{'' if here == 1 else 'es'}{' of each stage' if stages > 1 else ''}"
         message = (
-            f"{together} does not divide the {world_size // stages} processes{of_stage}, and all groups need "
+            f"{together} does not divide the {here} {processes}, and all groups need "
             f"the same number; set {choices}, or start a multiple of {stages * together}"
         )
         problem = Problem("parallel.sequence_parallel", message)

@@ -106,10 +106,10 @@ def _head_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 def heads_not_divided(heads: int, size: int) -> str:
     """Return the rest of a message on a group of `size` ranks whose number does not divide the heads."""
-    fewer = next(number for number in range(min(heads, size), 0, -1) if heads % number == 0)
-    return (
-        f"does not divide the model's {heads} attention heads, which the ranks of a group share; set {fewer}"
-    )
+    divisors = [number for number in range(1, heads + 1) if heads % number == 0]
+    nearest = [*[n for n in divisors if n < size][-1:], *[n for n in divisors if n > size][:1]]
+    reason = f"does not divide the model's {heads} attention heads, which the ranks of a group share"
+    return f"{reason}; set {' or '.join(map(str, nearest))}"
 
 
 def _expert_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:

@@ -109,10 +109,10 @@ def _sequence(spec: Spec) -> Iterator[Finding]:
         message += f"token of a row; set {spec.data.max_length} or less"
         yield value_finding(spec, key, message, "data.max_length")
     if spec.model.attention not in {"auto", "sdpa"}:
-        message = f"cannot split rows with model.attention {spec.model.attention}; set that to auto"
+        message = f"does not work with model.attention {spec.model.attention}; set that to auto"
         yield value_finding(spec, key, message, "model.attention")
     if spec.model.compile:
-        message = "is not supported with model.compile; set one of them to its default"
+        message = "is not supported with model.compile; set it to 1, or model.compile to false"
         yield value_finding(spec, key, message, "model.compile")
 
 

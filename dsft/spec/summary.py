@@ -14,22 +14,25 @@ def summary(spec: Spec) -> str:
     packed = ", packed" if spec.data.packing else ""
     rows = f"{limited} of at most {spec.data.max_length} tokens{packed}"
     stages = f", {parallel.pipeline_stages} pipeline stages" if parallel.pipeline_stages > 1 else ""
+    size, split = parallel.pipeline_stages * parallel.sequence_parallel, ""
+    if parallel.sequence_parallel > 1:
+        split = f", each row split over {parallel.sequence_parallel} ranks"
     offloads = (("optimizer", parallel.offload_optimizer), ("parameters", parallel.offload_parameters))
     offload = "".join(f", {what} on {one.device}" for what, one in offloads if one.device != "none")
-    world = "any number of processes"
+    world = "any number of processes" if size == 1 else f"any multiple of {size} processes"
     total, micro, steps = train.global_batch_size, train.micro_batch_size, train.accumulation_steps
     if cluster is not None:
         hosts = len(cluster.hosts)
         world = f"{sum(cluster.hosts.values())} processes on {hosts} host{'' if hosts == 1 else 's'}"
     elif total and micro and steps:
-        world = f"{total // (micro * steps) * parallel.pipeline_stages} processes, by the batch sizes"
+        world = f"{total // (micro * steps) * size} processes, by the batch sizes"
     epochs = f"{train.num_train_epochs:g} epoch{'' if train.num_train_epochs == 1 else 's'}"
     length = f"{train.max_steps} steps" if train.max_steps else epochs
     rate = f"learning rate {optim.learning_rate:g} {optim.lr_scheduler_type}"
     lines = (
         ("task", f"{spec.task} of {model.name_or_path or initialized}, {train.precision}{_trained(model)}"),
         ("data", f"{_paths(spec.data.train)}{_evaluation(spec.data, unit)}; {rows}"),
-        ("layout", f"ZeRO {parallel.zero_stage}{stages}{offload}; {world}"),
+        ("layout", f"ZeRO {parallel.zero_stage}{stages}{split}{offload}; {world}"),
         ("length", f"{length}, {optim.name}, {rate}"),
         ("output", f"{spec.output_dir}/{spec.name}"),
     )

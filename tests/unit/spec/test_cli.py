@@ -13,6 +13,7 @@ import yaml
 from dsft import __version__, cli
 from dsft.errors import MissingInputError
 from dsft.spec.load import load_spec
+from dsft.spec.summary import summary
 from tests.unit.spec.conftest import Write
 
 REPOSITORY = Path(__file__).parents[3]
@@ -248,6 +249,15 @@ def test_shipped_specs_are_valid() -> None:
     assert found
     for path in found:
         assert load_spec(path).name == yaml.safe_load(path.read_text(encoding="utf-8"))["name"]
+
+
+def test_the_summary_counts_the_processes_of_stages_and_groups() -> None:
+    split = ["parallel.sequence_parallel=2", "parallel.pipeline_stages=2"]
+    sizes = ["train.global_batch_size=24", "train.accumulation_steps=1"]  # of 8 in a micro-batch
+    path = REPOSITORY / "specs" / "quickstart.yaml"
+    where = "2 pipeline stages, each row split over 2 ranks"
+    assert f"{where}; 12 processes, by" in summary(load_spec(path, [*split, *sizes]))
+    assert f"{where}; any multiple of 4 processes" in summary(load_spec(path, split))
 
 
 def test_output_to_a_full_disk_is_told() -> None:
