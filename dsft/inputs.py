@@ -23,6 +23,7 @@ from dsft.model.files import FileSample, fingerprint
 from dsft.model.split_check import check_can_split
 from dsft.model.vocabulary import NewRows
 from dsft.plan.batch import BatchSizes
+from dsft.plan.reference import dpo_of, needs_reference, reference_model
 from dsft.report.console import task_progress
 from dsft.spec.schema import Spec, Train
 
@@ -79,8 +80,10 @@ def read_inputs(spec: Spec, log: Callable[[str], None], *, first: bool = True) -
         log(line)
     if spec.data.packing:
         check_can_pack(config, spec.data.max_length)
-    if spec.parallel.sequence_parallel > 1:
-        check_can_split(config, spec.parallel.sequence_parallel, spec.data.max_length)
+    if (size := spec.parallel.sequence_parallel) > 1:
+        check_can_split(config, size, spec.data.max_length)
+        if needs_reference(spec) and (other := dpo_of(spec).reference_model) is not None:
+            check_can_split(resolve_config(reference_model(spec), facts), size, spec.data.max_length, other)
     name = spec.model.name_or_path
     files, around = (fingerprint(name), config_around(name)) if name else (None, None)
 

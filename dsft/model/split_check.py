@@ -27,9 +27,11 @@ class _Unfit(Exception):
     """The reason why rows cannot be split."""
 
 
-def check_can_split(config: PreTrainedConfig, size: int, max_length: int) -> None:
+def check_can_split(
+    config: PreTrainedConfig, size: int, max_length: int, reference: str | None = None
+) -> None:
     """Raise SpecError where rows of a model with this config cannot be split over `size` ranks. max_length:
-    tokens of the longest row."""
+    tokens of the longest row; reference: dpo.reference_model, where it is that."""
     found = query_heads(on_meta(config), max_length)
     if isinstance(found, str):
         message = f"{found}; set it to 1"
@@ -37,8 +39,9 @@ def check_can_split(config: PreTrainedConfig, size: int, max_length: int) -> Non
         message = f"{size} {heads_not_divided(odd[0], size)}"
     else:
         return
+    message += f" (the model is dpo.reference_model, {reference!r})" if reference else ""
     raise SpecError(
-        "The model cannot be trained on split rows.", [Problem("parallel.sequence_parallel", message)]
+        "Rows of the model cannot be split.", [Problem("parallel.sequence_parallel", message)]
     )
 
 

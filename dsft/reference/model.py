@@ -24,7 +24,6 @@ from dsft.model.build import build_model, switch_off_dropout
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
-from dsft.model.split_check import check_can_split
 from dsft.model.weights import DTYPES
 from dsft.plan.census import Census, census_from
 from dsft.plan.cut import cut_of
@@ -68,10 +67,8 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> OpenReference
         dtype = DTYPES[spec.train.precision]
         policy = build_model(model, facts, spec.train.seed, dtype, world.stage, cut, keep)
         switch_off_dropout(policy.causal_lm)  # as in the policy, so that both attend alike to packed rows
-        max_length, device = spec.data.max_length, world.device
-        if exchange is not None:
-            check_can_split(policy.causal_lm.config, exchange.size, max_length)
         if spec.data.packing or exchange is not None:
+            max_length, device = spec.data.max_length, world.device
             attend_per_segment(policy.causal_lm, model.attention, max_length, device, exchange)
         return policy
 

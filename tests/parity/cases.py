@@ -305,12 +305,14 @@ SPLIT = (
     "zero3-2ranks-adamw-four-split2-clipped-bf16-fault",
     "zero3-2ranks-adamw-varying-split2-packed-clipped-llama_6heads",
     "zero3-2ranks-adamw-varying-split2-short-clipped-checkpointing-gemma2_tied",
+    "zero2-2ranks-adamw-four-split2-clipped-dpo_live",
     "zero3-3ranks-adamw-varying-split3-short-packed-clipped-llama_6heads",
     "zero1-4ranks-adamw-four-split2-packed-clipped-checkpointing",
     "zero3-4ranks-adamw-varying-split4-short-packed-clipped-llama_4heads",
     "zero3-4ranks-adamw-varying-split4-packed-clipped-checkpointing-gemma2_4heads_tied",
     "pipeline_zero0-4ranks-sgd-varying-split2-clipped",
     "pipeline_zero1-4ranks-adamw-varying-split2-packed-clipped-llama_tied",
+    "pipeline_zero1-4ranks-adamw-varying-split2-packed-clipped-lora-dpo_adapter",
 )
 """Of the cases whose rows are split, those that run always."""
 
@@ -376,6 +378,7 @@ def _cases(ranks: int) -> Iterator[Case]:
     yield from _mixtures(ranks)
     yield from _balanced(ranks)
     yield from _split(ranks)
+    yield from _split_pairs(ranks)
 
 
 def _split(ranks: int) -> Iterator[Case]:
@@ -444,6 +447,38 @@ def _split_in_pipelines(case: functools.partial[Case]) -> Iterator[Case]:
     yield case("pipeline_zero0", optimizer="sgd", micro_batches="varying", shape="gemma3_tied")
     yield case("pipeline_zero1", optimizer="sgd", micro_batches="varying", chunked=True)
     yield case("pipeline_zero1", optimizer="adamw", micro_batches="four", precision="bf16", fault=True)
+
+
+def _split_pairs(ranks: int) -> Iterator[Case]:
+    """Preference pairs whose rows are split: in every mode padded, with shared prompts and with each
+    reference."""
+    case = functools.partial(Case, ranks=ranks, max_norm=0.1, sequence_parallel=2)
+    if ranks == 2:
+        yield from _split_references(case)
+        pair = functools.partial(case, "zero2", optimizer="adamw", micro_batches="varying", reference="given")
+        yield pair(packed=True, loss_type="ipo")
+        yield pair(packed=True, chunked=True, sft_weight=0.5)
+        yield pair(loss_type="orpo", checkpointing=True)
+        yield pair(packed=True, shared=True, precision="bf16")
+    if ranks == 4:
+        yield from _split_references(case)
+        yield from _split_references(functools.partial(case, sequence_parallel=4, shape="llama_4heads"))
+        for mode in PIPELINES:
+            pair = functools.partial(case, mode, stages=2, micro_batches="varying")
+            yield pair(optimizer="sgd", reference="given")
+            yield pair(optimizer="adamw", reference="given", packed=True, shared=True)
+            yield pair(optimizer="adamw", reference="adapter", trains="lora", packed=True)
+
+
+def _split_references(case: functools.partial[Case]) -> Iterator[Case]:
+    for mode in ("zero0", "zero1", "zero2", "zero3", "zero3_both"):
+        pair = functools.partial(case, mode, micro_batches="four")
+        yield pair(optimizer="sgd", reference="given")
+        yield pair(optimizer="adamw", reference="given", packed=True, shared=True)
+        yield pair(optimizer="adamw", reference="live", packed=mode != "zero2")
+        yield pair(optimizer="adamw", reference="adapter", trains="lora", packed=True, shared=True)
+        if mode in ("zero2", "zero3"):
+            yield pair(optimizer="adamw", reference="adapter", trains="lora_fresh")
 
 
 def _balanced(ranks: int) -> Iterator[Case]:

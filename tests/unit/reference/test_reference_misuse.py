@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsft import cli
 from dsft.errors import SpecError, WorldError
+from dsft.inputs import read_inputs
+from dsft.plan.load import load
 from dsft.plan.reference import check_precomputed
 from dsft.reference.score import micro_batch_size, scoring_batch
 from dsft.reference.start import run_ranks
 from tests.launching import ROOT
-from tests.unit.reference.small import model, rows, spec
+from tests.unit.reference.small import TINY, model, rows, spec
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,19 @@ def small_run(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_reference_whose_rows_cannot_be_split_as_the_policys(small_run: Path) -> None:
+    other = small_run.parent / "other"
+    LlamaForCausalLM(LlamaConfig(**TINY | {"hidden_size": 18, "num_attention_heads": 3})).save_pretrained(
+        other
+    )
+    changed = ["parallel.sequence_parallel=2", "train.global_batch_size=2", f"dpo.reference_model={other}"]
+    with pytest.raises(
+        SpecError, match=r"cannot be split: 2 does not divide its 3 attention heads"
+    ) as raised:
+        read_inputs(load(small_run, changed), lambda text: None)
+    assert [problem.where for problem in raised.value.problems] == ["dpo.reference_model"]
+
+
 def test_dsft_reference_starts_train_py_on_its_own_ranks(
     small_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,12 +76,13 @@ def test_dsft_reference_starts_train_py_on_its_own_ranks(
     monkeypatch.setattr("dsft.reference.start.run_ranks", lambda *given: started.append(given))
     with pytest.raises(typer.Exit):
         cli.reference(path, ["train.seed=1"], 1)
-    with pytest.raises(typer.Exit):
-        cli.reference(path, None, 3)
+    for overrides, ranks in ((None, 3), (["parallel.sequence_parallel=2"], None)):
+        with pytest.raises(typer.Exit):
+            cli.reference(path, overrides, ranks)
     with pytest.raises(SpecError, match="nothing for dsft reference to score"):
         cli.reference(path, ["dpo.reference=live"], 1)
-    (program, *one), (*several, count) = started
-    assert program == sys.executable and count == 3
+    (program, *one), (*several, count), (*_, fewest) = started
+    assert program == sys.executable and count == 3 and fewest == 2  # without a GPU
     for argv, environ in (one, several):
         assert argv[:3] == [sys.executable, str(ROOT / "dsft" / "train.py"), str(path)]
         assert environ["KEPT"] == "1" and not {"RANK", "SLURM_PROCID", "NNODES"} & environ.keys()
