@@ -40,9 +40,7 @@ def check_can_split(
     else:
         return
     message += f" (the model is dpo.reference_model, {reference!r})" if reference else ""
-    raise SpecError(
-        "Rows of the model cannot be split.", [Problem("parallel.sequence_parallel", message)]
-    )
+    raise SpecError("Rows of the model cannot be split.", [Problem("parallel.sequence_parallel", message)])
 
 
 def query_heads(causal_lm: PreTrainedModel, max_length: int) -> tuple[int, ...] | str:

@@ -14,7 +14,10 @@ from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import MemoryMeter, Phase, is_out_of_memory, room
 
 PARTS = (4, 2, 1)  # divisors of the longest micro-batch: two smaller ones are measured first
-LESS = "model.gradient_checkpointing, a higher parallel.zero_stage or parallel.offload_optimizer"
+LESS = (
+    "model.gradient_checkpointing, parallel.sequence_parallel, a higher parallel.zero_stage or "
+    "parallel.offload_optimizer"
+)
 MARGIN = 64  # 1/64 of the memory is not counted on: allocators round to pages
 
 
