@@ -23,6 +23,7 @@ from dsft.engine.world import World
 from dsft.errors import Problem, SpecError
 from dsft.model.attention import own_attention
 from dsft.model.attention_choice import PACKAGE, VARLEN
+from dsft.model.attention_split import SPLIT
 from dsft.model.kernels import fused_modules, plain_kernels
 from dsft.model.policy import Policy
 from dsft.spec.schema import Spec
@@ -51,6 +52,8 @@ def check_rows(
     yield check_head(engine, policy, dataset, world, pad_id)
     if spec.model.kernels != "torch":
         yield check_kernels(engine, policy, dataset, world, pad_id)
+    if world.layout.sequence_parallel > 1:
+        yield check_split(engine, policy, dataset, world, spec.train.precision, pad_id)
     if spec.data.packing:
         yield check_packing(engine, policy, dataset, world, spec.train.precision, pad_id)
 
@@ -73,7 +76,7 @@ def check_packing(
     ]
     with own_attention(policy.causal_lm):
         alone = [engine.score([collate_padded([row], pad_id) for row in trial.rows]) for trial in trials]
-    one_call = policy.causal_lm.config._attn_implementation in (VARLEN, PACKAGE)
+    one_call = policy.causal_lm.config._attn_implementation.removesuffix(SPLIT) in (VARLEN, PACKAGE)
     way_out = "set it to false, or model.attention to sdpa" if one_call else "set it to false"
     apart = [
         world.each(partial(trial.compare, scored, expected, precision, way_out))
@@ -82,6 +85,39 @@ def check_packing(
     largest = max(max(each) for each in world.gather(apart))
     shared = ", also of answers that share their prompt" if len(trials) > 1 else ""
     return f"self-check passed: packed and unpacked losses agree to {largest:.1g} nats per token{shared}"
+
+
+def check_split(
+    engine: Scorer, policy: Policy, dataset: Dataset, world: World, precision: Precision, pad_id: int
+) -> str:
+    """Score a few of the dataset's rows, padded, split over the ranks of a group and whole on each rank under
+    transformers' own attention. A collective. Returns a line for the log; raises SpecError on every rank
+    where the losses of a row differ by more than rounding."""
+    rows = real_rows(dataset)
+    batch = collate_padded(rows, pad_id)
+    found = engine.score([batch])
+    with own_attention(policy.causal_lm):
+        own = engine.score([batch])
+
+    def compare() -> float:
+        largest = 0.0
+        for split, whole in zip(found, own, strict=True):
+            sums = (split.double().sum(-1) - whole.double().sum(-1)).abs().tolist()
+            for row, apart in zip(rows, sums, strict=True):
+                apart /= row.target_count
+                if not apart <= rounding(row.target_count, precision):
+                    message = (
+                        f"the loss of a split row is {apart:.2g} nats per token from that of a whole one"
+                    )
+                    raise SpecError(
+                        "Split rows were tried on rows of data.train and are not exact.",
+                        [Problem("parallel.sequence_parallel", f"{message}; set it to 1")],
+                    )
+                largest = max(largest, apart)
+        return largest
+
+    largest = max(world.gather(world.each(compare)))
+    return f"self-check passed: split and whole rows agree to {largest:.1g} nats per token"
 
 
 def check_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:

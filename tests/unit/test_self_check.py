@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.collate import collate_packed
-from dsft.engine import self_check
+from dsft.data.steps.split import part_of
+from dsft.engine import self_check, split
 from dsft.engine.self_check import (
     answers_changed,
     check_head,
     check_kernels,
     check_packing,
+    check_split,
     every_second_changed,
     real_rows,
     shared_pairs,
     whole_rows,
 )
+from dsft.engine.split import RowSplit
 from dsft.errors import SpecError
 from dsft.model import kernels
 from dsft.model import policy as policies
@@ -34,10 +39,11 @@ from dsft.model.attention_loop import KEYWORD, SEGMENTS
 from dsft.model.attention_varlen import KEY_INDEX
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
-from dsft.model.policy import Policy
+from dsft.model.policy import Policy, forward_arguments
 from dsft.spec.schema import Model
 from tests import varlen_on_cpu
 from tests.examples import dataset_of
+from tests.in_threads import Threads
 from tests.parity.cases import SHAPES
 
 FACTS = TokenFacts(128, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -398,3 +404,63 @@ def test_a_wrong_border_in_one_call_is_found(
     monkeypatch.setattr(policies, "packed_keywords", mutated)
     with pytest.raises(SpecError, match=f"({said}).*set it to false, or model.attention to sdpa"):
         prove(scores(attention=VARLEN), pairs(*REAL) if shared else rows(20, 30, 17, 25, 60))
+
+
+class SplitScores(Scores):
+    """Of one of two ranks that split rows."""
+
+    def __init__(self, ranks: Threads, precision: str) -> None:
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+        super().__init__(build_model(Model(from_config=LLAMA), FACTS, 3, dtype).eval())
+        attend_per_segment(self.policy.causal_lm, "auto", 64, exchange=ranks)
+        self.split = RowSplit(self.policy.causal_lm, None)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
+        self.given += micro_batches
+        wholes = [batch.to(Alone.device) for batch in micro_batches]
+        parts = [self.split.part(batch) for batch in wholes]
+        scored = [self.policy(part.input_ids, *forward_arguments(part)).logps for part in parts]
+        return tuple(map(self.split.whole, scored, wholes))
+
+
+def prove_split(monkeypatch: pytest.MonkeyPatch, precision: Any = "fp32") -> list[str]:
+    ranks, data = Threads(2, monkeypatch), rows(20, 31, 17, 25, 60)
+    monkeypatch.setattr(split, "exchange_of", lambda world: ranks)
+    engines = [SplitScores(ranks, precision) for _ in range(2)]
+
+    def check(number: int) -> str:
+        engine, world = engines[number], Alone()
+        line = check_split(engine, engine.policy, data, world, precision, 0)  # type: ignore[arg-type]
+        check_packing(engine, engine.policy, data, world, precision, 0)  # type: ignore[arg-type]
+        return line
+
+    return ranks.run(check)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_split_rows_pass_padded_and_packed(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    one, other = prove_split(monkeypatch, precision)
+    assert one == other and one.startswith("self-check passed: split and whole rows agree to ")
+
+
+def test_a_layer_that_mixes_tokens_itself_is_found_when_rows_are_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The mutation: each token gets something of the one before it, where its rank has that."""
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, hidden: F.pad(hidden, (0, 0, 1, -1)))
+    with pytest.raises(
+        SpecError, match="parallel.sequence_parallel: the loss of a split row is .* whole one"
+    ):
+        prove_split(monkeypatch)
+
+
+def test_positions_that_begin_with_each_part_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: Any) -> MicroBatch:
+        part = part_of(*arguments)
+        return replace(part, position_ids=torch.arange(part.position_ids.shape[1])[None])
+
+    monkeypatch.setattr(split, "part_of", wrong)
+    monkeypatch.setitem(LLAMA, "initializer_range", 0.5)
+    with pytest.raises(SpecError, match="parallel.sequence_parallel: "):
+        prove_split(monkeypatch)
