@@ -108,6 +108,8 @@ def cuts(exchange: RankExchange, world: World, rows: int, length: int, packed: b
     mine = split.part(whole)
     assert mine.num_targets == int((mine.targets != NO_TARGET).sum())
     assert mine.lengths is not None and sum(mine.lengths) == mine.input_ids.numel() * exchange.size
+    at = torch.arange(mine.input_ids.numel()) + exchange.number * mine.input_ids.numel()
+    assert mine.is_padding is not None and mine.is_padding[0, at >= tokens].all()
     fields = ("input_ids", "position_ids", "targets", "noise_scale", "is_padding")
     wrong, pulled = 0.0, 0.0
     for name in fields:
