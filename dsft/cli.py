@@ -202,12 +202,14 @@ def plan(
             "--compare", help="Compare all layouts on these hosts: which fit, and why others do not."
         ),
     ] = False,
+    longest: Annotated[bool, typer.Option("--longest", help="Print the longest row that fits.")] = False,
 ) -> None:
     """Show batch sizes, ranks, memory and DeepSpeed keys. This needs no GPU."""
-    if compare:
-        from dsft.plan.show_compare import print_comparison
+    if compare or longest:
+        from dsft.plan.show_compare import print_comparison as show
+        from dsft.plan.show_longest import print_longest
 
-        print_comparison(spec, overrides or (), as_json=as_json, world_size=world_size)
+        (print_longest if longest else show)(spec, overrides or (), as_json=as_json, world_size=world_size)
         return
     from dsft.plan.show import print_plan
 

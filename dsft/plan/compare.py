@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, Literal
 
 from dsft.errors import SpecError
-from dsft.plan.batch import BatchSizes, batch_sizes
-from dsft.plan.build import Need, Plan, memory_needs
+from dsft.plan.batch import BatchSizes
+from dsft.plan.build import Need, Plan, memory_limits, memory_needs
 from dsft.plan.cost import Cost, cost
 from dsft.plan.cut import Cut, cut_of
-from dsft.plan.layout import Layout, layout_of
+from dsft.plan.layout import Layout, batch_on, layout_of
 from dsft.plan.load import cluster_findings
 from dsft.plan.memory.ranks import Memory, memory
 from dsft.plan.memory.reference import with_reference
@@ -39,7 +39,7 @@ ROOMY = 0.95  # usable share of a memory limit; the rest is for the driver, frag
 @dataclass(frozen=True)
 class LayoutKeys:
     """One combination of the keys that define a layout. reference: value of dpo.reference, None if the loss
-    has no reference."""
+    has no reference; sequence_parallel: ranks that split each row."""
 
     zero_stage: int
     pipeline_stages: int
@@ -47,15 +47,18 @@ class LayoutKeys:
     offload_parameters: Device
     checkpointing: bool
     reference: str | None
+    sequence_parallel: int = 1
 
     @property
     def order(self) -> int:
-        """Position in the usual order of trying layouts: plain data parallelism, ZeRO 1, 2 and 3, offload,
-        pipeline, pipeline with offload."""
+        """Position in the usual order of trying layouts: plain data parallelism, ZeRO 1, 2 and 3, split rows,
+        offload, pipeline, pipeline with offload."""
         offloads = (self.offload_optimizer, self.offload_parameters) != ("none", "none")
-        if self.pipeline_stages == 1:
-            return 4 if offloads else self.zero_stage
-        return 6 if offloads else 5
+        if self.pipeline_stages > 1:
+            return 7 if offloads else 6
+        if offloads:
+            return 5
+        return self.zero_stage if self.sequence_parallel == 1 else 4
 
     def changes(self, spec: Spec) -> dict[str, Any]:
         """Return dotted key -> value of the keys whose values in the spec must change to get this layout. A
@@ -67,8 +70,11 @@ class LayoutKeys:
             "parallel.zero_stage": self.zero_stage,
             "parallel.pipeline_stages": self.pipeline_stages,
             "parallel.pipeline_cut": "parameters" if is_cut else own.pipeline_cut,
+            "parallel.sequence_parallel": self.sequence_parallel,
             "model.gradient_checkpointing": self.checkpointing,
         }
+        if self.sequence_parallel == 1:
+            found["parallel.sequence_parallel_across_hosts"] = False
         for key, device in (
             ("parallel.offload_optimizer", self.offload_optimizer),
             ("parallel.offload_parameters", self.offload_parameters),
@@ -87,7 +93,7 @@ class LayoutKeys:
 @dataclass(frozen=True)
 class Size:
     """A layout at one micro-batch size. over: the needs that exceed their limit, the worst first; full: the
-    highest ratio of need to limit, 0 if no limit is known."""
+    highest ratio of need to limit, 0 if no limit is known; fullest: the place that has it."""
 
     batch: BatchSizes
     memory: Memory
@@ -96,6 +102,7 @@ class Size:
     cost: Cost
     over: tuple[Need, ...]
     full: float
+    fullest: str
 
     @property
     def is_tight(self) -> bool:
@@ -159,6 +166,7 @@ def compare(plan: Plan) -> Comparison:
         return cut_of(Parallel(pipeline_stages=stages, pipeline_cut=listed), plan.census)
 
     found = [_candidate(plan, keys, cut) for keys in _layouts(plan)]
+    found += _split(plan, found, cut)
     fitting = [c for c in found if c.best is not None]
     too_large = [c for c in found if c.best is None and not c.refused]
     return Comparison(
@@ -169,9 +177,10 @@ def compare(plan: Plan) -> Comparison:
 
 
 def _layouts(plan: Plan) -> Iterator[LayoutKeys]:
-    """Yield all combinations, valid or not; for each number of stages that does not divide the ranks only
-    one."""
+    """Yield all combinations, valid or not, with rows split as in the spec and whole; for each number of
+    stages that does not divide the ranks only one."""
     spec, ranks = plan.spec, plan.layout.world_size
+    splits = sorted({1, spec.parallel.sequence_parallel})
     references: tuple[str | None, ...] = (None,)
     if needs_reference(spec):
         ways = (dpo_of(spec).reference, "precomputed", "live", *(("adapter",) if spec.model.lora else ()))
@@ -180,35 +189,68 @@ def _layouts(plan: Plan) -> Iterator[LayoutKeys]:
         if ranks % stages:
             yield LayoutKeys(0, stages, "none", "none", spec.model.gradient_checkpointing, references[0])
             continue
-        for one in product(range(4), DEVICES, DEVICES, (False, True), references):
-            zero, optimizer, parameters, checkpointing, reference = one
-            yield LayoutKeys(zero, stages, optimizer, parameters, checkpointing, reference)
+        for one in product(range(4), DEVICES, DEVICES, (False, True), references, splits):
+            zero, optimizer, parameters, checkpointing, reference, split = one
+            yield LayoutKeys(zero, stages, optimizer, parameters, checkpointing, reference, split)
+
+
+def _split(plan: Plan, found: Sequence[Candidate], cut: Callable[[int], Cut]) -> Iterator[Candidate]:
+    """Yield the candidates whose rows more ranks split than in the spec, unless a layout fits without that,
+    offload or pipeline. Tried are layouts that are too large for reasons other than weights and states, and
+    those with more ranks than examples in a step: with the smallest group that fits, or the largest."""
+    if any(c.best and c.keys.order < 4 for c in found):
+        return
+    stages, gpu = plan.spec.parallel.pipeline_stages, memory_limits(plan.spec)[0] or math.inf
+    own, sizes = plan.layout.sequence_parallel, group_sizes(plan)
+    for one in found:
+        is_larger = bool(one.sizes) and max(rank.states for rank in one.sizes[0].memory.stages) > gpu
+        is_refused = bool(one.refused) and one.refused[0].path[0] != "train"
+        is_other = one.keys.sequence_parallel != own or one.keys.pipeline_stages not in (1, stages)
+        if one.best or is_larger or is_refused or is_other:
+            continue
+        last = one
+        for size in sizes:
+            if size > own and not last.best:
+                last = _candidate(plan, replace(one.keys, sequence_parallel=size), cut)
+        if last is not one and not last.refused:
+            yield last
+
+
+def group_sizes(plan: Plan) -> list[int]:
+    """Return the numbers of ranks that could split each row: 1, the spec's, and those that divide the ranks
+    of every host and the attention heads."""
+    own, heads = plan.spec.parallel, plan.census.heads
+    within = (
+        sum(plan.hosts.values()) if own.sequence_parallel_across_hosts else math.gcd(*plan.hosts.values())
+    )
+    most = math.gcd(within, heads.queries) if heads else 1
+    return sorted({n for n in range(1, most + 1) if most % n == 0} | {own.sequence_parallel})
 
 
 def _candidate(plan: Plan, keys: LayoutKeys, cut: Callable[[int], Cut]) -> Candidate:
     changes = keys.changes(plan.spec)
-    spec = _changed(plan.spec, changes)
+    spec = changed(plan.spec, changes)
     refused = tuple(refusals(spec, cluster_findings))
     if refused:
         return Candidate(keys, refused)
     try:
         layout = layout_of(spec.parallel, plan.layout.world_size)
         counts = cut(keys.pipeline_stages).counts
-        batch_sizes(_changed(spec, _batch(plan, 1)).train, layout.data_parallel)
+        batch_on(changed(spec, batch_keys(plan, 1)), layout)
     except SpecError as error:
         return Candidate(keys, tuple(Finding(tuple(p.where.split(".")), p.message) for p in error.problems))
     sizes: list[Size] = []
     micros = _micro_batches(plan, plan.batch.global_batch_size // layout.data_parallel)
-    fixed = _changed(spec, {"parallel.pipeline_cut": counts}) if len(counts) > 1 else spec  # computed once
+    fixed = changed(spec, {"parallel.pipeline_cut": counts}) if len(counts) > 1 else spec  # computed once
     for micro in micros:
-        sizes.append(_size(plan, _changed(fixed, _batch(plan, micro)), layout))
+        sizes.append(size_of(plan, changed(fixed, batch_keys(plan, micro)), layout))
         if sizes[-1].over:
             if micro != micros[-1] and keys.zero_stage == 3:  # one micro-batch: gradients may stay bf16
-                sizes.append(_size(plan, _changed(fixed, _batch(plan, micros[-1])), layout))
+                sizes.append(size_of(plan, changed(fixed, batch_keys(plan, micros[-1])), layout))
             break
     chosen = (fastest_fit(sizes) or sizes[0]).batch
-    if not _has_batch(plan.spec, chosen):
-        batch = _batch(plan, chosen.micro_batch_size)
+    if not _has_batch(plan.spec, layout, chosen):
+        batch = batch_keys(plan, chosen.micro_batch_size)
         changes |= {key: value for key, value in batch.items() if value != value_at(plan.spec, key)}
     overrides = tuple(f"{key}={_written(value)}" for key, value in changes.items())
     return Candidate(keys, (), tuple(sizes), overrides, warnings(spec))
@@ -224,16 +266,17 @@ def fastest_fit(sizes: Sequence[Size]) -> Size | None:
     return min(as_fast, key=lambda size: size.device, default=None)
 
 
-def _changed(section: Any, values: Mapping[str, Any]) -> Any:
+def changed(section: Any, values: Mapping[str, Any]) -> Any:
     """Return a copy of the spec, or of a section of it, with the values at these dotted keys."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
         inner = getattr(section, name) or Dpo()  # of all sections on the way only dpo may be null
-        section = section.model_copy(update={name: _changed(inner, {rest: value}) if rest else value})
+        section = section.model_copy(update={name: changed(inner, {rest: value}) if rest else value})
     return section
 
 
-def _batch(plan: Plan, micro: int) -> dict[str, int | None]:
+def batch_keys(plan: Plan, micro: int) -> dict[str, int | None]:
+    """Return dotted key -> value of the batch sizes with the plan's global batch and this micro-batch."""
     return {
         "train.global_batch_size": plan.batch.global_batch_size,
         "train.micro_batch_size": micro,
@@ -250,22 +293,24 @@ def _micro_batches(plan: Plan, share: int) -> list[int]:
     return [n for n in range(1, share + 1) if share % n == 0]
 
 
-def _size(plan: Plan, spec: Spec, layout: Layout) -> Size:
-    batch = batch_sizes(spec.train, layout.data_parallel, spec.data, spec.task)
+def size_of(plan: Plan, spec: Spec, layout: Layout) -> Size:
+    """Evaluate a layout on the plan's hosts, with the batch sizes of `spec`."""
+    batch = batch_on(spec, layout)
     alone = memory(plan.census, spec, layout, plan.hosts)
     sizes, reference = with_reference(alone, plan.reference_census, spec, layout, plan.hosts)
     flows = traffic(plan.census, spec, layout, plan.hosts)
     share = bubble(layout.pipeline_stages, batch.accumulation_steps)
     needs = memory_needs(spec, sizes, reference)
     over = tuple(need for need in needs if need.needs > need.limit)
-    full = needs[0].needs / needs[0].limit if needs else 0.0
-    return Size(batch, sizes, flows, share, cost(plan.census, spec, batch, flows, plan.hosts), over, full)
+    full, fullest = (needs[0].needs / needs[0].limit, needs[0].where) if needs else (0.0, "")
+    seconds = cost(plan.census, spec, batch, flows, plan.hosts)
+    return Size(batch, sizes, flows, share, seconds, over, full, fullest)
 
 
-def _has_batch(spec: Spec, batch: BatchSizes) -> bool:
+def _has_batch(spec: Spec, layout: Layout, batch: BatchSizes) -> bool:
     """Return whether the spec's own keys give these batch sizes."""
     try:
-        return batch_sizes(spec.train, batch.data_parallel, spec.data, spec.task) == batch
+        return batch_on(spec, layout) == batch
     except SpecError:
         return False
 

@@ -191,6 +191,7 @@ def label(keys: LayoutKeys) -> str:
         f"ZeRO {keys.zero_stage}" if keys.zero_stage else "plain data parallel",
         keys.offload_optimizer != "none" and f"optimizer on {where[keys.offload_optimizer]}",
         keys.offload_parameters != "none" and f"parameters on {where[keys.offload_parameters]}",
+        keys.sequence_parallel > 1 and f"rows over {keys.sequence_parallel} ranks",
         keys.checkpointing and "checkpointing",
         keys.reference is not None and f"{keys.reference} reference",
     ]
