@@ -290,7 +290,7 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int) -
     inputs = each([hidden] * len(layers) * in_flight, token)
     is_last = stage == spec.parallel.pipeline_stages - 1
     logits, gradient, scored = _head(census, spec, tokens) if is_last else (0, 0, 0)
-    flowing = one(int(one_layer.total * BACKWARD))
+    flowing = one(int(one_layer.total * BACKWARD)) + one(_sent(census, spec) * token)
     ahead, back, on_host = sum(layers * in_flight, NONE), sum(layers * in_flight, NONE), NONE
     if spec.model.gradient_checkpointing:
         ahead, back = inputs, one_layer + inputs
@@ -330,6 +330,14 @@ def _moved(census: Census, spec: Spec) -> list[int]:
         return []
     added = heads.repeated(ranks) - heads.keys
     return [heads.queries * heads.values, added * heads.width, added * heads.values]
+
+
+def _sent(census: Census, spec: Spec) -> int:
+    """Return the elements per token of the largest tensor that attention copies to send it to other ranks."""
+    heads = census.heads
+    return (
+        heads.queries * max(heads.width, heads.values) if heads and spec.parallel.sequence_parallel > 1 else 0
+    )
 
 
 def _scores(census: Census, spec: Spec, tokens: int) -> int:

@@ -52,7 +52,8 @@ def test_a_rank_has_the_activations_of_its_tokens_and_the_shards_of_all_ranks(ra
     repeated = {1: 0, 2: 0, 4: 2}[size]  # to lcm(2, ranks) heads
     own = 3 * HIDDEN + (size > 1) * (8 * 40 + repeated * (50 + 40))
     layer = 4 * part(size) * own
-    assert split.activations == LAYERS * layer + int(layer * BACKWARD)
+    sent = 4 * part(size) * 8 * 50 * (size > 1)  # a copy of the queries
+    assert split.activations == LAYERS * layer + int(layer * BACKWARD) + sent
     assert split.one_layer == layer
     for field in ("parameters", "gradients", "master", "moments", "buffers"):
         assert getattr(split, field) == getattr(whole, field)
@@ -170,3 +171,11 @@ def test_heads_that_the_ranks_cannot_share_are_named(monkeypatch: Any, make_spec
     monkeypatch.setattr("dsft.plan.build.census", lambda *_: census())
     with pytest.raises(SpecError, match="3 does not divide the model's 8 attention heads.*set 2"):
         build_plan(make_spec(parallel={"sequence_parallel": 3}))
+
+
+def test_rows_that_cannot_be_split_are_refused_by_name(monkeypatch: Any, make_spec: Any) -> None:
+    reason = "its layers of type conv mix tokens outside of the attention"
+    monkeypatch.setattr("dsft.plan.build.census", lambda *_: replace(census(None), unsplittable=reason))
+    with pytest.raises(SpecError, match=f"{reason}; set it to 1"):
+        build_plan(make_spec(parallel={"sequence_parallel": 2}))
+    build_plan(make_spec())
