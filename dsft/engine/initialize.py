@@ -20,6 +20,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
@@ -32,6 +33,7 @@ from dsft.engine.replicas import replicated
 from dsft.engine.split import RowSplit, exchange_of
 from dsft.engine.world import World
 from dsft.errors import WorldError
+from dsft.model.mlp_chunks import is_chunked
 from dsft.model.policy import Policy
 from dsft.model.routing import StepLoss
 from dsft.objective.api import Objective
@@ -163,6 +165,7 @@ def initialize_deepspeed(
     """Start DeepSpeed. A collective: every rank calls it with its own stage. `config` is not changed."""
     install_norms()
     import_muon()
+    gather_whole_mlps(module)
     own = copy.deepcopy(dict(config))  # DeepSpeed writes into it
     clips_here = _is_plain_fp32(own)
     if clips_here:
@@ -180,6 +183,21 @@ def initialize_deepspeed(
         optimizer.register_step_pre_hook(clip)
     scaler = install_scaler(engine.optimizer) if spec.train.precision == "fp16" else None
     return DeepSpeedParts(engine, optimizer, clip, scaler)
+
+
+def gather_whole_mlps(module: nn.Module) -> None:
+    """Let ZeRO 3 gather an MLP that is computed in chunks once for all chunks, as one module. It reduces the
+    gradients of such a module when that by its input is there (stage3.py:1551 register_full_backward_hook),
+    so the input gets one where nothing before it is trained."""
+
+    def with_gradient(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        needs_one = torch.is_grad_enabled() and not inputs[0].requires_grad
+        return (inputs[0].detach().requires_grad_(), *inputs[1:]) if needs_one else None
+
+    for part in module.modules():
+        if is_chunked(part):
+            set_z3_leaf_module(part, True)
+            part.register_forward_pre_hook(with_gradient)
 
 
 def import_muon() -> None:

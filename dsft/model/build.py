@@ -24,6 +24,7 @@ from dsft.model.files import SafetensorsReader, weight_files
 from dsft.model.init import FreshWeights
 from dsft.model.kernels import use_liger
 from dsft.model.lora import check_saved, fill_adapted, inject, with_adapters
+from dsft.model.mlp_chunks import chunk_mlps
 from dsft.model.policy import Policy
 from dsft.model.read import ReadWeights, read_whole
 from dsft.model.routing import freeze_routers, routing_of
@@ -73,10 +74,12 @@ def build_model(
         checkpoint_activations(causal_lm, offload)
     routing = routing_of(causal_lm, model.experts)
     choose_trained(causal_lm, model, whole)  # before the cut: patterns and names are the whole model's
-    if split_points is not None:
-        cut_to_stage(causal_lm, split_points, stage, cut)
     if model.kernels == "liger":
         use_liger(causal_lm)
+    if model.gradient_checkpointing and (model.mlp_chunks or 1) > 1:
+        chunk_mlps(causal_lm, model.mlp_chunks)
+    if split_points is not None:
+        cut_to_stage(causal_lm, split_points, stage, cut)
     if model.compile:
         compile_layers(causal_lm)
     routing = None if model.compile else routing  # which would compile its hooks

@@ -28,26 +28,37 @@ CHUNKED = "dsft_chunked"
 
 def mlps_of(causal_lm: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the MLPs that can be computed in chunks, by name: children of a layer whose forward takes one
-    tensor and nothing else, with at least two matrices, all of linear layers, and no router."""
+    tensor and nothing else, with at least two matrices, all of linear layers, of which one takes hidden
+    states and one returns them, and no router."""
+    width = causal_lm.config.get_text_config().hidden_size
     return {
         f"{name}.{child}": module
         for name, layer in causal_lm.named_modules()
         if isinstance(layer, GradientCheckpointingLayer)
         for child, module in layer.named_children()
-        if _is_mlp(module)
+        if _is_mlp(module, width)
     }
 
 
-def _is_mlp(module: nn.Module) -> bool:
+def _is_mlp(module: nn.Module, width: int) -> bool:
     parts = list(module.modules())
     matrices = [part for part in parts if any(p.ndim > 1 for p in part.parameters(recurse=False))]
+    ends = [_ends(part) for part in matrices]
     kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
     return (
         len(matrices) > 1
-        and all(isinstance(part, nn.Linear | Conv1D) for part in matrices)
+        and None not in ends
+        and {width} <= {end and end[0] for end in ends} & {end and end[1] for end in ends}
         and kinds == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
         and not any(hasattr(part, router) for part in parts for router in ROUTERS)
     )
+
+
+def _ends(module: nn.Module) -> tuple[int, int] | None:
+    """Return the widths of a linear layer's input and output; None for other modules."""
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else None
 
 
 def chunk_mlps(causal_lm: PreTrainedModel, chunks: int) -> None:
@@ -107,9 +118,7 @@ class _Mlp:
                 here = slice(begin, begin + self._size)
                 part = rows[here].detach().requires_grad_(by_rows)
                 inputs = [part, *trained] if by_rows else trained
-                own = list(
-                    torch.autograd.grad(self._call(part), inputs, upstream[here], allow_unused=True)
-                )
+                own = list(torch.autograd.grad(self._call(part), inputs, upstream[here], allow_unused=True))
                 if found[0] is not None:
                     found[0][here] = own.pop(0)
                 sums = [_added(total, gradient) for total, gradient in zip(sums, own, strict=True)]
@@ -128,7 +137,9 @@ class _Mlp:
 
 def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     if total is None or gradient is None:
-        return gradient if gradient is None else gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        return (
+            gradient if gradient is None else gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        )
     return total.add_(gradient)
 
 

@@ -123,6 +123,19 @@ def _activations(spec: Spec) -> Iterator[Finding]:
         yield value_finding(spec, "model.activation_offload", message, "model.gradient_checkpointing")
 
 
+def _mlp_chunks(spec: Spec) -> Iterator[Finding]:
+    if (spec.model.mlp_chunks or 1) == 1:
+        return
+    key = "model.mlp_chunks"
+    if not spec.model.gradient_checkpointing:
+        message = "has no effect without gradient checkpointing, since the MLPs of all layers would stay in "
+        message += "memory; set model.gradient_checkpointing: true, or leave this out"
+        yield value_finding(spec, key, message, "model.gradient_checkpointing")
+    if spec.model.compile:
+        message = "is not supported with model.compile; leave it out, or set model.compile to false"
+        yield value_finding(spec, key, message, "model.compile")
+
+
 def _trained(spec: Spec) -> Iterator[Finding]:
     lora, trainable = spec.model.lora, spec.model.trainable
     if lora is not None and trainable is not None:
@@ -387,6 +400,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _kernels,
     cut_findings,
     _activations,
+    _mlp_chunks,
     _offload,
     host_findings,
     environment_findings,

@@ -109,6 +109,9 @@ class Model(Section):
     (Liger's fused kernels, for GPUs only; install dsft[liger])."""
     activation_offload: bool = False
     """Keep the activations of checkpointed layers in host memory."""
+    mlp_chunks: Count | None = None
+    """Number of chunks of tokens in which checkpointed layers compute their MLP, so that less of it is in
+    memory at once; by default so many that a chunk takes at most 1 GiB, or 256 MiB on a CPU."""
 
 
 class Source(Section):

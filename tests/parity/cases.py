@@ -133,7 +133,8 @@ class Case:
     preference pairs, where its log-probabilities come from (given: of another model than the start, as from a
     store); `shared`: packed pairs whose prompt stands once; `twice`: one layer's MLP is used twice in each
     forward; `unplanned`: DeepSpeed's JSON says one micro-batch per step; `sequence_parallel`: the ranks that
-    split each row's tokens; `short`: one or two rows of 1 to 5 tokens per micro-batch."""
+    split each row's tokens; `short`: one or two rows of 1 to 5 tokens per micro-batch;
+    `mlp_chunks`: chunks of tokens in which MLPs are computed."""
 
     mode: str  # of MODES, OFFLOADS and PIPELINES
     ranks: int
@@ -159,6 +160,7 @@ class Case:
     balance: Literal["none", "sequence", "global_batch"] = "none"
     sequence_parallel: int = 1
     short: bool = False
+    mlp_chunks: int = 1
 
     @property
     def name(self) -> str:
@@ -169,6 +171,7 @@ class Case:
             "packed" * self.packed,
             "clipped" * (self.max_norm > 0),
             "checkpointing" * self.checkpointing,
+            f"mlp{self.mlp_chunks}" * (self.mlp_chunks > 1),
             self.precision * (self.precision != "fp32"),
             "fault" * self.fault,
             self.trains * (self.trains != "all"),
@@ -372,6 +375,7 @@ def _cases(ranks: int) -> Iterator[Case]:
     yield from _of_pairs(ranks)
     if ranks == 2:
         yield from _chunked(ranks)
+        yield from _mlp_chunks(ranks)
         yield from _offloaded(ranks)
         yield from _recurrent(ranks)
     yield from _pipelines(ranks)
@@ -552,6 +556,23 @@ def _chunked(ranks: int) -> Iterator[Case]:
     yield Case("pipeline_zero1", ranks, "sgd", "varying", 0.1, stages=2, chunked=True, label_smoothing=0.1)
 
 
+def _mlp_chunks(ranks: int) -> Iterator[Case]:
+    """MLPs in chunks of tokens: on their own, with adapters in them, with frozen layers before them, with
+    norms after them (Gemma 2), beside experts."""
+    case = functools.partial(
+        Case, ranks=ranks, max_norm=0.1, checkpointing=True, micro_batches="varying", mlp_chunks=3
+    )
+    for mode in ("zero0", "zero1", "zero2_offload", "zero3"):
+        yield case(mode, optimizer="sgd")
+    yield case("zero2", optimizer="adamw", precision="bf16", packed=True)
+    yield case("zero3_both", optimizer="adamw", trains="lora")
+    yield case("zero3", optimizer="adamw", trains="trainable")
+    yield case("zero3", optimizer="adamw", packed=True, shape="gemma2_tied", reference="live")
+    yield case("zero2", optimizer="adamw", shape="glm4_moe", trains="lora", reference="adapter")
+    yield case("pipeline_zero1", optimizer="adamw", stages=2, packed=True)
+    yield case("pipeline_zero0", optimizer="sgd", stages=2, shape="deepseek_v3_groups")
+
+
 def _mixtures(ranks: int) -> Iterator[Case]:
     """Mixtures of experts; in fp32, where rounding decides for no other expert than the plain loop's. On two
     ranks every mode, on others some."""
@@ -628,6 +649,9 @@ def _recurrent(ranks: int) -> Iterator[Case]:
     yield case("zero2", optimizer="adamw", packed=True, shared=True, reference="given")
     yield case("zero3", optimizer="adamw", packed=True, checkpointing=True)
     yield case("zero3_both", optimizer="adamw", packed=True, trains="lora")
+    yield case("zero3_both", optimizer="adamw", packed=True, trains="lora", mlp_chunks=1)
+    yield case("zero3", optimizer="adamw", packed=True, trains="lora", mlp_chunks=2)
+    yield case("zero3_both", optimizer="adamw", trains="lora", mlp_chunks=2)
     yield case("pipeline_zero1", optimizer="adamw", packed=True, checkpointing=True, stages=2)
 
 

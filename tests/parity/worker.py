@@ -305,7 +305,7 @@ def expect(
     one."""
     key = dataclasses.replace(
         case, mode="plain", ranks=case.groups, stages=1, sequence_parallel=1, checkpointing=False,
-        packed=False, chunked=False, shared=False, torch_adam=False, unplanned=False,
+        mlp_chunks=1, packed=False, chunked=False, shared=False, torch_adam=False, unplanned=False,
     )  # fmt: skip
     if key not in EXPECTED:
         skipped = (FAULTY_STEP,) if case.fault else ()
@@ -390,6 +390,7 @@ def make_spec(case: Case) -> Spec:
             "model": {
                 "from_config": SHAPES[case.shape],
                 "gradient_checkpointing": case.checkpointing,
+                "mlp_chunks": case.mlp_chunks,
                 "experts": {
                     "balance": case.balance,
                     "balance_weight": None if case.balance == "none" else BALANCE_WEIGHT,

@@ -1,0 +1,165 @@
+"""MLPs in chunks of tokens: the same logits and gradients, one gradient per parameter, the same dropout in
+both passes, and less computed at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dsft.errors import SpecError
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts
+from dsft.model.mlp_chunks import chunk_mlps, is_chunked, mlps_of
+from dsft.model.policy import Policy
+from dsft.older import checkpoint_activations
+from dsft.spec.schema import Lora, Model
+from tests.architectures.cases import ARCHITECTURES, MIXTURES, USUAL, keys_of, small_model
+
+ROWS, TOKENS, CHUNKS = 2, 23, 3
+WITHOUT = {"aria_text", "flex_olmo", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"} | {
+    *("hunyuan_v1_moe", "kolibri1", "mellum", "minimax_m2", "mixtral", "olmoe", "opt", "qwen2_moe"),
+    *("qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "solar_open"),
+}
+"""Where no layer has an MLP of its own: mixtures without a dense layer, and OPT, whose layers have the
+matrices themselves."""
+FACTS = TokenFacts(64, bos_token_id=1, eos_token_id=2, pad_token_id=None)
+
+Found = tuple[Tensor, dict[str, Tensor], dict[str, int]]
+
+
+def trained(model: PreTrainedModel, chunks: int) -> Found:
+    """Logits, gradients, and how often each parameter got one."""
+    checkpoint_activations(model.train())
+    if chunks > 1 and mlps_of(model):
+        chunk_mlps(model, chunks)
+    times: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, name=name: times.update({name: times.get(name, 0) + 1})
+        )
+    ids = torch.arange(ROWS * TOKENS).mul(7).remainder(100).view(ROWS, TOKENS)
+    torch.manual_seed(1)
+    logits = model(input_ids=ids, use_cache=False).logits
+    (logits * torch.linspace(1, 2, logits.numel()).view_as(logits)).sum().backward()
+    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, times
+
+
+def apart(whole: Found, cut: Found) -> float:
+    """Largest difference of a gradient, relative to its tensor's largest value."""
+    assert whole[1].keys() == cut[1].keys()
+    return max(
+        float((cut[1][name] - one).abs().max() / one.abs().max().clamp(min=1e-9))
+        for name, one in whole[1].items()
+    )
+
+
+@pytest.mark.parametrize(
+    "kinds", [USUAL, pytest.param(tuple(ARCHITECTURES), marks=pytest.mark.long)], ids=len
+)
+def test_chunks_compute_what_the_whole_does(kinds: tuple[str, ...]) -> None:
+    wrong = {}
+    for kind in kinds:
+        whole, cut = (trained(small_model(kind), chunks) for chunks in (1, CHUNKS))
+        found = (torch.equal(whole[0], cut[0]), apart(whole, cut) < 3e-6, set(cut[2].values()) == {1})
+        if not all(found) or bool(mlps_of(small_model(kind))) == (kind in WITHOUT):
+            wrong[kind] = found
+    assert wrong == {}
+
+
+def test_experts_routers_and_attention_are_no_mlps() -> None:
+    kinds = ("llama", "gemma3n_text", "glm4_moe", "lfm2")
+    names = {kind: set(mlps_of(small_model(kind, hidden_size=24))) for kind in kinds}
+    assert "glm4_moe" in MIXTURES
+    assert names == {
+        "llama": {"model.layers.0.mlp", "model.layers.1.mlp"},
+        "gemma3n_text": {f"model.layers.{n}.{name}" for n in range(4) for name in ("mlp", "laurel")},
+        "glm4_moe": {"model.layers.0.mlp"},
+        "lfm2": {"model.layers.0.feed_forward", "model.layers.1.feed_forward"},
+    }
+
+
+@pytest.mark.parametrize("place", ["resid_pdrop", "lora"])
+def test_dropout_in_the_backward_pass_is_that_of_the_forward_pass(place: str) -> None:
+    """The gradient of a chunk whose dropout was drawn again otherwise would not be that of the output: the
+    directional derivative shows it."""
+    keys = {"model_type": "gpt2", **keys_of("gpt2"), "resid_pdrop": 0.3}
+    lora = Lora(rank=2, dropout=0.3) if place == "lora" else None
+    model = Model(from_config=keys, gradient_checkpointing=True, mlp_chunks=CHUNKS, lora=lora)
+    policy = build_model(model, FACTS, 0, torch.float32)
+    parameters = list(policy.double().named_trained().values())
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in parameters:  # a fresh adapter's second matrix is 0
+            parameter += 0.1 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+    ids = torch.arange(ROWS * TOKENS).remainder(60).view(ROWS, TOKENS)
+    positions = torch.arange(TOKENS).expand(ROWS, -1)
+
+    def loss() -> Tensor:
+        torch.manual_seed(5)
+        return policy.train()(ids, positions, ids.roll(-1, 1)).logps.double().sum()
+
+    loss().backward()
+    way = [torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in parameters]
+    slope = sum(float((p.grad * w).sum()) for p, w in zip(parameters, way, strict=True) if p.grad is not None)
+
+    def moved(step: float) -> float:
+        with torch.no_grad():
+            for parameter, direction in zip(parameters, way, strict=True):
+                parameter += step * direction
+            return float(loss())
+
+    step = 1e-5
+    ahead, behind = moved(step), moved(-2 * step)
+    assert (ahead - behind) / (2 * step) == pytest.approx(slope, rel=1e-3)
+
+
+def test_a_chunk_is_all_that_exists_of_an_mlp_and_none_is_computed_three_times() -> None:
+    """In a Llama nothing after the MLP is saved, so a layer is recomputed up to it alone."""
+    model, calls = small_model("llama"), list[int]()
+    linear: Any = model.get_submodule("model.layers.1.mlp.gate_proj")
+    linear.register_forward_hook(lambda module, inputs, output: calls.append(output.numel()))
+    trained(model, CHUNKS)
+    rows = -(-ROWS * TOKENS // CHUNKS)
+    assert len(calls) == 2 * CHUNKS
+    assert max(calls) == rows * linear.out_features
+
+
+def test_a_scoring_pass_is_in_chunks_too() -> None:
+    model, calls = small_model("llama"), list[int]()
+    ids = torch.arange(TOKENS)[None]
+    expected = model(input_ids=ids).logits
+    chunk_mlps(model, TOKENS + 5)  # more than there are tokens
+    linear: Any = model.get_submodule("model.layers.1.mlp.gate_proj")
+    linear.register_forward_hook(lambda module, inputs, output: calls.append(len(output)))
+    with torch.no_grad():
+        found = model(input_ids=ids).logits
+    assert calls == [1] * TOKENS
+    torch.testing.assert_close(found, expected.detach())
+
+
+def test_gradients_in_bf16_add_up_in_float32() -> None:
+    """As near to the exact ones as without chunks, however many there are."""
+
+    def gradients(chunks: int, dtype: torch.dtype) -> Tensor:
+        mlp: nn.Module = small_model("llama", intermediate_size=64).to(dtype)
+        found = trained(mlp, chunks)[1]
+        return found["model.layers.1.mlp.down_proj.weight"].double()
+
+    exact = gradients(1, torch.float64)
+    whole, cut = (float((gradients(n, torch.bfloat16) - exact).norm() / exact.norm()) for n in (1, 23))
+    assert cut < 1.3 * whole
+
+
+def test_a_model_without_mlps_refuses_them() -> None:
+    def built(kind: str, **keys: Any) -> Policy:
+        config = {"model_type": kind, **keys_of(kind)}
+        return build_model(Model(from_config=config, **keys), FACTS, 0, torch.float32)
+
+    with pytest.raises(SpecError, match="model.mlp_chunks.*mixtral"):
+        built("mixtral", gradient_checkpointing=True, mlp_chunks=2)
+    plain = built("mixtral", gradient_checkpointing=True, mlp_chunks=1)
+    assert not any(map(is_chunked, plain.modules()))
