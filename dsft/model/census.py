@@ -21,6 +21,7 @@ from dsft.model.attention_choice import requirements_of
 from dsft.model.build import around, check_trainable, choose_trained
 from dsft.model.config import TokenFacts, on_meta, resolve_config, token_facts
 from dsft.model.experts import choose_experts, expert_layers
+from dsft.model.mlp_chunks import check_mlps, mlps_of
 from dsft.model.names import plain_name
 from dsft.model.split_check import query_heads
 from dsft.model.split_points import find_split_points
@@ -43,6 +44,7 @@ def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = T
     if whole is not None:
         check_text(whole.model.config)
     choose_trained(causal_lm, model, whole)
+    check_mlps(causal_lm, model)
     split_points = find_split_points(config) if cuts else NOT_SEARCHED
     before = split_points.before if isinstance(split_points, SplitPoints) else ()
     queries = query_heads(causal_lm, max_length=0)
@@ -68,6 +70,7 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, 
     embedding = causal_lm.get_input_embeddings().weight
     layers = _layers(causal_lm, num_layers)
     mixtures = {id(p): one for one in expert_layers(causal_lm) for p in _of(causal_lm, one.experts)}
+    mlps = {id(p): plain_name(name) for name, mlp in mlps_of(causal_lm).items() for p in mlp.parameters()}
     found: dict[int, dict[str, Any]] = {}
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
         if id(parameter) in found:
@@ -82,6 +85,8 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, 
             "trained": parameter.requires_grad,
             "aliases": [],
         }
+        if id(parameter) in mlps:
+            found[id(parameter)]["mlp"] = mlps[id(parameter)]
         if id(parameter) in mixtures:
             mixture = mixtures[id(parameter)]
             found[id(parameter)] |= {"experts": mixture.num_experts, "top_k": mixture.top_k}

@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dsft.errors import Problem, SpecError
 from dsft.model.experts import ROUTERS
+from dsft.spec.schema import Model
 
 CHUNKED = "dsft_chunked"
 """Attribute of the class of an MLP that is computed in chunks."""
@@ -61,15 +62,18 @@ def _ends(module: nn.Module) -> tuple[int, int] | None:
     return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else None
 
 
-def chunk_mlps(causal_lm: PreTrainedModel, chunks: int) -> None:
-    """Let each MLP compute its rows in `chunks` chunks. Parameters and names stay. Raises SpecError where
-    there is none."""
-    found = mlps_of(causal_lm)
-    if not found:
-        kind = causal_lm.config.model_type
-        message = f"{chunks}, but the layers of a {kind} model have no MLP of their own; set it to 1"
+def check_mlps(causal_lm: PreTrainedModel, model: Model) -> None:
+    """Raise SpecError where model.mlp_chunks has nothing to compute in chunks."""
+    chunks, kind = model.mlp_chunks or 1, causal_lm.config.model_type
+    if chunks > 1 and not mlps_of(causal_lm):
+        message = f"{chunks} has no effect, since this {kind} model has no dense MLP in its layers; "
+        message += "leave it out"
         raise SpecError("The model cannot be trained.", [Problem("model.mlp_chunks", message)])
-    for module in found.values():
+
+
+def chunk_mlps(causal_lm: PreTrainedModel, chunks: int) -> None:
+    """Let each MLP compute its rows in `chunks` chunks. Parameters and names stay."""
+    for module in mlps_of(causal_lm).values():
         cls = type(module)
         members = {"forward": _forward_of(cls, chunks), CHUNKED: chunks}
         module.__class__ = type(f"Chunked{cls.__name__}", (cls,), members)

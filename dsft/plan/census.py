@@ -52,6 +52,7 @@ class Parameter:
     before     whether it is used before the layers, as embeddings and learned positions are
     experts    number of experts whose weights it has; 1 outside a mixture of experts
     top_k      number of these experts that each token passes through
+    mlp        name of the MLP that it belongs to, of those that can be computed in chunks of tokens
     """
 
     name: str
@@ -63,6 +64,7 @@ class Parameter:
     before: bool = False
     experts: int = 1
     top_k: int = 1
+    mlp: str | None = None
 
     @property
     def numel(self) -> int:

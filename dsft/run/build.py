@@ -101,9 +101,8 @@ def build(
     attention: list[str] = []
 
     def part() -> Policy:
-        policy = build_model(
-            spec.model, inputs.facts, spec.train.seed, dtype, world.stage, resolved.cut, keep
-        )
+        model = spec.model.model_copy(update={"mlp_chunks": resolved.mlp_chunks})
+        policy = build_model(model, inputs.facts, spec.train.seed, dtype, world.stage, resolved.cut, keep)
         notes.extend(described(policy.causal_lm))
         if spec.model.lora is not None:
             notes.extend(left_out(policy.causal_lm))

@@ -24,6 +24,7 @@ from dsft.model.census import take_census
 from dsft.plan.census import Census, census_from
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.ds_config import bucket_sizes, sized
+from dsft.plan.memory.layer import mlp_chunks
 from dsft.plan.memory.offload import (
     AIO,
     KEYS,
@@ -36,6 +37,7 @@ from dsft.plan.memory.offload import (
     swapped,
     with_pinning,
 )
+from dsft.plan.memory.ranks import most_tokens
 from dsft.plan.memory.sizes import saved_bytes
 from dsft.rank.swap import remove_stale_folders, shared_swap_folder
 from dsft.run.job import Config, Job, Log
@@ -47,11 +49,13 @@ from dsft.system.host import host_memory
 @dataclass(frozen=True)
 class Resolved:
     """The settings that follow from the hosts and the size of the model. config: the complete DeepSpeed
-    configuration; counted: the model's parameters; cut: the pipeline stage of each layer."""
+    configuration; counted: the model's parameters; cut: the pipeline stage of each layer; mlp_chunks: in how
+    many chunks of tokens MLPs are computed."""
 
     config: Config
     counted: Census
     cut: Cut
+    mlp_chunks: int
 
 
 def resolve(job: Job, inputs: Inputs, world: World, log: Log) -> Resolved:
@@ -72,7 +76,11 @@ def resolve(job: Job, inputs: Inputs, world: World, log: Log) -> Resolved:
     if job.cores is not None:
         log(job.cores.bind())
     config = with_pinned_memory(job, config, counted, cut, world, log)
-    return Resolved(with_measured_swap(job, config, counted, world, log), counted, cut)
+    tokens = job.layout.part(most_tokens(job.spec, job.layout))
+    chunks = mlp_chunks(job.spec, counted, tokens)
+    if chunks > 1:
+        log(f"MLPs: computed in {chunks} chunks of up to {-(-tokens // chunks):,} tokens")
+    return Resolved(with_measured_swap(job, config, counted, world, log), counted, cut, chunks)
 
 
 def check_room(job: Job, counted: Census) -> None:

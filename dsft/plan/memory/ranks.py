@@ -17,6 +17,7 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import accumulates, bucket_size, gradients_stay_bf16
 from dsft.plan.layout import Layout
+from dsft.plan.memory.layer import activations, mlp_chunks
 from dsft.plan.memory.offload import swapped
 from dsft.plan.memory.phases import NONE, Phase, RankSetup, Row, Tensors, each, gathered, one, phases, total
 from dsft.plan.memory.sizes import (
@@ -167,8 +168,10 @@ def stage_memory(
     time."""
     micro_batches = batch.accumulation_steps if batch else 1
     in_flight = min(layout.pipeline_stages - stage, micro_batches)  # 1F1B: one per stage from here on
-    work = _work(stage, census, spec, in_flight, layout.part(tokens))
-    setup = _setup(stage, census, spec, layout, batch, work)
+    own_tokens = layout.part(tokens)
+    chunks = mlp_chunks(spec, census, own_tokens)
+    work = _work(stage, census, spec, in_flight, own_tokens, chunks)
+    setup = _setup(stage, census, spec, layout, batch, work, chunks)
     named = phases(setup)
     found = list(named.values())
     fullest = max(found, key=total if setup.on_cpu else on_device)
@@ -234,7 +237,7 @@ class _Work:
 
 
 def _setup(
-    stage: int, census: Census, spec: Spec, layout: Layout, batch: BatchSizes | None, work: _Work
+    stage: int, census: Census, spec: Spec, layout: Layout, batch: BatchSizes | None, work: _Work, chunks: int
 ) -> RankSetup:
     parameters = census.stage(stage, cut_of(spec.parallel, census))
     parallel, on_cpu = spec.parallel, runs_on_cpu(spec)
@@ -243,7 +246,8 @@ def _setup(
     modules: Counter[str] = Counter()
     for parameter in parameters:
         if parameter.layer is not None:
-            modules[parameter.module] += parameter.numel
+            mlp = parameter.mlp if chunks > 1 else None
+            modules[mlp or parameter.module] += parameter.numel
     return RankSetup(
         trained=tuple(p.numel for p in parameters if p.trained),
         frozen=tuple(p.numel for p in parameters if not p.trained),
@@ -271,10 +275,10 @@ def _setup(
     )
 
 
-def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int) -> _Work:
+def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, chunks: int) -> _Work:
     """Return the activations of the micro-batches in flight, and the head. The logits are freed before the
     backward of the layers, the gradient of the head's weight is not. tokens: that the rank has of a
-    micro-batch.
+    micro-batch; chunks: in which MLPs are computed.
 
     With gradient checkpointing, a layer stores only its input, and one layer at a time is recomputed. In the
     layer that the backward is in, the share BACKWARD of the activations has gradients at once.
@@ -285,7 +289,10 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int) -
             found.setdefault(parameter.layer, []).append(parameter)
     token, hidden = tokens * weight_bytes(spec), _embedding(census)[1]
     scores, moved = _scores(census, spec, tokens), _moved(census, spec)
-    layers = [each(_saved(own, hidden, spec) + moved, token) + one(scores) for own in found.values()]
+    layers = [
+        activations(own, hidden, spec, tokens, chunks) + each(moved, token) + one(scores)
+        for own in found.values()
+    ]
     one_layer = max(layers, key=lambda layer: layer.total, default=NONE)
     inputs = each([hidden] * len(layers) * in_flight, token)
     is_last = stage == spec.parallel.pipeline_stages - 1
@@ -299,27 +306,6 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int) -
     forward: Phase = {"activations": ahead, "head": one(logits) + one(gradient), "offloaded": on_host}
     backward: Phase = {"activations": back + flowing, "head": one(gradient), "offloaded": on_host}
     return _Work(forward, backward, one_layer.total, scored)
-
-
-def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
-    """Return the elements per token that the backward needs of a layer with these parameters, as tensors in
-    the type of the weights.
-
-    Counted are input and output of each matrix, and the widest output once more for the result of the
-    activation function. The input shared by q, k and v is counted for each, which accounts for the two norms
-    and rotary embeddings; trained norms of weights narrower than fp32 need two more hidden vectors. An
-    adapter's matrices share their input with the layer's own and add only their rank. Of experts each token
-    has top_k copies of these; the result of their activation function is as wide as the narrowest matrix.
-    """
-    matrices = [p.shape for p in own if len(p.shape) == 2 and p.experts == 1 and ".lora_" not in p.name]
-    ranks = [min(p.shape) for p in own if len(p.shape) == 2 and ".lora_" in p.name]
-    norms = weight_bytes(spec) < FP32 and any(p.trained and len(p.shape) == 1 for p in own)
-    widest = max((shape[0] for shape in matrices), default=0)
-    found = [size for shape in matrices for size in shape] + [widest, *ranks] + [hidden] * (2 * norms)
-    experts = [p for p in own if p.experts > 1 and len(p.shape) == 3]
-    found += [size * p.top_k for p in experts for size in p.shape[1:]]
-    between = [(sum(p.shape[1:]) - hidden) * p.top_k for p in experts]
-    return found + ([min(between)] if between else [])
 
 
 def _moved(census: Census, spec: Spec) -> list[int]:

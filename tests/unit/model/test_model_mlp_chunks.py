@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from dsft.errors import SpecError
 from dsft.model.build import build_model
+from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
-from dsft.model.mlp_chunks import chunk_mlps, is_chunked, mlps_of
-from dsft.model.policy import Policy
+from dsft.model.mlp_chunks import chunk_mlps, mlps_of
 from dsft.older import checkpoint_activations
 from dsft.spec.schema import Lora, Model
 from tests.architectures.cases import ARCHITECTURES, MIXTURES, USUAL, keys_of, small_model
@@ -154,12 +154,9 @@ def test_gradients_in_bf16_add_up_in_float32() -> None:
     assert cut < 1.3 * whole
 
 
-def test_a_model_without_mlps_refuses_them() -> None:
-    def built(kind: str, **keys: Any) -> Policy:
-        config = {"model_type": kind, **keys_of(kind)}
-        return build_model(Model(from_config=config, **keys), FACTS, 0, torch.float32)
-
-    with pytest.raises(SpecError, match="model.mlp_chunks.*mixtral"):
-        built("mixtral", gradient_checkpointing=True, mlp_chunks=2)
-    plain = built("mixtral", gradient_checkpointing=True, mlp_chunks=1)
-    assert not any(map(is_chunked, plain.modules()))
+def test_a_model_without_mlps_refuses_chunks() -> None:
+    keys = {"model_type": "mixtral", **keys_of("mixtral")}
+    with pytest.raises(SpecError, match=r"model\.mlp_chunks: 2 has no effect, since this mixtral model"):
+        take_census(Model(from_config=keys, gradient_checkpointing=True, mlp_chunks=2), FACTS, cuts=False)
+    found = take_census(Model(from_config=keys, gradient_checkpointing=True), FACTS, cuts=False)
+    assert {parameter.get("mlp") for parameter in found["parameters"]} == {None}

@@ -1,0 +1,63 @@
+"""Count the activations of a layer, and decide in how many chunks of tokens its MLP is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsft.plan.census import Census, Parameter
+from dsft.plan.memory.phases import Tensors, each
+from dsft.plan.memory.sizes import FP32, chunk_limit, runs_on_cpu, weight_bytes
+from dsft.spec.schema import Spec
+
+
+def mlp_chunks(spec: Spec, census: Census, tokens: int) -> int:
+    """Return the number of chunks in which MLPs are computed: model.mlp_chunks, or by default as many as keep
+    what the backward needs of a chunk within `chunk_limit`. tokens: of a rank, in the largest micro-batch.
+
+    Chunks cost next to nothing (dsft/model/mlp_chunks.py), but each reads and writes the gradients of the
+    MLP's weights, so it has as many tokens as the limit allows. At this limit the MLP of a long row takes
+    less than the rest of the layer, which is recomputed for all tokens.
+    """
+    model = spec.model
+    if not model.gradient_checkpointing or model.compile:
+        return 1
+    if model.mlp_chunks is not None:
+        return model.mlp_chunks
+    layers: dict[int | None, list[Parameter]] = {}
+    for parameter in census.parameters:
+        if parameter.mlp:
+            layers.setdefault(parameter.layer, []).append(parameter)
+    largest = max((sum(_saved(own, 0, spec)) for own in layers.values()), default=0)
+    limit = chunk_limit("cpu" if runs_on_cpu(spec) else "cuda")
+    return max(1, -(-tokens * largest * weight_bytes(spec) // limit))
+
+
+def activations(own: Sequence[Parameter], hidden: int, spec: Spec, tokens: int, chunks: int) -> Tensors:
+    """Return what the backward needs of a layer with these parameters: of its MLP one of `chunks` chunks, the
+    sums of its gradients in float32, and those of a chunk."""
+    token = tokens * weight_bytes(spec)
+    mlp = [parameter for parameter in own if chunks > 1 and parameter.mlp]
+    others = [parameter for parameter in own if not (chunks > 1 and parameter.mlp)]
+    sums = each((p.numel for p in mlp if p.trained), FP32 + weight_bytes(spec))
+    return each(_saved(others, hidden, spec), token) + each(_saved(mlp, 0, spec), -(-token // chunks)) + sums
+
+
+def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
+    """Return the elements per token that the backward needs of a layer with these parameters, as tensors in
+    the type of the weights.
+
+    Counted are input and output of each matrix, and the widest output once more for the result of the
+    activation function. The input shared by q, k and v is counted for each, which accounts for the two norms
+    and rotary embeddings; trained norms of weights narrower than fp32 need two more hidden vectors. An
+    adapter's matrices share their input with the layer's own and add only their rank. Of experts each token
+    has top_k copies of these; the result of their activation function is as wide as the narrowest matrix.
+    """
+    matrices = [p.shape for p in own if len(p.shape) == 2 and p.experts == 1 and ".lora_" not in p.name]
+    ranks = [min(p.shape) for p in own if len(p.shape) == 2 and ".lora_" in p.name]
+    norms = weight_bytes(spec) < FP32 and any(p.trained and len(p.shape) == 1 for p in own)
+    widest = max((shape[0] for shape in matrices), default=0)
+    found = [size for shape in matrices for size in shape] + [widest, *ranks] + [hidden] * (2 * norms)
+    experts = [p for p in own if p.experts > 1 and len(p.shape) == 3]
+    found += [size * p.top_k for p in experts for size in p.shape[1:]]
+    between = [(sum(p.shape[1:]) - hidden) * p.top_k for p in experts]
+    return found + ([min(between)] if between else [])
