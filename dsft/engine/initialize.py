@@ -187,7 +187,7 @@ def initialize_deepspeed(
 
 def gather_whole_mlps(module: nn.Module) -> None:
     """Let ZeRO 3 gather an MLP that is computed in chunks once for all chunks, as one module. It reduces the
-    gradients of such a module when that by its input is there (stage3.py:1551 register_full_backward_hook),
+    gradients of such a module when that by its input is there (stage3.py:1559 register_full_backward_hook),
     so the input gets one where nothing before it is trained."""
 
     def with_gradient(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:

@@ -117,23 +117,18 @@ def _sequence(spec: Spec) -> Iterator[Finding]:
 
 
 def _activations(spec: Spec) -> Iterator[Finding]:
-    if spec.model.activation_offload and not spec.model.gradient_checkpointing:
-        message = "has no effect without gradient checkpointing, since it moves what checkpointed layers "
-        message += "save; set model.gradient_checkpointing: true"
-        yield value_finding(spec, "model.activation_offload", message, "model.gradient_checkpointing")
-
-
-def _mlp_chunks(spec: Spec) -> Iterator[Finding]:
-    if (spec.model.mlp_chunks or 1) == 1:
-        return
-    key = "model.mlp_chunks"
-    if not spec.model.gradient_checkpointing:
-        message = "has no effect without gradient checkpointing, since the MLPs of all layers would stay in "
-        message += "memory; set model.gradient_checkpointing: true, or leave this out"
-        yield value_finding(spec, key, message, "model.gradient_checkpointing")
-    if spec.model.compile:
+    """Check the keys that change how checkpointed layers are computed."""
+    checkpointing, chunks = "model.gradient_checkpointing", "model.mlp_chunks"
+    is_chunked = (spec.model.mlp_chunks or 1) > 1
+    for key, is_set in (("model.activation_offload", spec.model.activation_offload), (chunks, is_chunked)):
+        if is_set and not spec.model.gradient_checkpointing:
+            message = (
+                "has no effect without gradient checkpointing, since it is for what checkpointed layers "
+            )
+            yield value_finding(spec, key, f"{message}save; set {checkpointing}: true", checkpointing)
+    if is_chunked and spec.model.compile:
         message = "is not supported with model.compile; leave it out, or set model.compile to false"
-        yield value_finding(spec, key, message, "model.compile")
+        yield value_finding(spec, chunks, message, "model.compile")
 
 
 def _trained(spec: Spec) -> Iterator[Finding]:
@@ -400,7 +395,6 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _kernels,
     cut_findings,
     _activations,
-    _mlp_chunks,
     _offload,
     host_findings,
     environment_findings,

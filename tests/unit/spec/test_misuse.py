@@ -236,7 +236,12 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
         train="train: {micro_batch_size: 2, accumulation_steps: 4, tf32: true}\n",
     ),
     "activations_of_no_checkpoint": spec(
-        model="model: {from_config: {model_type: llama}, activation_offload: true}\n"
+        model="model: {from_config: {model_type: llama}, activation_offload: true, mlp_chunks: 4}\n"
+    ),
+    "no_mlp_chunk": spec(model="model: {from_config: {model_type: llama}, mlp_chunks: 0}\n"),
+    "mlp_chunks_compiled": spec(
+        model="model: {from_config: {model_type: llama}, gradient_checkpointing: true, mlp_chunks: 4, "
+        "compile: true}\n"
     ),
     # everything at once
     "several": spec(
