@@ -76,7 +76,7 @@ def build_model(
     choose_trained(causal_lm, model, whole)  # before the cut: patterns and names are the whole model's
     if model.kernels == "liger":
         use_liger(causal_lm)
-    if model.gradient_checkpointing and (model.mlp_chunks or 1) > 1:
+    if model.gradient_checkpointing and model.mlp_chunks is not None and model.mlp_chunks > 1:
         chunk_mlps(causal_lm, model.mlp_chunks)
     if split_points is not None:
         cut_to_stage(causal_lm, split_points, stage, cut)
