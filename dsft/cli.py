@@ -348,10 +348,7 @@ def reference(
     spec: SpecPath,
     overrides: Overrides = None,
     ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Number of processes; by default one per GPU of this host, else the fewest."
-        ),
+        int | None, typer.Option(min=1, help="Number of processes; by default one per GPU, or the fewest.")
     ] = None,
 ) -> None:
     """Score the pairs of a preference run with its reference. The same command continues after a stop."""
