@@ -418,8 +418,8 @@ def _split_in_two(case: functools.partial[Case]) -> Iterator[Case]:
     """On two ranks."""
     yield from _split_by_mode(case)
     varying = functools.partial(case, optimizer="adamw", micro_batches="varying")
-    for mode in (*OFFLOADS, "zero3_both"):
-        yield varying(mode, packed=mode == "zero2_offload")
+    for mode in (*OFFLOADS, "zero3_parameters", "zero3_both"):
+        yield varying(mode, packed=mode in ("zero2_offload", "zero3_parameters"))
     for mode in MODES:
         yield varying(mode, fault=True, packed=mode in ("zero1", "zero3"))
         yield case(mode, optimizer="adamw", micro_batches="four", precision="bf16", fault=True)
