@@ -57,7 +57,7 @@ from dsft.engine.build import build_engine
 from dsft.engine.frozen import build_frozen_engine
 from dsft.engine.ops import CPU_ADAM
 from dsft.engine.partition import sharding_for
-from dsft.engine.self_check import check_packing
+from dsft.engine.self_check import check_packing, check_split
 from dsft.engine.split import exchange_of
 from dsft.engine.world import World, join
 from dsft.model.attention import attend_per_segment
@@ -212,8 +212,8 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     *batches, held_out_batches = task.shares([*steps, held_out])
     refer = task.refer(policy, engine)
     sums, norms, balances = [], [], []
-    if (case.packed or case.sequence_parallel > 1) and not case.of_pairs:
-        check_packing(engine, policy, proof_rows(steps), world, case.precision, pad_id=7)
+    if not case.of_pairs:
+        check(case, engine, policy, proof_rows(steps), world)
     gathers.clear()
     for number, step in enumerate(steps):
         before.append(assemble(world, engine))
@@ -545,6 +545,14 @@ def proof_rows(steps: list[plain.Step]) -> Dataset:
     rows = [row for step in steps for row in plain.rows_of(step)]
     examples = [Example(np.array(ids, np.int32), np.array(trained), "parity") for ids, trained in rows]
     return dataset_of(examples)
+
+
+def check(case: Case, engine: Any, policy: Policy, dataset: Dataset, world: World) -> None:
+    """As every start does."""
+    if case.packed:
+        check_packing(engine, policy, dataset, world, case.precision, pad_id=7)
+    if case.sequence_parallel > 1:
+        check_split(engine, policy, dataset, world, case.precision, pad_id=7)
 
 
 BROKEN = {"now": False}
