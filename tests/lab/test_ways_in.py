@@ -1,6 +1,6 @@
 """One small run over two hosts, one process each, started in every way that dsft knows: the rank map, the
-first rows and the losses to the last digit are those of two processes on one host. Under three of the ways it
-has ZeRO 3, pipeline stages or preference pairs."""
+first rows and the losses to the last digit are those of two processes on one host. Under some of the ways it
+has ZeRO 3, pipeline stages, split rows or preference pairs."""
 
 from __future__ import annotations
 
@@ -204,6 +204,7 @@ VARIANTS = {
     "dpo": [],
     "zero3": ["parallel.zero_stage=3"],
     "stages": ["parallel.pipeline_stages=2"],
+    "split": ["parallel.sequence_parallel=2", "parallel.sequence_parallel_across_hosts=true"],
 }
 WAYS = {
     "deepspeed": (deepspeed, "sft"),
@@ -216,7 +217,7 @@ OTHER_WORDS = {
     "openmpi": (openmpi, "zero3"),
     "torchrun": (torchrun, "dpo"),
     "rendezvous": (rendezvous, "sft"),
-    "flags": (flags, "sft"),
+    "flags": (flags, "split"),
     "host_variables": (host_variables, "sft"),
     "sbatch": (sbatch, "sft"),
 }
