@@ -197,10 +197,7 @@ def plan(
         int | None, typer.Option(min=1, help="Number of processes, for a spec without a cluster.")
     ] = None,
     compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare", help="Compare all layouts on these hosts: which fit, and why others do not."
-        ),
+        bool, typer.Option("--compare", help="Compare all layouts on these hosts: which fit, and which not.")
     ] = False,
     longest: Annotated[bool, typer.Option("--longest", help="Print the longest row that fits.")] = False,
 ) -> None:
