@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dsft.data.steps.batch import MicroBatch
 from dsft.engine import split
+from dsft.model.policy import Policy, forward_arguments
 
 T = TypeVar("T")
 SECONDS = 120.0
@@ -34,6 +36,7 @@ class Threads(split.RankExchange):
             "all_reduce": self._all_reduce,
         }
         patch.setattr(split, "dist", SimpleNamespace(**calls))
+        patch.setattr(split, "exchange_of", lambda world: self)
 
     @property
     def number(self) -> int:  # type: ignore[override]
@@ -52,6 +55,13 @@ class Threads(split.RankExchange):
 
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(one, range(self.size)))
+
+    def scored(self, policy: Policy, batch: MicroBatch) -> Tensor:
+        """Return the log-probabilities (B, T) of a whole micro-batch, to the thread of one rank with its
+        policy."""
+        rows, batch = split.RowSplit(policy.causal_lm, None), batch.to(torch.device("cpu"))  # type: ignore[arg-type]
+        part = rows.part(batch)
+        return rows.whole(policy(part.input_ids, *forward_arguments(part)).logps, batch)
 
     def _collect(self, mine: Tensor, take: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
         self._sent[self.number] = mine

@@ -3,6 +3,7 @@ builds of them, and written back into the whole, whose other tensors stay as the
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -11,11 +12,12 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
 from dsft.checkpoint.around import files_around
 from dsft.checkpoint.export import export_checkpoint
 from dsft.checkpoint.save import CheckpointState, save
+from dsft.data.steps.batch import MicroBatch
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, MissingInputError, SpecError
 from dsft.model.attention import attend_per_segment
@@ -23,12 +25,14 @@ from dsft.model.build import build_model, check_trainable
 from dsft.model.config import TokenFacts, on_meta, resolve_config
 from dsft.model.files import fingerprint
 from dsft.model.policy import Policy
+from dsft.model.split_check import check_can_split
 from dsft.model.split_points import find_split_points
 from dsft.model.whole import text_config, whole_of
 from dsft.model.whole_proof import apart, check_text
 from dsft.spec.schema import Checkpoint, Lora, Model
 from tests.architectures.test_folders import Alone, tensors_of
 from tests.architectures.wholes import VOCABULARY, WHOLES, small_whole
+from tests.in_threads import Threads
 from tests.selected import tiered
 
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -101,6 +105,31 @@ def test_losses_and_gradients_are_those_of_the_whole(kind: str, tmp_path: Path) 
     allowed = rounding * max(float(gradient.abs().max()) for gradient in gradients.values())
     for name, gradient in gradients.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=allowed, msg=name)
+
+
+@pytest.mark.parametrize("kind", tiered(WHOLES, USUAL))
+def test_rows_of_the_text_model_can_be_split(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two ranks; of a batch of padded rows."""
+    config = text_config(CONFIG_MAPPING[kind.split()[0]](**WHOLES[kind]))
+    assert config is not None
+    if config.model_type.startswith("qwen3_5"):
+        with pytest.raises(
+            SpecError, match="cannot be split: its layers of type linear_attention mix tokens"
+        ):
+            check_can_split(config, 2, 16)
+        return
+    check_can_split(config, 2, 16)
+    torch.manual_seed(0)
+    policy = Policy(AutoModelForCausalLM.from_config(config)).eval()
+    ids = torch.randint(3, VOCABULARY, (3, 7))
+    batch = MicroBatch(ids, torch.arange(7).repeat(3, 1), ids.roll(-1, 1))
+    ranks, parts = Threads(2, monkeypatch), [copy.deepcopy(policy) for _ in range(2)]
+    for part in parts:
+        attend_per_segment(part.causal_lm, "auto", 16, exchange=ranks)
+    with torch.no_grad():
+        expected = policy(batch.input_ids, batch.position_ids, batch.targets).logps
+        for found in ranks.run(lambda number: ranks.scored(parts[number], batch)):
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -309,6 +309,8 @@ SPLIT = (
     "zero3-2ranks-adamw-varying-split2-packed-clipped-llama_6heads",
     "zero3-2ranks-adamw-varying-split2-short-clipped-checkpointing-gemma2_tied",
     "zero2-2ranks-adamw-four-split2-clipped-dpo_live",
+    "zero2-2ranks-adamw-varying-split2-packed-dpo_given-shared-qwen3_moe-global_batch",
+    "zero3-2ranks-adamw-varying-split2-packed-checkpointing-deepseek_v3-sequence",
     "zero3-3ranks-adamw-varying-split3-short-packed-clipped-llama_6heads",
     "zero1-4ranks-adamw-four-split2-packed-clipped-checkpointing",
     "zero3-4ranks-adamw-varying-split4-short-packed-clipped-llama_4heads",
@@ -383,6 +385,7 @@ def _cases(ranks: int) -> Iterator[Case]:
     yield from _balanced(ranks)
     yield from _split(ranks)
     yield from _split_pairs(ranks)
+    yield from _split_mixtures(ranks)
 
 
 def _split(ranks: int) -> Iterator[Case]:
@@ -483,6 +486,26 @@ def _split_references(case: functools.partial[Case]) -> Iterator[Case]:
         yield pair(optimizer="adamw", reference="adapter", trains="lora", packed=True, shared=True)
         if mode in ("zero2", "zero3"):
             yield pair(optimizer="adamw", reference="adapter", trains="lora_fresh")
+
+
+def _split_mixtures(ranks: int) -> Iterator[Case]:
+    """Mixtures of experts and their balance losses over rows that are split."""
+    case = functools.partial(
+        Case, ranks=ranks, optimizer="adamw", micro_batches="varying", sequence_parallel=2
+    )
+    softmax, sigmoid = (functools.partial(case, shape=shape) for shape in ("qwen3_moe", "deepseek_v3"))
+    if ranks == 2:
+        for mode, shape in itertools.product(("zero2", "zero3"), MIXTURES):
+            yield case(mode, shape=shape, max_norm=0.1, packed=mode == "zero2")
+        for one, balance in itertools.product((softmax, sigmoid), ("sequence", "global_batch")):
+            yield one("zero0", balance=balance, short=True)
+            yield one("zero1", balance=balance, packed=True)
+            yield one("zero3", balance=balance, packed=True, checkpointing=True)
+            yield one("zero2", balance=balance, packed=True, shared=True, reference="given")
+    if ranks == 4:
+        for one, balance in itertools.product((softmax, sigmoid), ("sequence", "global_batch")):
+            yield one("zero2", balance=balance)
+            yield one("pipeline_zero1", balance=balance, stages=2, packed=True, checkpointing=True)
 
 
 def _balanced(ranks: int) -> Iterator[Case]:

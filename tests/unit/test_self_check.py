@@ -29,7 +29,6 @@ from dsft.engine.self_check import (
     shared_pairs,
     whole_rows,
 )
-from dsft.engine.split import RowSplit
 from dsft.errors import SpecError
 from dsft.model import kernels
 from dsft.model import policy as policies
@@ -39,7 +38,7 @@ from dsft.model.attention_loop import KEYWORD, SEGMENTS
 from dsft.model.attention_varlen import KEY_INDEX
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
-from dsft.model.policy import Policy, forward_arguments
+from dsft.model.policy import Policy
 from dsft.spec.schema import Model
 from tests import varlen_on_cpu
 from tests.examples import dataset_of
@@ -413,20 +412,16 @@ class SplitScores(Scores):
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
         super().__init__(build_model(Model(from_config=LLAMA), FACTS, 3, dtype).eval())
         attend_per_segment(self.policy.causal_lm, "auto", 64, exchange=ranks)
-        self.split = RowSplit(self.policy.causal_lm, None)  # type: ignore[arg-type]
+        self.ranks = ranks
 
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
         self.given += micro_batches
-        wholes = [batch.to(Alone.device) for batch in micro_batches]
-        parts = [self.split.part(batch) for batch in wholes]
-        scored = [self.policy(part.input_ids, *forward_arguments(part)).logps for part in parts]
-        return tuple(map(self.split.whole, scored, wholes))
+        return tuple(self.ranks.scored(self.policy, batch) for batch in micro_batches)
 
 
 def prove_split(monkeypatch: pytest.MonkeyPatch, precision: Any = "fp32") -> list[str]:
     ranks, data = Threads(2, monkeypatch), rows(20, 31, 17, 25, 60)
-    monkeypatch.setattr(split, "exchange_of", lambda world: ranks)
     engines = [SplitScores(ranks, precision) for _ in range(2)]
 
     def check(number: int) -> str:
