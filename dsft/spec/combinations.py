@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dsft.spec.architecture import MODEL, cut_findings
+from dsft.spec.architecture import MODEL, cut_findings, split_findings
 from dsft.spec.document import quote
 from dsft.spec.findings import Finding, finding, value_at, value_finding
 from dsft.spec.formats import format_findings
@@ -92,28 +92,6 @@ def _kernels(spec: Spec) -> Iterator[Finding]:
         where = "on a CPU" if spec.is_on_cpu else f"with precision {spec.train.precision}"
         message = f"has no effect {where}, only with precision fp32 on GPUs; leave it out"
         yield value_finding(spec, "train.tf32", message, "train.precision", device)
-
-
-def _sequence(spec: Spec) -> Iterator[Finding]:
-    """Refuse to split rows where attention is not dsft's own, or would be compiled."""
-    key = "parallel.sequence_parallel"
-    if spec.parallel.sequence_parallel == 1:
-        if spec.parallel.sequence_parallel_across_hosts:
-            message = (
-                f"has no effect without {key}; set that to the number of ranks of a group, or leave this out"
-            )
-            yield value_finding(spec, f"{key}_across_hosts", message, key)
-        return
-    if spec.parallel.sequence_parallel > spec.data.max_length:
-        message = f"is more than data.max_length {spec.data.max_length}, so some ranks would never have a "
-        message += f"token of a row; set {spec.data.max_length} or less"
-        yield value_finding(spec, key, message, "data.max_length")
-    if spec.model.attention not in {"auto", "sdpa"}:
-        message = f"does not work with model.attention {spec.model.attention}; set that to auto"
-        yield value_finding(spec, key, message, "model.attention")
-    if spec.model.compile:
-        message = "is not supported with model.compile; set it to 1, or model.compile to false"
-        yield value_finding(spec, key, message, "model.compile")
 
 
 def _activations(spec: Spec) -> Iterator[Finding]:
@@ -376,7 +354,7 @@ _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
     _model,
     _trained,
     _experts,
-    _sequence,
+    split_findings,
     _batch,
     _schedule,
     _batch_scale,

@@ -252,9 +252,9 @@ class Train(Section):
     global_batch_size: Count | None = None
     """Examples per optimizer step, over all ranks."""
     micro_batch_size: Count | None = None
-    """Examples per forward pass of one data-parallel rank."""
+    """Examples per forward pass of one data-parallel rank, or of a group of ranks that split rows."""
     accumulation_steps: Count | None = None
-    """Micro-batches per optimizer step of one data-parallel rank."""
+    """Micro-batches per optimizer step of one data-parallel rank, or of such a group."""
     num_train_epochs: Positive = 1.0
     """Passes over the training rows; a fraction is allowed."""
     max_steps: Count | None = None
