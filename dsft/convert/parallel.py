@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.convert.arguments import read_json
-from dsft.convert.draft import Draft, mistake, whole
+from dsft.convert.draft import Draft, mistake, positive, whole
 from dsft.spec.document import quote
 
 _RING = "ring attention there, all-to-alls over the attention heads here, so it must divide their number"
@@ -35,6 +35,8 @@ def parallel(draft: Draft) -> None:
             draft.left[where] = (
                 "tensor parallelism is not offered; parallel.zero_stage: 3 shards every weight"
             )
+    draft.carry("model.mlp_chunks", "tiled_mlp_num_shards", to=positive)
+    draft.leave("tiled_mlp", "checkpointed layers compute long MLPs in chunks by themselves")
     _shards(draft)
 
 

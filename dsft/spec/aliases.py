@@ -102,6 +102,8 @@ _OTHER_NAMES = {
     "parallel.pipeline_stages": "pipeline pipeline_model_parallel_size pipeline_parallel_size pp pp_size",
     "parallel.sequence_parallel": "sp sp_size ulysses alst sequence_parallel_size "
     "ulysses_sequence_parallel_size",
+    "model.mlp_chunks": "tiled_mlp_num_shards",
+    "model.mlp_chunks (by itself with gradient_checkpointing)": "tiled_mlp",
     "parallel.offload_parameters": "offload_param",
     "parallel.offload_parameters: {device: …}": "offload_param_device",
     "parallel.offload_optimizer: {device: …}": "offload_optimizer_device",

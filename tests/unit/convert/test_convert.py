@@ -292,6 +292,7 @@ def test_thoughts_of_swift(more: dict[str, Any], thinking: str, train_on: str) -
     ("config", "batch"),
     [
         ({**AXOLOTL, "context_parallel_size": 4, "ring_attn_func": "batch_ring"}, (2, 2, None)),
+        ({**AXOLOTL, "context_parallel_size": 4, "tiled_mlp": True, "tiled_mlp_num_shards": 2}, (2, 2, None)),
         ({**AXOLOTL, "sequence_parallel_degree": 4}, (2, 2, None)),
         ({**LLAMA_FACTORY, "hyper_parallel_cp_size": 4, "flash_attn": "fa2"}, (1, 8, None)),
         ({"model": "a/b", "dataset": "data/pairs.json", "sequence_parallel_size": 4}, (1, None, 4)),
@@ -315,6 +316,7 @@ def test_rows_that_are_split(config: dict[str, Any], batch: tuple[int | None, ..
     train = spec.train
     assert (train.micro_batch_size, train.accumulation_steps, train.global_batch_size) == batch
     assert (spec.parallel.sequence_parallel, spec.model.attention) == (4, "auto")
+    assert spec.model.mlp_chunks == config.get("tiled_mlp_num_shards")
     tensor_parallel = "tp_size of parallelism_config"
     assert (tensor_parallel in done.left) == ("parallelism_config" in config)
 
