@@ -74,22 +74,26 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     if counted.max_positions is not None and spec.data.max_length > counted.max_positions:
         message = f"{spec.data.max_length} is over the model's {counted.max_positions} positions; lower it"
         problems = [*problems, Problem("data.max_length", message)]
-    heads, size = counted.heads, spec.parallel.sequence_parallel
-    if heads is not None and heads.queries % size:
-        message = f"{size} {heads_not_divided(heads.queries, size)}"
-        problems = [*problems, Problem("parallel.sequence_parallel", message)]
-    if size > 1 and counted.unsplittable is not None:
-        message = f"{counted.unsplittable}; set it to 1"
-        problems = [*problems, Problem("parallel.sequence_parallel", message)]
-    if problems:
-        raise SpecError("The run cannot be planned.", problems)
     is_other = has_engine(spec) and dpo_of(spec).reference_model is not None
     of_reference = census(reference_model(spec), cache) if is_other else counted
+    problems = [*problems, *_split_problems(spec, counted)]
+    problems += _split_problems(spec, of_reference, " (of dpo.reference_model)") if is_other else ()
+    if problems:
+        raise SpecError("The run cannot be planned.", problems)
     sizes, reference = with_reference(memory(counted, spec, layout, hosts), of_reference, spec, layout, hosts)
     assumed = spec.cluster is None and world_size is None
     found = (*warnings(spec), *other_version(), *_memory_warnings(spec, sizes, reference))
     flows = traffic(counted, spec, layout, hosts)
     return Plan(spec, hosts, assumed, layout, batch, counted, sizes, found, reference, of_reference, flows)
+
+
+def _split_problems(spec: Spec, counted: Census, of: str = "") -> Iterator[Problem]:
+    """Yield why the rows of a model cannot be split as the spec says. of: which model it is."""
+    heads, size = counted.heads, spec.parallel.sequence_parallel
+    if size > 1 and counted.unsplittable is not None:
+        yield Problem("parallel.sequence_parallel", f"{counted.unsplittable}; set it to 1{of}")
+    elif heads is not None and heads.queries % size:
+        yield Problem("parallel.sequence_parallel", f"{size} {heads_not_divided(heads.queries, size)}{of}")
 
 
 def rank_ranges(layout: Layout, hosts: Mapping[str, int]) -> list[RankRange]:

@@ -218,12 +218,11 @@ def _split(plan: Plan, found: Sequence[Candidate], cut: Callable[[int], Cut]) ->
 
 def group_sizes(plan: Plan) -> list[int]:
     """Return the numbers of ranks that could split each row: 1, the spec's, and those that divide the ranks
-    of every host and the attention heads."""
-    own, heads = plan.spec.parallel, plan.census.heads
-    within = (
-        sum(plan.hosts.values()) if own.sequence_parallel_across_hosts else math.gcd(*plan.hosts.values())
-    )
-    most = math.gcd(within, heads.queries) if heads else 1
+    of every host and the attention heads of the model and of its reference."""
+    own, slots = plan.spec.parallel, plan.hosts.values()
+    most = sum(slots) if own.sequence_parallel_across_hosts else math.gcd(*slots)
+    for model in (plan.census, plan.reference_census):
+        most = math.gcd(most, model.heads.queries if model.heads and not model.unsplittable else 1)
     return sorted({n for n in range(1, most + 1) if most % n == 0} | {own.sequence_parallel})
 
 

@@ -103,7 +103,7 @@ def test_positions_and_too_little_memory_limit_a_row_too(monkeypatch: pytest.Mon
         longest_rows(planned(document(gpu=None)))
 
 
-def test_the_sizes_of_groups_divide_hosts_and_heads() -> None:
+def test_the_sizes_of_groups_divide_hosts_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes(hosts: dict[str, int], **parallel: Any) -> list[int]:
         made = document(hosts=hosts, parallel=parallel, train={"global_batch_size": 48})
         return [row.sequence_parallel for row in longest_rows(planned(made))]
@@ -111,6 +111,8 @@ def test_the_sizes_of_groups_divide_hosts_and_heads() -> None:
     assert sizes({"a": 8, "b": 4}) == [1, 2, 4]
     assert sizes({"a": 6, "b": 6}) == [1, 2]  # 3 does not divide the heads
     assert sizes({"a": 4, "b": 4}, sequence_parallel=8, sequence_parallel_across_hosts=True) == [1, 2, 4, 8]
+    monkeypatch.setattr("dsft.plan.build.census", lambda *_: replace(CENSUS, unsplittable="no"))
+    assert sizes({"a": 8}) == [1]
 
 
 def test_what_is_refused_and_what_else_helps_is_said(tmp_path: Path, capsys: Any) -> None:

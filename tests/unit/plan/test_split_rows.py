@@ -179,3 +179,8 @@ def test_rows_that_cannot_be_split_are_refused_by_name(monkeypatch: Any, make_sp
     with pytest.raises(SpecError, match=f"{reason}; set it to 1"):
         build_plan(make_spec(parallel={"sequence_parallel": 2}))
     build_plan(make_spec())
+    other = replace(census(), heads=replace(HEADS, queries=9))  # of another model as the reference
+    monkeypatch.setattr("dsft.plan.build.census", lambda model, _: other if model.name_or_path else census())
+    dpo = {"reference": "live", "reference_model": "other"}
+    with pytest.raises(SpecError, match=r"2 does not divide the model's 9 .* \(of dpo.reference_model\)"):
+        build_plan(make_spec(task="dpo", dpo=dpo, parallel={"sequence_parallel": 2}))
