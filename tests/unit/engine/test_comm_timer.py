@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_on_a_gpu_nobody_waits_for_the_device_and_few_events_are_kept(
     monkeypatch.setattr(module.dist, "all_to_all_single", backend.reduce)
     timer = CommunicationTimer(torch.device("cuda"))
     with timer.timing():
-        calls = backend.all_reduce, backend.broadcast, module.dist.all_to_all_single
+        calls: list[Any] = [backend.all_reduce, backend.broadcast, module.dist.all_to_all_single]
         assert [call() for call in calls] == ["reduced"] * 3
     Event.reached = 4
     assert timer.pop_seconds() == pytest.approx(0.004), "two are over, the third counts later"
