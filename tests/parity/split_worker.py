@@ -131,7 +131,7 @@ def part(whole: Tensor, dim: int, exchange: RankExchange) -> Tensor:
 
 
 def apart(one: Tensor, other: Tensor) -> float:
-    return float((one - other).abs().max())
+    return float((one - other).detach().abs().max())
 
 
 def main(output: Path) -> None:
