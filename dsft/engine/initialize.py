@@ -186,18 +186,13 @@ def initialize_deepspeed(
 
 
 def gather_whole_mlps(module: nn.Module) -> None:
-    """Let ZeRO 3 gather an MLP that is computed in chunks once for all chunks, as one module. It reduces the
-    gradients of such a module when that by its input is there (stage3.py:1559 register_full_backward_hook),
-    so the input gets one where nothing before it is trained."""
-
-    def with_gradient(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        needs_one = torch.is_grad_enabled() and not inputs[0].requires_grad
-        return (inputs[0].detach().requires_grad_(), *inputs[1:]) if needs_one else None
-
+    """Let ZeRO 3 gather an MLP that is computed in chunks once for all chunks, as one module. DeepSpeed
+    reduces the gradients of such a module when the gradient by its input is there (stage3.py:1559
+    register_full_backward_hook). A checkpointed model always has that one, since transformers lets the
+    embeddings' output require a gradient (enable_input_require_grads)."""
     for part in module.modules():
         if is_chunked(part):
             set_z3_leaf_module(part, True)
-            part.register_forward_pre_hook(with_gradient)
 
 
 def import_muon() -> None:
