@@ -53,7 +53,7 @@ def query_heads(causal_lm: PreTrainedModel, max_length: int) -> tuple[int, ...] 
     if mixing:
         reason = f"its layers of type {' and '.join(sorted(mixing))} mix tokens outside of the attention"
     elif obstacle is not None:
-        reason = f"that takes what packed rows take, and it {obstacle}"
+        reason = f"split rows are computed as packed ones are, and it {obstacle}"
     else:
         try:
             return _tried(causal_lm)
