@@ -140,11 +140,10 @@ class _Mlp:
 
 
 def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    if total is None or gradient is None:
-        return (
-            gradient if gradient is None else gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        )
-    return total.add_(gradient)
+    if gradient is None:
+        return total
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return gradient.to(wide) if total is None else total.add_(gradient)
 
 
 class _Saved(torch.autograd.Function):

@@ -38,6 +38,8 @@ def trained(model: PreTrainedModel, chunks: int) -> Found:
         chunk_mlps(model, chunks)
     times: dict[str, int] = {}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         parameter.register_post_accumulate_grad_hook(
             lambda _, name=name: times.update({name: times.get(name, 0) + 1})
         )
