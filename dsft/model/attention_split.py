@@ -19,8 +19,10 @@ Attention = Callable[..., tuple[Tensor, None]]
 class Exchange(Protocol):
     """Exchanges tensors with the other ranks of a group. size: number of ranks; number: of this rank."""
 
-    size: int
-    number: int
+    @property
+    def size(self) -> int: ...
+    @property
+    def number(self) -> int: ...
 
     def to_heads(self, tokens: Tensor) -> Tensor:
         """(1, heads, tokens of this rank, D) -> (1, heads ÷ size, tokens of the whole row, D);
