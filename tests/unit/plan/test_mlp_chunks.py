@@ -1,0 +1,78 @@
+"""In how many chunks of tokens MLPs are computed, and what the plan counts of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsft.plan.census import Census, Parameter
+from dsft.plan.layout import Layout
+from dsft.plan.memory.layer import mlp_chunks
+from dsft.plan.memory.ranks import RankMemory, stage_memory
+from dsft.spec.schema import Spec
+
+HIDDEN, INNER = 4096, 14336  # as in Llama 3.1 8B
+MLP = "model.layers.0.mlp"
+
+
+def census(mlp: str | None = MLP) -> Census:
+    def one(name: str, rows: int, columns: int, mlp: str | None = None) -> Parameter:
+        return Parameter(f"model.layers.0.{name}.weight", (rows, columns), 0, False, (), mlp=mlp)
+
+    parameters = (
+        Parameter("model.embed_tokens.weight", (1000, HIDDEN), None, True, ()),
+        *(one(f"self_attn.{name}_proj", HIDDEN, HIDDEN) for name in "qkvo"),
+        *(one(f"mlp.{name}_proj", INNER, HIDDEN, mlp) for name in ("gate", "up")),
+        one("mlp.down_proj", HIDDEN, INNER, mlp),
+    )
+    return Census("LlamaForCausalLM", 1, None, parameters)
+
+
+def spec(zero: int = 1, **model: Any) -> Spec:
+    return Spec.model_validate(
+        {
+            "name": "chunks",
+            "task": "pretrain",
+            "model": {"from_config": {"model_type": "llama"}, "gradient_checkpointing": True, **model},
+            "data": {"train": [{"path": "builtin:quickstart"}]},
+            "parallel": {"zero_stage": zero},
+            "train": {"micro_batch_size": 1, "accumulation_steps": 1},
+            "optim": {"learning_rate": 1e-3},
+        }
+    )
+
+
+def planned(tokens: int, zero: int = 1, mlp: str | None = MLP, **model: Any) -> RankMemory:
+    return stage_memory(0, census(mlp), spec(zero, **model), Layout(2, 1), tokens)
+
+
+def test_by_itself_a_chunk_takes_a_gibibyte_at_most() -> None:
+    inside = (
+        3 * HIDDEN + 4 * INNER
+    ) * 2  # bytes of a token in bf16: of each matrix in and out, and once more
+    for tokens in (1, 2**30 // inside, 2**30 // inside + 1, 32_768, 131_072):
+        chunks = mlp_chunks(spec(), census(), tokens)
+        assert -(-tokens // chunks) * inside <= 2**30 + inside
+        assert chunks == 1 or -(-tokens // (chunks - 1)) * inside > 2**30
+    assert mlp_chunks(spec(), census(), 1000) == 1
+
+
+@pytest.mark.parametrize("model", [{"gradient_checkpointing": False}, {"compile": True}, {"mlp_chunks": 1}])
+def test_none_where_they_are_switched_off_or_not_possible(model: dict[str, Any]) -> None:
+    assert mlp_chunks(spec(**model), census(), 131_072) == 1
+    assert mlp_chunks(spec(), census(mlp=None), 131_072) == 1
+
+
+def test_the_plan_counts_one_chunk() -> None:
+    whole, cut = planned(131_072, mlp_chunks=1), planned(131_072, mlp_chunks=64)
+    others = planned(131_072, mlp_chunks=100_000)
+    assert others.activations < cut.activations < whole.activations / 2
+    assert planned(131_072).activations < whole.activations / 2  # by itself
+    assert planned(1000) == planned(1000, mlp_chunks=1)
+
+
+def test_zero_3_gathers_the_mlp_as_one_module() -> None:
+    tokens = 131_072
+    apart = planned(tokens, 3, mlp_chunks=2).buffers - planned(tokens, 3, mlp_chunks=1).buffers
+    assert apart > 0
