@@ -19,6 +19,7 @@ from dsft.spec.schema import Spec
 
 STEP = 128  # tokens by which lengths are tried
 MOST = 1 << 27  # the largest length that is tried, in tokens
+POSITIONS = "the model's positions"
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _longest(plan: Plan, size: int) -> LongestRow:
 
     positions = plan.census.max_positions
     if positions is not None and not over(positions):
-        return LongestRow(size, batch, positions, "the model's positions")
+        return LongestRow(size, batch, positions, POSITIONS)
     tokens = STEP * _last(lambda steps: not over(STEP * steps), (positions or MOST) // STEP)
     return LongestRow(size, batch, tokens, over(tokens + STEP))
 
@@ -104,8 +105,11 @@ def _last(fits: Callable[[int], bool], most: int) -> int:
 
 
 def hints(plan: Plan, rows: list[LongestRow]) -> Iterator[str]:
-    """Yield what else would allow longer rows, as far as the spec decides it."""
+    """Yield what else would allow longer rows, as far as the spec decides it: nothing where only the model's
+    positions limit them."""
     spec = plan.spec
+    if all(row.limit == POSITIONS for row in rows if row.batch):
+        return
     if max(row.batch.micro_batch_size for row in rows if row.batch) > 1:
         yield "train.micro_batch_size=1"
     if not spec.model.gradient_checkpointing:

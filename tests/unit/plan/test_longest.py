@@ -16,7 +16,7 @@ from dsft.plan.build import Plan, build_plan, memory_needs
 from dsft.plan.census import Census, Heads, Parameter
 from dsft.plan.compare import ROOMY, Candidate, compare
 from dsft.plan.load import load
-from dsft.plan.longest import STEP, LongestRow, longest_rows
+from dsft.plan.longest import STEP, LongestRow, hints, longest_rows
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.show_compare import label
 from dsft.plan.show_longest import parts, print_longest
@@ -99,6 +99,7 @@ def test_positions_and_too_little_memory_limit_a_row_too(monkeypatch: pytest.Mon
     monkeypatch.setattr("dsft.plan.build.census", lambda *_: replace(CENSUS, max_positions=1000))
     rows = longest_rows(planned(document(gpu=80.0)))
     assert {(row.tokens, row.limit) for row in rows} == {(1000, "the model's positions")}
+    assert not list(hints(planned(document(gpu=80.0)), rows))  # no key of the spec raises these
     with pytest.raises(SpecError, match="cluster.accelerator.memory_gib: is not set; set it, in GiB"):
         longest_rows(planned(document(gpu=None)))
 

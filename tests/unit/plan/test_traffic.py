@@ -77,10 +77,10 @@ def test_a_ring_that_leaves_the_host_goes_through_the_network(flows: Any) -> Non
     assert set(staged) == {
         "gradients, within a host",  # both copies of a stage are on one host
         "hidden states, between hosts",
-        "their gradients, between hosts",
+        "gradients of hidden states, between hosts",
     }
     assert staged["hidden states, between hosts"].bytes_each == 10 * 1000 * 4
-    assert staged["their gradients, between hosts"].times == 3
+    assert staged["gradients of hidden states, between hosts"].times == 3
 
 
 def test_tied_gradients_are_all_reduced_over_both_ends(flows: Any) -> None:
