@@ -23,13 +23,12 @@ _SPLIT = {
 def parallel(draft: Draft) -> None:
     """Convert `deepspeed` (a JSON, its path, or ms-swift's name of one), `fsdp`, and what splits rows."""
     for name, note in _SPLIT.items():
-        if draft.is_given(name):
-            _sequence(draft, name, draft.get(name), note)
+        _sequence(draft, name, draft.get(name), note)
     if draft.get("sequence_parallel") is True:
         draft.leave("sequence_parallel", "a part of tensor parallelism there, which dsft does not have")
     for key, size in (draft.get("parallelism_config") or {}).items():
         name, where = key.removeprefix("parallelism_config_"), f"{key} of parallelism_config"
-        if name in ("sp_size", "cp_size") and size is not None:
+        if name in ("sp_size", "cp_size"):
             _sequence(draft, where, size, _RING if name == "cp_size" else "")
         elif name == "tp_size" and size not in (None, 1):
             draft.left[where] = (
@@ -42,9 +41,9 @@ def parallel(draft: Draft) -> None:
 
 def _sequence(draft: Draft, name: str, size: Any, note: str = "") -> None:
     """Set the number of GPUs that split a row, if it is above 1, and an attention that can be split. name:
-    where `size` stands."""
+    key of `size`, which is None, or empty, where it is not set."""
     try:
-        size = whole(size)
+        size = whole(1 if size in (None, "") else size)
     except ValueError as error:
         raise mistake(name, f"{quote(size)}: {error}") from error
     if size <= 1:
@@ -105,4 +104,4 @@ def deepspeed(draft: Draft, file: Mapping[str, Any], name: str) -> None:
         if isinstance(section.get("pin_memory"), bool):
             ours["pin_memory"] = section["pin_memory"]
         draft.put(f"parallel.{key.replace('param', 'parameters')}", ours, f"{key} of {name}")
-    _sequence(draft, f"sequence_parallel_size of {name}", file.get("sequence_parallel_size", 1))
+    _sequence(draft, f"sequence_parallel_size of {name}", file.get("sequence_parallel_size"))

@@ -329,6 +329,8 @@ def test_rows_that_are_not_split() -> None:
     done = convert_file(Path("ds.json"), model="a/b", data=["data/identity.json"], out=Path("ds.yaml"))
     spec = load_spec(done.path, check_files=False)
     assert (spec.parallel.sequence_parallel, done.left, done.mistakes) == (2, {}, None)
+    spec, _ = converted({**LLAMA_FACTORY, "deepspeed": {"sequence_parallel_size": None}})
+    assert spec.parallel.sequence_parallel == 1
     with pytest.raises(SpecError, match=r"context_parallel_size: 'two': a number is needed"):
         converted({**AXOLOTL, "context_parallel_size": "two"})
 
