@@ -109,8 +109,8 @@ class Heads:
 @dataclass(frozen=True)
 class Census:
     """The parameters of a model. uncuttable: why its layers cannot be cut into pipeline stages, None if they
-    can; max_positions: longest sequence in tokens, None if the config sets no limit; heads: None if unknown
-    or if layers differ; unsplittable: why its rows cannot be split over ranks, None if they can."""
+    can; max_positions: longest sequence in tokens, None if the config sets no limit; heads: None if unknown;
+    unsplittable: why its rows cannot be split over ranks, None if they can."""
 
     architecture: str
     num_layers: int

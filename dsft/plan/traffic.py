@@ -222,7 +222,8 @@ def _pipeline(step: _Step) -> Iterator[Flow]:
         link = _link_between(step, step.stage + 1)
         yield Flow("hidden states", link, passes * times, step.hidden_bytes)
     if step.stage > 0:
-        yield Flow("gradients of hidden states", _link_between(step, step.stage - 1), times, step.hidden_bytes)
+        back = _link_between(step, step.stage - 1)
+        yield Flow("gradients of hidden states", back, times, step.hidden_bytes)
     if last > 0 and step.stage in (0, last):
         yield from step.ring("tied gradients", 1, 2 * step.tied, FP32, (*step.ranks(0), *step.ranks(last)))
 

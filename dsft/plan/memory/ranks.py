@@ -288,7 +288,7 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
         if parameter.layer is not None:
             found.setdefault(parameter.layer, []).append(parameter)
     token, hidden = tokens * weight_bytes(spec), _embedding(census)[1]
-    scores, moved = _scores(census, spec, tokens), _moved(census, spec)
+    scores, (moved, sent) = _scores(census, spec, tokens), _moved(census, spec)
     layers = [
         activations(own, hidden, spec, tokens, chunks) + each(moved, token) + one(scores)
         for own in found.values()
@@ -297,7 +297,7 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
     inputs = each([hidden] * len(layers) * in_flight, token)
     is_last = stage == spec.parallel.pipeline_stages - 1
     logits, gradient, scored = _head(census, spec, tokens) if is_last else (0, 0, 0)
-    flowing = one(int(one_layer.total * BACKWARD)) + one(_sent(census, spec) * token)
+    flowing = one(int(one_layer.total * BACKWARD)) + one(sent * token)
     ahead, back, on_host = sum(layers * in_flight, NONE), sum(layers * in_flight, NONE), NONE
     if spec.model.gradient_checkpointing:
         ahead, back = inputs, one_layer + inputs
@@ -308,22 +308,16 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
     return _Work(forward, backward, one_layer.total, scored)
 
 
-def _moved(census: Census, spec: Spec) -> list[int]:
-    """Return the elements per token that the backward needs in addition if ranks split rows: the output of
-    attention as it was computed, for a share of the heads, and repeated keys and values."""
+def _moved(census: Census, spec: Spec) -> tuple[list[int], int]:
+    """Return the elements per token that split rows need in addition: for the backward the output of
+    attention as it was computed, for a share of the heads, and repeated keys and values; and the largest
+    tensor that attention copies to send it to other ranks."""
     ranks, heads = spec.parallel.sequence_parallel, census.heads
     if ranks == 1 or heads is None:
-        return []
-    added = heads.repeated(ranks) - heads.keys
-    return [heads.queries * heads.values, added * heads.width, added * heads.values]
-
-
-def _sent(census: Census, spec: Spec) -> int:
-    """Return the elements per token of the largest tensor that attention copies to send it to other ranks."""
-    heads = census.heads
-    return (
-        heads.queries * max(heads.width, heads.values) if heads and spec.parallel.sequence_parallel > 1 else 0
-    )
+        return [], 0
+    output, added = heads.queries * heads.values, heads.repeated(ranks) - heads.keys
+    sent = heads.queries * max(heads.width, heads.values)
+    return [output, added * heads.width, added * heads.values], sent
 
 
 def _scores(census: Census, spec: Spec, tokens: int) -> int:
