@@ -26,6 +26,7 @@ def reference_model(spec: Spec) -> Model:
     own: dict[str, object] = {
         "gradient_checkpointing": False,
         "activation_offload": False,
+        "mlp_chunks": None,
         "trainable": None,
         "lora": None,
         "experts": Experts(implementation=policy.experts.implementation),

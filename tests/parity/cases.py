@@ -670,9 +670,6 @@ def _recurrent(ranks: int) -> Iterator[Case]:
     yield case("zero2", optimizer="adamw", packed=True, shared=True, reference="given")
     yield case("zero3", optimizer="adamw", packed=True, checkpointing=True)
     yield case("zero3_both", optimizer="adamw", packed=True, trains="lora")
-    yield case("zero3_both", optimizer="adamw", packed=True, trains="lora", mlp_chunks=1)
-    yield case("zero3", optimizer="adamw", packed=True, trains="lora", mlp_chunks=2)
-    yield case("zero3_both", optimizer="adamw", trains="lora", mlp_chunks=2)
     yield case("pipeline_zero1", optimizer="adamw", packed=True, checkpointing=True, stages=2)
 
 

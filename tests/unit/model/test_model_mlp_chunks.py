@@ -16,7 +16,8 @@ from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
 from dsft.model.mlp_chunks import chunk_mlps, mlps_of
 from dsft.older import checkpoint_activations
-from dsft.spec.schema import Lora, Model
+from dsft.plan.reference import reference_model
+from dsft.spec.schema import Dpo, Lora, Model, Spec
 from tests.architectures.cases import ARCHITECTURES, MIXTURES, USUAL, keys_of, small_model
 
 ROWS, TOKENS, CHUNKS = 2, 23, 3
@@ -162,3 +163,11 @@ def test_a_model_without_mlps_refuses_chunks() -> None:
         take_census(Model(from_config=keys, gradient_checkpointing=True, mlp_chunks=2), FACTS, cuts=False)
     found = take_census(Model(from_config=keys, gradient_checkpointing=True), FACTS, cuts=False)
     assert {parameter.get("mlp") for parameter in found["parameters"]} == {None}
+
+
+def test_a_reference_is_in_no_chunks() -> None:
+    """It is not checkpointed, and may be a model without such an MLP."""
+    keys = {"model_type": "mixtral", **keys_of("mixtral")}
+    policy = Model(from_config=keys, gradient_checkpointing=True, mlp_chunks=2)
+    spec = Spec.model_construct(model=policy, dpo=Dpo())
+    assert take_census(reference_model(spec), FACTS, cuts=False)["architecture"] == "MixtralForCausalLM"
