@@ -203,7 +203,7 @@ def plan(
 ) -> None:
     """Show batch sizes, ranks, memory and DeepSpeed keys. This needs no GPU."""
     if compare and longest:
-        raise SpecError("--compare and --longest each print a page of their own; give one of them.")
+        raise typer.BadParameter("--compare and --longest cannot be combined; give one of them.")
     if compare or longest:
         from dsft.plan.show_compare import print_comparison as show
         from dsft.plan.show_longest import print_longest

@@ -53,7 +53,7 @@ def parts(plan: Plan, found: list[LongestRow]) -> Iterator[RenderableType]:
     yield table
     refused = next((row for row in found if row.refused), None)
     if refused is not None:
-        yield Text(f"parallel.sequence_parallel: {refused.refused}")
+        yield Text(f"With parallel.sequence_parallel={refused.sequence_parallel}: {refused.refused}")
     if plan.spec.data.max_tokens_per_micro_batch is not None:
         yield Text("data.max_tokens_per_micro_batch is raised with the row where it is less.")
     ways = list(hints(plan, found))

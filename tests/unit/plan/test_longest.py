@@ -119,7 +119,7 @@ def test_the_sizes_of_groups_divide_hosts_and_heads(monkeypatch: pytest.MonkeyPa
 def test_what_is_refused_and_what_else_helps_is_said(tmp_path: Path, capsys: Any) -> None:
     made = document(model={"attention": "eager"})
     page = " ".join(rendered(parts(plan := planned(made), longest_rows(plan)), terminal=False).split())
-    assert "parallel.sequence_parallel: 2 does not work with model.attention eager" in page
+    assert "With parallel.sequence_parallel=2: 2 does not work with model.attention eager" in page
     assert "1, as in the spec 4 2 × 1" in page
     assert (
         "longer rows: train.micro_batch_size=1, model.gradient_checkpointing=true, parallel.zero_stage=3."
