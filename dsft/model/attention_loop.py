@@ -98,7 +98,7 @@ class _Part(NamedTuple):
         length, keys = self.query.shape[2], self.key.shape[2]
         own = keys - length  # the number of keys before the first query's own
         ones = torch.ones(length, keys, dtype=torch.bool, device=self.query.device)
-        return ones.tril(own).triu(own + 1 - reach)
+        return ones.tril_(own).triu_(own + 1 - reach)
 
 
 def _parts(segments: Segments, reach: int, query: Tensor, key: Tensor, value: Tensor) -> Iterator[_Part]:

@@ -44,7 +44,7 @@ BACKEND = "inductor"
 """The backend of torch.compile."""
 
 
-def build_model(
+def build_model(  # noqa: PLR0913, PLR0917  a model's section, and what a run knows besides
     model: Model,
     facts: TokenFacts,
     seed: int,
@@ -52,10 +52,11 @@ def build_model(
     stage: int = 0,
     cut: Cut | None = None,
     sharding: Sharding = WHOLE,
+    tokens: int | None = None,
 ) -> Policy:
     """Build stage `stage` of `cut` (the whole model without a cut), on the CPU, parameters in `dtype`. The
     engine's `sharding` decides which range of each parameter is filled, and takes each parameter once it is
-    filled.
+    filled. tokens: that a rank has of the largest micro-batch, which model.mlp_chunks is for; None: of each.
 
     Raises SpecError for a config that cannot be built or cut, MissingInputError for a model that cannot be
     read, or whose files contain another model.
@@ -77,7 +78,7 @@ def build_model(
     if model.kernels == "liger":
         use_liger(causal_lm)
     if model.gradient_checkpointing and model.mlp_chunks is not None and model.mlp_chunks > 1:
-        chunk_mlps(causal_lm, model.mlp_chunks)
+        chunk_mlps(causal_lm, model.mlp_chunks, tokens)
     if split_points is not None:
         cut_to_stage(causal_lm, split_points, stage, cut)
     if model.compile:

@@ -71,11 +71,12 @@ def check_mlps(causal_lm: PreTrainedModel, model: Model) -> None:
         raise SpecError("The model cannot be trained.", [Problem("model.mlp_chunks", message)])
 
 
-def chunk_mlps(causal_lm: PreTrainedModel, chunks: int) -> None:
-    """Let each MLP compute its rows in `chunks` chunks. Parameters and names stay."""
+def chunk_mlps(causal_lm: PreTrainedModel, chunks: int, tokens: int | None = None) -> None:
+    """Let each MLP compute `tokens` rows in `chunks` chunks, and fewer rows in fewer chunks of the same size;
+    without `tokens` any number of rows in so many. Parameters and names stay."""
     for module in mlps_of(causal_lm).values():
         cls = type(module)
-        members = {"forward": _forward_of(cls, chunks), CHUNKED: chunks}
+        members = {"forward": _forward_of(cls, chunks, tokens), CHUNKED: chunks}
         module.__class__ = type(f"Chunked{cls.__name__}", (cls,), members)
 
 
@@ -83,11 +84,11 @@ def is_chunked(module: nn.Module) -> bool:
     return hasattr(type(module), CHUNKED)
 
 
-def _forward_of(cls: type[nn.Module], chunks: int) -> Callable[[Any, Tensor], Tensor]:
+def _forward_of(cls: type[nn.Module], chunks: int, tokens: int | None) -> Callable[[Any, Tensor], Tensor]:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         """Return the MLP's output (…, H) for hidden states (…, H)."""
         rows = hidden_states.flatten(0, -2)
-        mlp = _Mlp(lambda part: cls.forward(self, part), -(-len(rows) // chunks))
+        mlp = _Mlp(lambda part: cls.forward(self, part), -(-(tokens or len(rows)) // chunks))
         if not torch.is_grad_enabled():
             return mlp.forward(rows).view(*hidden_states.shape[:-1], -1)
         trained = [p for p in self.parameters() if p.requires_grad]

@@ -102,7 +102,9 @@ def build(
 
     def part() -> Policy:
         model = spec.model.model_copy(update={"mlp_chunks": resolved.mlp_chunks})
-        policy = build_model(model, inputs.facts, spec.train.seed, dtype, world.stage, resolved.cut, keep)
+        policy = build_model(
+            model, inputs.facts, spec.train.seed, dtype, world.stage, resolved.cut, keep, resolved.tokens
+        )
         notes.extend(described(policy.causal_lm))
         if spec.model.lora is not None:
             notes.extend(left_out(policy.causal_lm))

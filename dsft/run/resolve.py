@@ -50,12 +50,13 @@ from dsft.system.host import host_memory
 class Resolved:
     """The settings that follow from the hosts and the size of the model. config: the complete DeepSpeed
     configuration; counted: the model's parameters; cut: the pipeline stage of each layer; mlp_chunks: in how
-    many chunks of tokens MLPs are computed."""
+    many chunks MLPs compute the `tokens` that a rank has of the largest micro-batch."""
 
     config: Config
     counted: Census
     cut: Cut
     mlp_chunks: int
+    tokens: int
 
 
 def resolve(job: Job, inputs: Inputs, world: World, log: Log) -> Resolved:
@@ -80,7 +81,7 @@ def resolve(job: Job, inputs: Inputs, world: World, log: Log) -> Resolved:
     chunks = mlp_chunks(job.spec, counted, tokens)
     if chunks > 1:
         log(f"MLPs: computed in {chunks} chunks of up to {-(-tokens // chunks):,} tokens")
-    return Resolved(with_measured_swap(job, config, counted, world, log), counted, cut, chunks)
+    return Resolved(with_measured_swap(job, config, counted, world, log), counted, cut, chunks, tokens)
 
 
 def check_room(job: Job, counted: Census) -> None:

@@ -100,10 +100,8 @@ def _activations(spec: Spec) -> Iterator[Finding]:
     is_chunked = (spec.model.mlp_chunks or 1) > 1
     for key, is_set in (("model.activation_offload", spec.model.activation_offload), (chunks, is_chunked)):
         if is_set and not spec.model.gradient_checkpointing:
-            message = (
-                "has no effect without gradient checkpointing, since it is for what checkpointed layers "
-            )
-            yield value_finding(spec, key, f"{message}save; set {checkpointing}: true", checkpointing)
+            message = "has no effect without gradient checkpointing, since it is for checkpointed layers; "
+            yield value_finding(spec, key, f"{message}set {checkpointing}: true", checkpointing)
     if is_chunked and spec.model.compile:
         message = "is not supported with model.compile; leave it out, or set model.compile to false"
         yield value_finding(spec, chunks, message, "model.compile")

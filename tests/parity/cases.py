@@ -579,7 +579,7 @@ def _chunked(ranks: int) -> Iterator[Case]:
 
 def _mlp_chunks(ranks: int) -> Iterator[Case]:
     """MLPs in chunks of tokens: on their own, with adapters in them, with frozen layers before them, with
-    norms after them (Gemma 2), beside experts."""
+    norms after them (Gemma 2), beside experts, of split rows."""
     case = functools.partial(
         Case, ranks=ranks, max_norm=0.1, checkpointing=True, micro_batches="varying", mlp_chunks=3
     )
@@ -590,6 +590,7 @@ def _mlp_chunks(ranks: int) -> Iterator[Case]:
     yield case("zero3", optimizer="adamw", trains="trainable")
     yield case("zero3", optimizer="adamw", packed=True, shape="gemma2_tied", reference="live")
     yield case("zero2", optimizer="adamw", shape="glm4_moe", trains="lora", reference="adapter")
+    yield case("zero2", optimizer="adamw", trains="dora", packed=True, sequence_parallel=2)
     yield case("pipeline_zero1", optimizer="adamw", stages=2, packed=True)
     yield case("pipeline_zero0", optimizer="sgd", stages=2, shape="deepseek_v3_groups")
 

@@ -144,6 +144,21 @@ def test_a_scoring_pass_is_in_chunks_too() -> None:
     torch.testing.assert_close(found, expected.detach())
 
 
+@pytest.mark.parametrize("gradients", [False, True])
+def test_fewer_tokens_than_planned_have_fewer_chunks_of_the_same_size(gradients: bool) -> None:
+    keys = {"model_type": "llama", **keys_of("llama")}
+    model = Model(from_config=keys, gradient_checkpointing=True, mlp_chunks=CHUNKS)
+    policy, calls = build_model(model, FACTS, 0, torch.float32, tokens=30), list[int]()
+    linear: Any = policy.causal_lm.get_submodule("model.layers.1.mlp.gate_proj")
+    linear.register_forward_hook(lambda module, inputs, output: calls.append(len(output)))
+    ids = torch.arange(TOKENS)[None]
+    with torch.set_grad_enabled(gradients):
+        logps = policy(ids, ids, ids.roll(-1)).logps
+    if gradients:
+        logps.sum().backward()
+    assert calls == [10, 10, 3] * (1 + gradients)
+
+
 def test_gradients_in_bf16_add_up_in_float32() -> None:
     """As near to the exact ones as without chunks, however many there are."""
 
