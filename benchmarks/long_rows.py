@@ -6,6 +6,7 @@ A fresh Llama in fp32 with a vocabulary of 8,192, ZeRO 1 and gradient checkpoint
 long row of random tokens on both ranks together. A sample is a launch of its own; variants take turns:
 
 split      dsft's engine with parallel.sequence_parallel 2
+chunks     the same with model.mlp_chunks 8
 deepspeed  transformers' model under UlyssesSPAttentionHF.register_with_transformers with sdpa; the loss is
            the cross entropy of the rank's own logits, divided by the targets of the whole row
 whole      dsft's engine with the row whole on each rank, so two rows a step: what splitting costs
@@ -42,6 +43,8 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
 }
+CHUNKS: Mapping[str, int] = {"split": 1, "chunks": 8, "whole": 1}
+VARIANTS = ("split", "chunks", "deepspeed", "whole")
 Step = Callable[[], float]  # one step on the row; gives this rank's share of the loss
 
 
@@ -52,7 +55,7 @@ def rank(variant: str, tokens: int, steps: int) -> None:
     from dsft.rank.environment import detect
 
     world = join(detect(os.environ), Layout(RANKS, 1, 1 if variant == "whole" else RANKS))
-    step = MAKERS[variant](world, tokens)
+    step = deepspeeds(world, tokens) if variant == "deepspeed" else ours(world, tokens, CHUNKS[variant])
     loss = sum(world.gather(step()))
     step()
     seconds = []
@@ -91,14 +94,14 @@ def policy_of(spec: Any, keep: Any) -> Any:
     return build_model(spec.model, facts, SEED, torch.float32, sharding=keep)
 
 
-def spec_of(split: int) -> Any:
+def spec_of(split: int, chunks: int = 1) -> Any:
     from dsft.spec.schema import Spec
 
     return Spec.model_validate(
         {
             "name": "bench",
             "task": "pretrain",
-            "model": {"from_config": LLAMA, "gradient_checkpointing": True},
+            "model": {"from_config": LLAMA, "gradient_checkpointing": True, "mlp_chunks": chunks},
             "data": {"train": [{"path": "builtin:quickstart"}], "packing": True},
             "parallel": {"zero_stage": 1, "sequence_parallel": split},
             "train": {"micro_batch_size": 1, "accumulation_steps": 1, "precision": "fp32"},
@@ -107,7 +110,7 @@ def spec_of(split: int) -> Any:
     )
 
 
-def ours(world: Any, tokens: int) -> Step:
+def ours(world: Any, tokens: int, chunks: int) -> Step:
     from dsft.engine.build import build_engine
     from dsft.engine.partition import sharding_for
     from dsft.engine.split import exchange_of
@@ -116,7 +119,7 @@ def ours(world: Any, tokens: int) -> Step:
     from dsft.plan.batch import batch_sizes
     from dsft.plan.ds_config import deepspeed_config
 
-    spec = spec_of(world.layout.sequence_parallel)
+    spec = spec_of(world.layout.sequence_parallel, chunks)
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     policy = policy_of(spec, sharding_for(config, world))
     attend_per_segment(policy.causal_lm, "auto", tokens, exchange=exchange_of(world))
@@ -172,9 +175,6 @@ def deepspeeds(world: Any, tokens: int) -> Step:
     return step
 
 
-MAKERS: Mapping[str, Callable[[Any, int], Step]] = {"split": ours, "deepspeed": deepspeeds, "whole": ours}
-
-
 def report(samples: paired.Samples, arguments: argparse.Namespace) -> str:
     head = (
         f"Rows of {arguments.tokens:,} tokens, {arguments.steps} steps a launch, {arguments.rounds} rounds; "
@@ -212,9 +212,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3, help="of a launch, after two that are not counted")
     parser.add_argument("--tokens", type=int, default=4096, help="of a row")
-    parser.add_argument("--variants", nargs="+", choices=list(MAKERS), default=list(MAKERS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--out", type=Path, help="where the table goes as well")
-    parser.add_argument("--rank", choices=list(MAKERS), help="one sample")
+    parser.add_argument("--rank", choices=VARIANTS, help="one sample")
     arguments = parser.parse_args()
     if arguments.rank:
         rank(arguments.rank, arguments.tokens, arguments.steps)
