@@ -73,6 +73,7 @@ def test_several_at_once_make_each_block_once(data: Path, tmp_path: Path, count:
 
 
 def test_a_killed_build_goes_on_and_leaves_no_worker(data: Path, tmp_path: Path) -> None:
+    data.write_text(3 * data.read_text())  # more blocks than its workers have begun when it is killed
     expected, folder = made(data, Cache()), tmp_path / "cache"
     process = start(data, folder, workers=2, blocks=3)
     assert process.stdout is not None
@@ -85,8 +86,8 @@ def test_a_killed_build_goes_on_and_leaves_no_worker(data: Path, tmp_path: Path)
     _, alive = psutil.wait_procs(children, timeout=LATE)
     assert not alive
     before = {path: path.stat().st_mtime_ns for path in block_files(folder)}
-    assert 3 <= len(before) < 8
-    (next(iter(before)).parent / "block-00007.safetensors.tmp").write_bytes(b"half")
+    assert 3 <= len(before) < 16
+    (next(iter(before)).parent / "block-00016.safetensors.tmp").write_bytes(b"half")
     kept: list[CacheSummary] = []
     rows = made(data, Cache(folder, report=kept.append))
     assert said(rows) == said(expected)

@@ -132,7 +132,8 @@ def test_what_is_refused_and_what_else_helps_is_said(tmp_path: Path, capsys: Any
     assert [row["sequence_parallel"] for row in told["rows"]] == [1, 2, 4]
     assert told["limits"] == {"device": 2 * GIB, "host": None}
     print_longest(spec, (), as_json=False, world_size=None)
-    assert "at most 95% of the 2.0 GiB of a GPU, with 8 examples a step" in capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())  # its lines are as wide as the terminal
+    assert "at most 95% of the 2.0 GiB of a GPU, with 8 examples a step" in shown
 
 
 def split(found: tuple[Candidate, ...]) -> set[int]:
