@@ -39,7 +39,7 @@ class Layout:
         return self.shards // self.sequence_parallel
 
     def part(self, tokens: int) -> int:
-        """Return the most tokens that a rank has of a micro-batch with so many."""
+        """Return the most tokens of a micro-batch of `tokens` that one rank has."""
         return -(-tokens // self.sequence_parallel)
 
     def stage(self, rank: int) -> int:

@@ -64,7 +64,7 @@ def _longest(plan: Plan, size: int) -> LongestRow:
         return LongestRow(size, refused=error.problems[0].message)
 
     def over(tokens: int) -> str:
-        """Return what rows of so many tokens exceed; empty if they fit."""
+        """Return the limits that rows of this length exceed; empty if they fit."""
         found = size_of(plan, _with_rows(spec, tokens), layout)
         return found.fullest if found.full > ROOMY else ""
 
@@ -83,7 +83,7 @@ def _batch(plan: Plan, size: int) -> dict[str, int | None]:
 
 
 def _with_rows(spec: Spec, tokens: int) -> Spec:
-    """Return the spec with rows of so many tokens, and a token budget into which one fits."""
+    """Return the spec with rows of this length, and a token budget into which one fits."""
     spec = changed(spec, {"data.max_length": tokens})
     budget = spec.data.max_tokens_per_micro_batch
     if budget is None:
