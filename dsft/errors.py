@@ -23,15 +23,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _COLOR = r"\x1b\[[\d;]*m"
-_CHARACTER = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+_CHARACTER = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 _CONTROL = re.compile(_CHARACTER)
 _CONTROL_OR_COLOR = re.compile(f"{_COLOR}|{_CHARACTER}")
 
 
 def printable(text: str, *, keep_colors: bool = False) -> str:
-    """Return the text with terminal control characters (all but line breaks and tabs) and marks of the
-    writing direction written as escapes, such as \\x1b. Text that comes from a file passes through here
-    before it is printed. keep_colors: leave escape sequences that set a color."""
+    """Return the text with terminal control characters (all but line breaks and tabs), marks of the writing
+    direction and lone surrogates, which UTF-8 cannot encode, written as escapes, such as \\x1b. Text that
+    comes from a file passes through here before it is printed. keep_colors: leave escape sequences that set a
+    color."""
 
     def escaped(found: re.Match[str]) -> str:
         is_color = len(found[0]) > 1

@@ -25,6 +25,7 @@ from dsft.model.conversion import TensorMap, read_map
 from dsft.model.files import SafetensorsFile, fingerprint, folder_with, weight_files
 from dsft.model.tensor_types import DTYPES
 from dsft.model.whole import text_key
+from dsft.system.json_file import read_json
 
 CONFIG = "config.json"
 PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -39,7 +40,7 @@ def files_around(name_or_path: str | None, text: PreTrainedConfig) -> dict[str, 
     if name_or_path is None or whole is None:
         return {}
     folder = folder_with(name_or_path, [CONFIG, *PROCESSORS])
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config = read_json(folder / CONFIG)
     if whole.get_text_config().vocab_size != text.vocab_size:
         _text_keys(config, whole)["vocab_size"] = text.vocab_size
     files = {name: (folder / name).read_bytes() for name in PROCESSORS if (folder / name).is_file()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from dsft.errors import CheckpointError
 from dsft.plan.batch import BatchSizes
 from dsft.spec.differences import ABSENT, flatten, json_differences
 from dsft.spec.schema import Spec
+from dsft.system.json_file import read_json
 
 MAY_DIFFER = (
     "name",  # the folder may be moved
@@ -151,7 +151,7 @@ def changed_generation(checkpoint: CheckpointReader, model_folder: Path) -> Iter
     run's model folder. It decides no loss, so the run goes on, and its exports have the new value."""
     then, now = (folder / GENERATION for folder in (checkpoint.path / MODEL, model_folder))
     if then.is_file() and now.is_file():
-        for one in json_differences(*(json.loads(path.read_text(encoding="utf-8")) for path in (then, now))):
+        for one in json_differences(read_json(then), read_json(now)):
             if one.key != "transformers_version":
                 yield f"warning: {GENERATION}: {one.clause(WAS, NOW)}, which exports have from now on"
 

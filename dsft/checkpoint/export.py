@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import glob
-import json
 import math
 import os
 import secrets
@@ -271,7 +270,7 @@ def _check_names(values: TensorSource, where: Path, model: PreTrainedModel) -> N
 
 def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
     path = folder / "config.json"
-    config, whole = json.loads(path.read_text()), config_around(folder)
+    config, whole = read_json(path), config_around(folder)
     if whole is None:
         config |= {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
     else:

@@ -21,11 +21,15 @@ from dsft.commands.status import folder_of
 from dsft.errors import DsftError, MissingInputError, StorageError, printable
 from dsft.report.curves import compared, figure, series, svg
 from dsft.report.jsonl import read_metrics
+from dsft.report.redact import one_line
 from dsft.spec.differences import flatten
-from dsft.system.json_file import read_json
+from dsft.spec.document import read_document
+from dsft.system.json_file import parse_json, read_text, reason_of
 
 PAGE = "report.html"
 _ANSWER_TOKENS = 200
+LARGEST = 2**20
+"""Maximum size in bytes of a run's JSON and YAML files; usual ones have some thousand."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1c2024; background: #fff; color-scheme: light;
@@ -43,7 +47,8 @@ Table = list[list[str]]
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What the folder of a run holds: metrics, and the contents of its JSON and YAML files ({} if absent)."""
+    """What the folder of a run holds: metrics, and the contents of its JSON and YAML files ({} if absent).
+    unreadable: a clause for each of these files that is there and cannot be read."""
 
     folder: Path
     name: str
@@ -52,6 +57,7 @@ class RunFolder:
     data: Mapping[str, Any]
     spec: Mapping[str, Any]
     versions: Mapping[str, Any]
+    unreadable: Sequence[str] = ()
 
     @property
     def export(self) -> Path:
@@ -85,23 +91,30 @@ def write_report(names: Sequence[str], prompts: Sequence[str], out: Path | None)
 
 
 def _read(folder: Path, name: str) -> RunFolder:
-    records = read_metrics(folder / "metrics.jsonl")
+    path = folder / "metrics.jsonl"
+    try:
+        records = read_metrics(path)
+    except OSError as error:
+        raise MissingInputError(f"{path} {reason_of(error)}; it has the run's steps") from None
     if not records:
         raise MissingInputError(f"{folder} has no step in metrics.jsonl yet: there is nothing to report")
     names = ("memory.json", "data.json", "spec.yaml", "versions.json")
-    memory, data, spec, versions = (_mapping_in(folder / name) for name in names)
-    return RunFolder(folder, name, records, memory, data, spec, versions)
+    unreadable: list[str] = []
+    memory, data, spec, versions = (_mapping_in(folder / name, unreadable) for name in names)
+    return RunFolder(folder, name, records, memory, data, spec, versions, unreadable)
 
 
-def _mapping_in(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON or YAML file, {} if it is absent or damaged."""
+def _mapping_in(path: Path, unreadable: list[str]) -> dict[str, Any]:
+    """Return the content of a JSON or YAML file, {} if it is absent or, with a clause in `unreadable`,
+    damaged."""
     try:
-        found = (
-            read_json(path) if path.suffix == ".json" else yaml.safe_load(path.read_text(encoding="utf-8"))
-        )
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
-        return {}
-    return _mapping(found)
+        text = read_text(path, LARGEST)
+        return _mapping(parse_json(text) if path.suffix == ".json" else read_document(text).data)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        unreadable.append(f"{path.name} {reason_of(error)}")
+    return {}
 
 
 def _mapping(found: Any) -> dict[str, Any]:
@@ -117,11 +130,12 @@ def page(runs: Sequence[RunFolder], answers: Sequence[Table]) -> str:
     title = " and ".join(run.name for run in runs)
     body = [f"<h1>{_text(title)}</h1>", _section("Results", _table(results(runs)))]
     if len(runs) > 1:
-        body.append(_section("Curves together", svg(compared({run.name: run.records for run in runs}))))
+        body.append(_section("Curves together", _curves(compared, {run.name: run.records for run in runs})))
         body.append(_section("What differs in the specs", _table(differing(runs), "text")))
     for run in runs:
         of = f": {run.name}" if len(runs) > 1 else ""
-        body.append(_section(f"Curves{of}", svg(figure(run.name, run.records))))
+        body.append(_section(f"Not shown{of}", _text("; ".join(run.unreadable))))
+        body.append(_section(f"Curves{of}", _curves(figure, run.name, run.records)))
         body.append(_section(f"Memory{of}", _table(memory(run))))
         body.append(_section(f"Rows{of}", _table(ledger(run))))
     body += [
@@ -213,6 +227,13 @@ def _answers(run: RunFolder, prompts: Sequence[str]) -> Table:
 
 
 # --- parts ------------------------------------------------------------------------------------------------
+
+
+def _curves(draw: Callable[..., Any], *given: Any) -> str:
+    try:
+        return svg(draw(*given))
+    except Exception as error:  # noqa: B902  values so large that matplotlib cannot place them
+        return f"<p>They cannot be drawn: {_text(one_line(error))}</p>"
 
 
 def _values(run: RunFolder, key: str) -> list[float]:

@@ -24,7 +24,7 @@ import psutil
 
 from dsft.errors import MissingInputError, printable
 from dsft.report.jsonl import STEP, parse_record
-from dsft.system.json_file import read_json
+from dsft.system.json_file import open_file, read_json
 from dsft.system.lock import NAME as LOCK
 
 STALE = 15.0
@@ -33,12 +33,15 @@ STALE = 15.0
 SILENT = 60.0
 """Seconds without output after which another host's process is not taken to run any more."""
 
+LONGEST = 1e9
+"""Seconds, 30 years: a step or a run that takes longer was not recorded by dsft."""
+
 TAIL = 2**18  # bytes read from the end of a log or of the metrics
 RECENT = 20  # number of records over which the step time is averaged
 
 ENDED = {0: "finished", 75: "stopped"}
-_HOLDER = re.compile(r"process (\d+) on (\S+)")
-_PROGRESS = re.compile(r"step (\d+)/(\d+)\b")
+_HOLDER = re.compile(r"process (\d{1,10}) on (\S+)")
+_PROGRESS = re.compile(r"step (\d+)/(\d{1,18})\b")
 _CHECKPOINT = re.compile(r"step-(\d+)")
 
 
@@ -112,12 +115,14 @@ def _with_progress(status: RunStatus, folder: Path) -> tuple[RunStatus, float | 
     steps = [match for line in _tail(log) for match in _PROGRESS.finditer(line)]
     total = int(steps[-1][2]) if steps else None
     step = int(records[-1][STEP]) if records else None
-    times = [seconds for record in trained[-RECENT:] if (seconds := record.get("perf/step_time", nan)) < 1e7]
+    times = [record.get("perf/step_time", nan) for record in trained[-RECENT:]]
+    times = [seconds for seconds in times if 0 <= seconds < LONGEST]
     step_time = sum(times) / len(times) if times else None
     held_out = [record["eval/loss"] for record in records if "eval/loss" in record]
     left = None
     if step is not None and total is not None and step_time is not None:
-        left = (total - step) * step_time
+        seconds = (total - step) * step_time
+        left = seconds if 0 <= seconds < LONGEST else None
     status = replace(
         status,
         step=step,
@@ -148,7 +153,8 @@ def lock_holder(lock: Path, log_age: float | None) -> str | None:
     to run as long as the run writes output."""
     age = _age(lock)
     try:
-        named = lock.read_text(errors="replace").strip()
+        with open_file(lock) as file:
+            named = file.read(TAIL).decode("utf-8", "replace").strip()
     except OSError:  # there is none, or it is another user's
         return None
     match = _HOLDER.fullmatch(named)
@@ -244,7 +250,7 @@ def _read_status_json(path: Path) -> dict[str, Any] | None:
 def _tail(path: Path) -> list[str]:
     """Return the lines of the file's last TAIL bytes; none if there is no file."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - TAIL))
             return file.read().decode("utf-8", "replace").splitlines()

@@ -3,7 +3,6 @@ also under Axolotl's names, and the adapter, attention and DeepSpeed keys of all
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -12,6 +11,7 @@ from dsft.convert.draft import Draft, NotOfferedError, flag, mistake, names_in, 
 from dsft.spec.document import quote
 from dsft.spec.not_offered import is_off
 from dsft.spec.schema import Optim, Schedule
+from dsft.system import json_file
 
 _SCHEDULES = {"warmup_stable_decay": "wsd", "cosine_warmup_with_min_lr": "cosine_with_min_lr"}
 _ATTENTION = {
@@ -87,7 +87,7 @@ def _optimizer(draft: Draft) -> None:
 
 def _schedule(draft: Draft) -> None:
     options = draft.get("lr_scheduler_kwargs") or {}
-    options = json.loads(options) if isinstance(options, str) else options
+    options = json_file.parse_json(options) if isinstance(options, str) else options
     theirs = "lr_scheduler_type"
     given = theirs if draft.is_given(theirs) or theirs in draft.defaults else "lr_scheduler"
     name = str(draft.get("lr_scheduler_type", "lr_scheduler"))
@@ -291,9 +291,9 @@ def _one_of(names: list[str]) -> str | None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the mapping in a JSON file. Raise SpecError if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise mistake(str(path), f"it cannot be read as JSON ({error})") from error
+        found = json_file.read_json(path)
+    except (OSError, ValueError) as error:
+        raise mistake(str(path), f"it {json_file.reason_of(error)}") from error
     if not isinstance(found, dict):
         raise mistake(str(path), "it is no mapping of keys to values")
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -10,17 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dsft.convert import axolotl, llamafactory, swift, trl
 from dsft.convert.arguments import training
 from dsft.convert.draft import Draft, mistake
 from dsft.convert.parallel import deepspeed
 from dsft.convert.tool import Tool
 from dsft.errors import MissingInputError, SpecError, StorageError
-from dsft.spec.document import quote
-from dsft.spec.load import load_spec
+from dsft.spec.document import parse_yaml, quote
+from dsft.spec.load import MAX_BYTES, load_spec
 from dsft.spec.task import TASKS
+from dsft.system.json_file import parse_json, read_text, reason_of
 
 TOOLS: Mapping[str, Tool] = {
     "llamafactory": llamafactory.TOOL,
@@ -117,15 +115,18 @@ def recognized(given: Mapping[str, Any]) -> str:
 def _read(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML or JSON file."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        try:
-            found = json.loads(text)
-        except ValueError:
-            found = yaml.safe_load(text)
+        text = read_text(path, MAX_BYTES)
     except OSError as error:
-        raise MissingInputError(f"{quote(str(path))} cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: also the date 2026-13-01
-        raise mistake(str(path), f"it is neither YAML nor JSON ({' '.join(str(error).split())})") from error
+        raise MissingInputError(f"{quote(str(path))} {reason_of(error)}") from error
+    except ValueError as error:
+        raise mistake(str(path), f"it {error}") from error
+    try:
+        found = parse_json(text)
+    except ValueError:
+        try:
+            found = parse_yaml(text)
+        except ValueError as error:
+            raise mistake(str(path), f"it is neither YAML nor JSON ({error})") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise mistake(str(path), "it is no mapping of keys to values")
     return found

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.errors import StorageError
+from dsft.system.json_file import read_json
 
 PREFIX = "dsft-swap-"
 MARKER = "dsft-swap.json"
@@ -77,7 +78,7 @@ def remove_stale_folders(nvme_path: Path) -> Iterator[str]:
 def _facts(folder: Path) -> dict[str, Any] | None:
     """Return the marker's content; None if the folder was not made by dsft."""
     try:
-        facts = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        facts = read_json(folder / MARKER)
     except (OSError, ValueError):
         return None
     ours = isinstance(facts, dict) and facts.get("folder") == folder.name and "run" in facts

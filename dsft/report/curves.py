@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dsft.errors import printable
 from dsft.report.jsonl import STEP
 
 Points = tuple[list[int], list[float]]
@@ -146,7 +147,7 @@ def _rewards(axis: Any, records: Sequence[Mapping[str, float]], key: str) -> Non
 
 def _plain(name: str) -> str:
     """Return the name as matplotlib shows it: as text, not as a formula between dollar signs."""
-    return name.replace("$", r"\$")
+    return printable(name).replace("$", r"\$")
 
 
 def _last(name: str, values: Sequence[float]) -> str:

@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import IO
 
 from dsft.system.files import atomic_write, write_error
+from dsft.system.json_file import open_file, parse_json
 
 Record = Mapping[str, float]
 STEP = "train/global_step"
 MARGINS = "margins"
+LONGEST = 2**20
+"""Maximum bytes of a line that is read; usual ones have less than a thousand."""
 
 
 class MetricsFile:
@@ -53,11 +56,13 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return all whole records in order; none where there is no file. Other lines are ignored."""
+    """Return all whole records in order; none where there is no file. Other lines are ignored. Raises OSError
+    where it cannot be read or is no regular file."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [record for record in map(parse_record, lines) if record is not None]
+    with open_file(path) as file:
+        lines = (line.decode("utf-8", "replace") for line in iter(lambda: file.readline(LONGEST), b""))
+        return [record for record in map(parse_record, lines) if record is not None]
 
 
 def _line(row: Mapping[str, float | str | None]) -> str:
@@ -75,9 +80,9 @@ def written(value: float) -> float | str:
 def parse_record(line: str) -> dict[str, float] | None:
     """Return the record of a line; None if the line is incomplete or is no record."""
     try:
-        entries = json.loads(line)
+        entries = parse_json(line)
         record = {name: v if isinstance(v, int) else float(v) for name, v in entries.items()}
-    except (ValueError, AttributeError, TypeError, RecursionError):
+    except (ValueError, AttributeError, TypeError):
         return None
     return record if isinstance(record.get(STEP), int) else None
 

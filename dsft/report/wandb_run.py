@@ -19,6 +19,7 @@ from dsft.report.jsonl import STEP, Record
 from dsft.report.redact import one_line
 from dsft.spec.schema import Wandb
 from dsft.system.files import atomic_write
+from dsft.system.json_file import read_json
 
 SERVER = "https://api.wandb.ai"
 ANSWER_SECONDS = 4.0  # for a server to answer at the start, before the run is recorded offline
@@ -67,7 +68,7 @@ def run_id_of(run_dir: Path) -> str:
     share it. It has a random part, so that a folder that is deleted and created again is another run."""
     path = run_dir / "wandb.json"
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+        return str(read_json(path)["id"])
     except (OSError, ValueError, KeyError, TypeError):  # absent, or cut off by a kill
         run_id = f"{run_dir.name[:50]}-{secrets.token_hex(4)}"
         with atomic_write(path) as file:

@@ -6,7 +6,6 @@ finding.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from dsft.spec.document import quote
 from dsft.spec.findings import Finding, finding
 from dsft.spec.schema import Lora, Spec
+from dsft.system.json_file import read_json
 
 FILE = "adapter_config.json"
 
@@ -53,11 +53,11 @@ def with_saved_adapter(spec: Spec) -> tuple[Spec, list[Finding]]:
         return spec, []
     file = Path(lora.path) / FILE
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
         saved = _saved(config)
     except (FileNotFoundError, NotADirectoryError):
         return spec, []
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         message = f"{quote(str(file))} is not the config of a saved adapter ({quote(str(error))})"
         return spec, [finding("model.lora.path", f"{message}; give another folder")]
     findings = []

@@ -1,14 +1,17 @@
-"""Parse YAML text to plain values, with the line of each.
+"""Parse YAML text to plain values, with limits to their number and depth.
 
 `read_document` returns a `Document`: mappings, lists, texts, numbers, booleans, nulls, the line of every
 entry, and the problems of the YAML itself. Tags, merge keys and duplicate keys are not allowed. Scalars
 follow YAML 1.2 (`1e-5` is a number, `on` and `yes` are texts), https://yaml.org/spec/1.2.2/#103-core-schema.
+`parse_yaml` reads the YAML 1.1 of other programs.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import yaml
@@ -72,10 +75,8 @@ def quote(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
 
-class _SpecLoader(yaml.SafeLoader):
-    """A YAML loader that only composes nodes; `_Builder` converts them to values."""
-
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+class _BoundedLoader(yaml.SafeLoader):
+    """A YAML loader that composes a limited number of nodes."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -91,6 +92,34 @@ class _SpecLoader(yaml.SafeLoader):
         if tag is not None:
             self.tags.append((tag, event.start_mark.line + 1))
         return super().compose_node(parent, index)
+
+    def root(self) -> yaml.Node | None:
+        """Return the root of the only document, None if it is empty. Raise _TooLarge where it has too many
+        values, with aliases expanded, or too many levels."""
+        root = self.get_single_node()
+        level = [] if root is None else [root]
+        count = depth = 0
+        while level:
+            count, depth = count + len(level), depth + 1
+            if count > MAX_VALUES:
+                raise _TooLarge(_TOO_MANY)
+            if depth > MAX_DEPTH + 1:
+                raise _TooLarge(_TOO_DEEP)
+            level = list(islice(_below(level), MAX_VALUES + 1))
+        return root
+
+
+def _below(nodes: Iterable[yaml.Node]) -> Iterator[yaml.Node]:
+    """Yield the items of lists and the keys and values of mappings."""
+    for node in nodes:
+        for entry in node.value if isinstance(node, yaml.CollectionNode) else ():
+            yield from entry if isinstance(entry, tuple) else (entry,)
+
+
+class _SpecLoader(_BoundedLoader):
+    """A loader of which only the nodes are used; `_Builder` converts them to values."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
 
 
 class SpecDumper(yaml.SafeDumper):
@@ -124,7 +153,7 @@ def read_document(text: str) -> Document:
     """Parse a YAML text. Never raises for invalid text: the mistakes are in `problems`."""
     try:
         reader = _SpecLoader(text)
-        node = reader.get_single_node()
+        node = reader.root()
         builder = _Builder()
         builder.document.data = None if node is None else builder.value(node, ())
     except yaml.YAMLError as error:
@@ -134,16 +163,34 @@ def read_document(text: str) -> Document:
     except _TooLarge as error:
         return Document(problems=[Problem("YAML", str(error))])
     for tag, line in reader.tags:
-        message = f"the tag {quote(tag)} is not allowed; write the plain value"
-        builder.document.problems.append(Problem("YAML", message, line))
+        builder.document.problems.append(Problem("YAML", _tag_message(tag), line))
     return builder.document
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the value of a YAML 1.1 text without tags, as PyYAML's safe loader reads it (`1e-5` is a text,
+    `on` is true). Raises ValueError with the reason why it cannot be read."""
+    try:
+        loader = _BoundedLoader(text)
+        node = loader.root()
+        if loader.tags:
+            raise ValueError(f"line {loader.tags[0][1]}: {_tag_message(loader.tags[0][0])}")
+        return None if node is None else loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+
+
+def _tag_message(tag: str) -> str:
+    return f"the tag {quote(tag)} is not allowed; write the plain value"
 
 
 _TOO_MANY = f"there are more than {MAX_VALUES} values, counting those of aliases each time; write fewer"
 _TOO_DEEP = f"values are nested more than {MAX_DEPTH} levels deep; write fewer levels"
 
 
-class _TooLarge(Exception):
+class _TooLarge(ValueError):
     """Raised for more values or levels than a spec can need."""
 
 
@@ -152,14 +199,8 @@ class _Builder:
 
     def __init__(self) -> None:
         self.document = Document()
-        self.count = 0
 
     def value(self, node: yaml.Node, path: KeyPath) -> Any:
-        self.count += 1
-        if self.count > MAX_VALUES:
-            raise _TooLarge(_TOO_MANY)
-        if len(path) > MAX_DEPTH:
-            raise _TooLarge(_TOO_DEEP)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):

@@ -5,7 +5,6 @@ Rows are read later, by `dsft.data`. Hub ids are not looked up.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from dsft.spec.findings import Finding, finding, value_finding
 from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.schema import Source, Spec
 from dsft.spec.sources import BUILTIN, BUILTIN_PAIRS, BUILTIN_PREFIX, hub_data
+from dsft.system.json_file import read_json, reason_of
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
@@ -85,10 +85,10 @@ def model_config(spec: Spec, *, check_files: bool) -> tuple[dict[str, Any] | Non
     if not isfile(file):
         return None, []
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        message = f"{quote(str(file))} cannot be read as JSON ({quote(str(error))})"
-        return None, [finding("model.name_or_path", f"{message}; repair the model's folder")]
+        config = read_json(file)
+    except (ValueError, OSError) as error:
+        message = f"{quote(str(file))} {reason_of(error)}; repair the model's folder"
+        return None, [finding("model.name_or_path", message)]
     if not isinstance(config, dict):
         message = f"{quote(str(file))} is not a JSON object; repair the model's folder"
         return None, [finding("model.name_or_path", message)]
@@ -133,10 +133,10 @@ def _templates_in(folder: str) -> set[str]:
     names = {file.stem for file in Path(folder, "additional_chat_templates").glob("*.jinja")}
     names |= {"default"} if names else set()  # chat_template.jinja, beside the others
     try:
-        config = json.loads(Path(folder, "tokenizer_config.json").read_text(encoding="utf-8"))
+        config = read_json(Path(folder, "tokenizer_config.json"))
         listed = config["chat_template"]
         names |= {str(one["name"]) for one in listed if isinstance(one, dict) and "name" in one}
-    except (ValueError, OSError, RecursionError, KeyError, TypeError):
+    except (ValueError, OSError, KeyError, TypeError):
         pass  # reported when the tokenizer is loaded
     return names
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dsft.spec.sources import READ, hub_data, is_pattern, kind_of
+from dsft.system.json_file import read_json
 
 _SAVED = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")
 """Files that `datasets` writes beside the rows."""
@@ -101,7 +101,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 def _saved(folder: Path) -> list[Path]:
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        state = read_json(folder / "state.json")
         files = [folder / str(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
         raise NoDataFileError("its state.json has no list of the data files; save it again") from None

@@ -13,6 +13,7 @@ from dsft.spec.document import quote, read_document
 from dsft.spec.load import load_spec
 from dsft.spec.schema import NAME_PATTERN, Spec
 from dsft.spec.task import TASKS
+from dsft.system.json_file import read_json
 
 SCHEMA_FILE = "dsft.schema.json"
 
@@ -252,7 +253,7 @@ def _filled(name: str, task: str, path: Path, model: str, data: str, batch: str,
 def _max_length(model: str) -> int:
     """Return 2048, or the model's number of positions where it is a folder with fewer."""
     try:
-        positions = json.loads(Path(model, "config.json").read_text("utf-8"))["max_position_embeddings"]
+        positions = read_json(Path(model, "config.json"))["max_position_embeddings"]
         return min(2048, int(positions))
     except (OSError, ValueError, KeyError, TypeError):  # of the hub, or of another form
         return 2048

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dsft.errors import StorageError
+from dsft.system.json_file import read_json
 
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free space there"),
@@ -53,7 +54,7 @@ def cache_folder() -> Path:
 def cached_json(path: Path) -> Any:
     """Return what `cache_json` wrote; None if it is absent, unreadable or not JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except (OSError, ValueError):
         return None
 

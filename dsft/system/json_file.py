@@ -1,13 +1,15 @@
-"""Read a JSON file that may be damaged or malicious. Size and nesting depth are limited, so that such a file
-cannot exhaust the memory or the stack of the process."""
+"""Read text and JSON files that may be damaged or malicious. Size, nesting depth and numbers are limited,
+so that no file can exhaust the memory or the stack of the process, or make it wait."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 LIMIT = 64 * 2**20
 """Default limit in bytes. The largest files that dsft writes are a checkpoint's state.json, with about 110
@@ -17,38 +19,72 @@ Llama 3.1 405B, 8 MB for a mixture of experts with 70,000 matrices, 2.5 MB for 1
 DEPTH = 100
 """Limit of nested lists and objects. No file that dsft writes or reads has more than 20 levels."""
 
+DIGITS = 300
+"""Limit of an integer's digits, so that it has a value as a float; the largest float has 309."""
+
 Pairs = Callable[[list[tuple[str, Any]]], Any]
 
 
-def read_json(path: Path, limit: int = LIMIT, *, object_pairs_hook: Pairs | None = None) -> Any:
-    """Read at most `limit` bytes and return the value. `object_pairs_hook` is that of `json.loads`; what it
-    raises passes through, unless it is a ValueError.
+def open_file(path: Path) -> IO[bytes]:
+    """Open a regular file for reading. Raises OSError, also for a device, a named pipe or a socket: reading
+    one could wait or never end."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # `open` has its own error for a folder
+        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a file", str(path))
+    return path.open("rb")
 
-    Raises ValueError with a clause that follows the file's name ("is not JSON at line 1, column 2: …") where
-    the file is too large, is not UTF-8, is not JSON, is nested too deeply, or holds a number that is not
-    finite or has thousands of digits. Raises OSError where it cannot be read.
+
+def kind_of(mode: int) -> str:
+    """Return what a path with this st_mode is, where it is neither a file nor a folder."""
+    kinds = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
+    return next((name for is_kind, name in kinds if is_kind(mode)), "a device")
+
+
+def read_text(path: Path, limit: int = LIMIT) -> str:
+    """Return the text of a file of at most `limit` bytes, without a byte order mark.
+
+    Raises ValueError with a clause that follows the file's name where it is larger or not UTF-8, OSError
+    where it cannot be read or is no regular file.
     """
-    with path.open("rb") as file:
+    with open_file(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise ValueError(f"is larger than {limit:,} bytes")
     try:
-        value = json.loads(
-            content.decode("utf-8"),
-            parse_float=_finite,
-            parse_constant=_finite,
-            object_pairs_hook=object_pairs_hook,
-        )
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError("is not UTF-8 text") from None
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    """Return the clause of an error of `read_text` or `read_json`, which follows the file's name."""
+    return f"cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
+
+
+def read_json(path: Path, limit: int = LIMIT, *, object_pairs_hook: Pairs | None = None) -> Any:
+    """Return the value in a JSON file. Raises as `read_text` and `parse_json` do."""
+    return parse_json(read_text(path, limit), object_pairs_hook=object_pairs_hook)
+
+
+def parse_json(text: str, *, object_pairs_hook: Pairs | None = None) -> Any:
+    """Return the value of a JSON text. `object_pairs_hook` is that of `json.loads`; what it raises passes
+    through.
+
+    Raises ValueError with a clause that follows the file's name ("is not JSON at line 1, column 2: …") where
+    the text is not JSON, is nested too deeply, or holds a number that is not finite or has too many digits.
+    """
+    try:
+        value = json.loads(
+            text,
+            parse_float=_finite,
+            parse_constant=_finite,
+            parse_int=_integer,
+            object_pairs_hook=object_pairs_hook,
+        )
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
         raise ValueError(f"is nested more than {DEPTH} levels deep") from None
-    except ValueError as error:
-        if "integer string conversion" in str(error):  # sys.get_int_max_str_digits()
-            raise ValueError("holds an integer of thousands of digits") from None
-        raise
     if _is_deeper(value, DEPTH):
         raise ValueError(f"is nested more than {DEPTH} levels deep")
     return value
@@ -59,6 +95,12 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"holds the number {text[:20]}, which is not finite")
     return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > DIGITS:
+        raise ValueError(f"holds an integer of more than {DIGITS} digits")
+    return int(text)
 
 
 def _is_deeper(value: Any, depth: int) -> bool:

@@ -5,7 +5,6 @@ transformers is imported only when it is needed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from dsft.data.tokenizer.spm import MODEL_FILE, bare_model, load_sentencepiece
 from dsft.errors import MissingInputError
 from dsft.spec.files import NO_TOKENIZER, lacks_tokenizer
 from dsft.spec.schema import Model
+from dsft.system.json_file import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,11 +130,11 @@ def _without_torch(folder: Path) -> str | None:
     """Return the class that AutoTokenizer would choose for a folder, if that follows from the folder's files
     alone, else None. AutoTokenizer itself imports torch and every model's config."""
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_bytes())
+        config = read_json(folder / "tokenizer_config.json")
         name = config["tokenizer_class"]
         model: dict[str, Any] = {"model_type": ""}
         if (folder / "config.json").exists():
-            model = json.loads((folder / "config.json").read_bytes())
+            model = read_json(folder / "config.json")
         kind = str(model["model_type"])
         # AutoTokenizer chooses by model_name as well
         if "auto_map" in config or "model_name" in model or not (folder / "tokenizer.json").is_file():

@@ -4,6 +4,7 @@ HTML; what is absent is left out."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from typer.testing import CliRunner
 from dsft.cli import app
 from dsft.commands import report
 from dsft.errors import DsftError, MissingInputError, StorageError
+from dsft.report import curves
 
 
-def run(name: str, losses: list[float], *, spec: str = "", **files: Any) -> Path:
+def run(name: str, losses: list[Any], *, spec: str = "", **files: Any) -> Path:
     folder = Path("runs", name)
     folder.mkdir(parents=True)
     records = [
@@ -24,7 +26,7 @@ def run(name: str, losses: list[float], *, spec: str = "", **files: Any) -> Path
          "perf/tokens_per_second": 1000.0 * step, "perf/step_time": 0.5}
         for step, loss in enumerate(losses, 1)
     ]  # fmt: skip
-    records.append({"train/global_step": len(losses), "eval/loss": losses[-1] + 1})
+    records.append({"train/global_step": len(losses), "eval/loss": float(losses[-1]) + 1})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "spec.yaml").write_text(spec or f"name: {name}\noptim: {{learning_rate: 0.001}}\n")
     for file, content in files.items():
@@ -104,8 +106,64 @@ def test_a_damaged_file_counts_as_absent(content: Any, monkeypatch: pytest.Monke
     assert "spec.yaml of x" not in report.write_report(["x"], [], None).read_text()
 
 
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 30))
+
+
+@pytest.mark.parametrize("spec", [BOMB, "a: &a {b: *a}\n", "\ud800: '\\uD800'", Path("/dev/zero")])
+def test_a_spec_without_end_is_left_out(spec: str | Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "svg", lambda drawn: "")
+    run("one", [1.0])
+    path = run("two", [1.0]) / "spec.yaml"
+    if isinstance(spec, Path):
+        path.unlink()
+        path.symlink_to(spec)
+    else:
+        path.write_text(spec, errors="surrogatepass")
+    text = report.write_report(["one", "two"], [], None).read_text()
+    assert "spec.yaml of one" in text and "spec.yaml of two" not in text
+
+
+def test_a_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "svg", lambda drawn: "")
+    folder = run("x", [1.0], versions={"torch": "\ud800"})
+    steady = f'{{"phases": {{"steady": {{"gpu": {{"measured": {10**400}}}}}}}}}'
+    (folder / "memory.json").write_text(steady)
+    os.mkfifo(folder / "data.json")
+    text = report.write_report(["x"], [], None).read_text()
+    assert "memory.json holds an integer of more than 300 digits" in text
+    assert "data.json cannot be read (it is a named pipe, not a file)" in text
+    assert r"torch: &quot;\uD800&quot;" in text
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, inside matplotlib
+def test_records_of_any_size_are_shown_or_left_out() -> None:
+    folder = run("x", [1.7e308, -1.7e308] * 40)
+    lines = [
+        f'{{"train/global_step": 81, "train/loss": {10**400}}}',
+        f'{{"train/global_step": {10**400}, "train/loss": 1.0}}',
+        f'{{"train/global_step": {10**299}, "eval/\\ud800/loss": 1.0}}',
+    ]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("\n".join(lines) + "\n")
+    text = report.write_report(["x"], [], None).read_text()
+    assert "<h2>Curves</h2>" in text and f"{10**299:,}" in text
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(MissingInputError, match="it is a device, not a file"):
+        report.write_report(["x"], [], None)
+
+
+def test_a_name_that_is_not_utf_8_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "figure", lambda name, records: drawn.append(name))
+    drawn: list[str] = []
+    run(os.fsdecode(b"caf\xe9"), [1.0], spec="task: sft\n")
+    text = report.write_report([os.fsdecode(b"caf\xe9")], [], None).read_text()
+    assert r"<title>caf\udce9</title>" in text
+    curves.figure(os.fsdecode(b"caf\xe9"), [{"train/global_step": 1}])
+
+
 def test_a_run_without_files_is_reported_as_far_as_it_got() -> None:
-    folder = run("bare", [float("nan")])
+    folder = run("bare", ["NaN"])
     for name in ("memory.json", "data.json", "spec.yaml"):
         (folder / name).write_text("[") if name != "data.json" else None
     text = report.write_report(["bare"], [], None).read_text()

@@ -210,6 +210,32 @@ def test_a_step_time_that_is_not_finite_gives_no_time_left(run: Path) -> None:
     assert "121 of" in text and "inf" not in text
 
 
+@pytest.mark.parametrize("time", ['"Infinity"', '"-Infinity"', "1e300", "-5", "9" * 400])
+@pytest.mark.parametrize("total", ["200", "9" * 18, "9" * 5_000])
+def test_times_and_steps_of_any_size_are_shown_or_left_out(run: Path, time: str, total: str) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f'\n{{"train/global_step": 121, "train/loss": 1.0, "perf/step_time": {time}}}\n')
+        file.write(f'{{"train/global_step": 122, "train/loss": 1.0, "perf/step_time": {time}}}\n')
+    (run / "logs/train.log").write_text(f"step 119/{total}  loss 2\n")
+    assert "two: stopped" in "\n".join(lines(status_of(run)))
+
+
+def test_a_number_of_400_digits_in_status_json(run: Path) -> None:
+    tell(run, pid=10**400)
+    assert status_of(run).state == "stopped"
+
+
+def test_only_regular_files_are_read(run: Path) -> None:
+    for name in ("metrics.jsonl", "logs/train.log", "logs/status.json", ".lock"):
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    assert status_of(run).state == "stopped"
+    for name in ("metrics.jsonl", "logs/train.log", "logs/status.json", ".lock"):
+        (run / name).unlink()
+        (run / name).symlink_to("/dev/zero")
+    assert status_of(run).state == "stopped"
+
+
 @pytest.mark.parametrize("unit", ["[", '{"a":'])
 def test_a_status_or_a_record_that_is_nested_without_end_is_passed_over(run: Path, unit: str) -> None:
     (run / "logs/status.json").write_text(unit * 50_000)

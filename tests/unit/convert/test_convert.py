@@ -4,6 +4,7 @@ without a reason; the spec is valid. The configs have the keys and values that u
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -420,6 +421,36 @@ def test_files_that_are_no_config() -> None:
         converted(LLAMA_FACTORY, "tool")
     with pytest.raises(SpecError, match="--task: 'rl' is not offered"):
         converted(LLAMA_FACTORY, task="rl")
+
+
+BOMB = "".join(f"x{i}: &x{i} [{'x, x' if i == 0 else f'*x{i - 1}, *x{i - 1}'}]\n" for i in range(40))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        *(
+            (f"{BOMB}{key}: *x39\n", "more than 20000 values")
+            for key in ("dataset", "output_dir", "learning_rate")
+        ),
+        ('{"a": &a {b: *a}}', "nested more than 40 levels deep"),
+        ("x" * 1_000_001, "it is larger than 1,000,000 bytes"),
+        ("stage: !!python/object:os.system x", "is not allowed"),
+    ],
+)
+def test_a_config_has_limits(text: str, reason: str) -> None:
+    Path("config.yaml").write_text(text)
+    with pytest.raises(SpecError, match=reason):
+        convert_file(Path("config.yaml"))
+
+
+def test_a_config_is_a_regular_file() -> None:
+    Path("zero.yaml").symlink_to("/dev/zero")
+    with pytest.raises(MissingInputError, match="it is a device, not a file"):
+        convert_file(Path("zero.yaml"))
+    os.mkfifo("dataset_info.json")
+    with pytest.raises(SpecError, match="it is a named pipe, not a file"):
+        converted({"stage": "sft", "dataset": "x"}, dataset_info=Path("dataset_info.json"))
 
 
 def test_a_file_that_is_not_here_is_no_hub_id() -> None:

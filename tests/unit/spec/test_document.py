@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsft.spec.document import SpecDumper, dotted, quote, read_document
+from dsft.spec.document import SpecDumper, dotted, parse_yaml, quote, read_document
 
 
 @pytest.mark.parametrize(
@@ -106,3 +107,35 @@ def test_a_file_of_many_values_is_given_up_early() -> None:
         problem.message
         == "there are more than 20000 values, counting those of aliases each time; write fewer"
     )
+
+
+def bomb(levels: int, merge: bool = False) -> str:
+    """Return a YAML text of aliases whose values double with each level."""
+    key = "<<: " if merge else ""
+    first = "a0: &a0 {k: v}" if merge else "a0: &a0 [x, x]"
+    lines = [f"a{i}: &a{i} {{{key or 'k: '}[*a{i - 1}, *a{i - 1}]}}" for i in range(1, levels)]
+    return "\n".join([first, *lines])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (bomb(30), "there are more than 20000 values"),
+        (bomb(30, merge=True), "there are more than 20000 values"),
+        ("a: &a {b: *a}", "values are nested more than 40 levels deep"),
+        ("[" * 5_000, "values are nested more than 40 levels deep"),
+        ("a: !!python/name:os.system x", "line 1: the tag 'tag:yaml.org,2002:python/name:os.system'"),
+        ("a: !!int ''", "line 1: the tag 'tag:yaml.org,2002:int' is not allowed"),
+        ("a: 2026-13-01", "month must be in 1..12"),
+        ("a: [", "expected the node content"),
+    ],
+)
+def test_yaml_of_other_programs_has_limits(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        parse_yaml(text)
+
+
+def test_yaml_of_other_programs_is_yaml_1_1() -> None:
+    text = "a: &a {lr: 1e-5, on: yes}\nb: {<<: *a, lr: 0x10}\n"
+    assert parse_yaml(text) == {"a": {"lr": "1e-5", True: True}, "b": {"lr": 16, True: True}}
+    assert parse_yaml("") is None

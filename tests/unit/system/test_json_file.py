@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import threading
+import socket
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,8 @@ from dsft.system.json_file import DEPTH, read_json
         (b"[" * 200_000, "is nested more than 100 levels deep"),
         (b'{"a":' * 200_000, "is nested more than 100 levels deep"),
         (b"[" * (DEPTH + 1) + b"]" * (DEPTH + 1), "is nested more than 100 levels deep"),
-        (b"9" * 5_000, "holds an integer of thousands of digits"),
+        (b"9" * 301, "holds an integer of more than 300 digits"),
+        (b'[{"step": -' + b"9" * 5_000 + b"}]", "holds an integer of more than 300 digits"),
         (b'{"size": Infinity}', "holds the number Infinity, which is not finite"),
         (b'{"size": NaN}', "holds the number NaN, which is not finite"),
         (b'{"size": 1e999}', "holds the number 1e999, which is not finite"),
@@ -35,10 +36,21 @@ def test_what_cannot_be_read_is_told_in_a_clause(tmp_path: Path, text: bytes, cl
         read_json(path, 100) if "larger" in clause else read_json(path)
 
 
-def test_a_device_without_an_end_is_read_up_to_the_limit(tmp_path: Path) -> None:
-    (tmp_path / "file.json").symlink_to("/dev/zero")
-    with pytest.raises(ValueError, match="is larger than 1,000 bytes"):
-        read_json(tmp_path / "file.json", 1_000)
+@pytest.mark.parametrize("kind", ["a device", "a named pipe", "a socket"])
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    """Reading a device may never end, and opening a named pipe waits for its writer."""
+    path = tmp_path / "file.json"
+    with socket.socket(socket.AF_UNIX) as endpoint:
+        if kind == "a device":
+            path.symlink_to("/dev/zero")
+        elif kind == "a named pipe":
+            os.mkfifo(path)
+        else:
+            endpoint.bind(os.path.relpath(path))  # a socket's path has at most 108 bytes
+        with pytest.raises(OSError, match=f"it is {kind}, not a file"):
+            read_json(path)
+    with pytest.raises(IsADirectoryError):
+        read_json(tmp_path)
 
 
 def test_a_value_within_the_bounds_is_what_json_reads(tmp_path: Path) -> None:
@@ -52,9 +64,6 @@ def test_a_value_within_the_bounds_is_what_json_reads(tmp_path: Path) -> None:
         read_json(tmp_path / "none.json")
 
 
-def test_a_pipe_and_a_hook_for_pairs(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=('{"a": 1, "a": 2}',))
-    writer.start()
-    assert read_json(tmp_path / "pipe", object_pairs_hook=tuple) == (("a", 1), ("a", 2))
-    writer.join()
+def test_hook_gets_the_pairs_of_an_object_and_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text('{"a": 1, "a": 2}', encoding="utf-8-sig")
+    assert read_json(tmp_path / "file.json", object_pairs_hook=tuple) == (("a", 1), ("a", 2))
