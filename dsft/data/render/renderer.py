@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from dsft.data.render.masks import MaskBuilder, MaskedText, TrainOn
-from dsft.data.render.template import template_of
+from dsft.data.render.template import template_error, template_of
 from dsft.data.render.thoughts import Thinking
 from dsft.data.render.tokens import SampleEncoder, encode_or_explain
-from dsft.data.rows import BadRowError, Conversation, Rendered, Sample, Text
+from dsft.data.rows import BadRowError, Conversation, EndlessTemplateError, Rendered, Sample, Text
 from dsft.errors import DataError, Problem
+from dsft.spec.document import quote
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BATCH = 1000  # samples tokenized in one call
+_ENDLESS = 2
+"""Number of rows, each of which may take 10 seconds, after which a template that exceeds its limits is given
+up."""
 _PROMPT_MERGED = (
     "the tokenizer merges the last characters of the prompt and the first of the completion into one token, "
     "which the model never gets at inference; move the white space between them to the completion"
@@ -66,7 +70,8 @@ class Renderer:
     def render(self, samples: Sequence[Sample]) -> list[Rendered | str]:
         """Return for each sample its tokens, or the reason why it is refused.
 
-        Raises DataError if the tokenizer has no usable template, or no end-of-text token.
+        Raises DataError if the tokenizer has no usable template or no end-of-text token, or the template
+        exceeds its limits of time, memory or text for several rows.
         """
         rendered: list[Rendered | str] = []
         for start in range(0, len(samples), _BATCH):
@@ -100,6 +105,11 @@ class Renderer:
                     masked[i] = self._mask_builder(bool(sample.tools)).mask(sample)
                 except BadRowError as error:
                     rendered[i] = str(error)
+                    if isinstance(error, EndlessTemplateError):
+                        self._endless.append(sample.messages[0].get("content"))
+                    if len(self._endless) == _ENDLESS:
+                        rows = " and ".join(quote(content, 40) for content in self._endless)
+                        raise template_error(str(error), f"these are rows that begin with {rows}") from error
         outcomes = encode_or_explain(
             lambda some: _texts(some, self._encoder, self.train_on), [cast(Text, samples[i]) for i in texts]
         )
@@ -119,6 +129,10 @@ class Renderer:
     @cached_property
     def _mask_builders(self) -> dict[bool, MaskBuilder]:
         return {}  # for rows with tools and without
+
+    @cached_property
+    def _endless(self) -> list[Any]:
+        return []  # the first contents of rows for which the template exceeded a limit
 
     @cached_property
     def _encoder(self) -> SampleEncoder:

@@ -97,7 +97,7 @@ def with_arguments(row: TemplatedRow) -> TemplatedRow:
     try:
         row.render(len(row.messages))
     except EndlessTemplateError:
-        return row  # the caller's rendering raises the same error
+        raise
     except BadRowError:
         as_text = replace(row, messages=[_with_text_arguments(message) for message in row.messages])
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,12 +52,14 @@ class ChatTemplate:
 
     @cached_property
     def literals(self) -> list[str]:
-        """All strings that the template itself can write: its text, and the constants in its expressions."""
+        """All strings that the template itself can write: its text, and the constants in its expressions.
+        Raises DataError for a template that cannot be compiled, EndlessTemplateError as `render` does."""
         from jinja2 import nodes
 
-        tree = self._compiled.environment.parse(self.text)
-        found: list[Any] = [node.data for node in tree.find_all(nodes.TemplateData)]
-        found += [node.value for node in tree.find_all(nodes.Const)]
+        with self._limited():
+            tree = self._compiled.environment.parse(self.text)
+            found: list[Any] = [node.data for node in tree.find_all(nodes.TemplateData)]
+            found += [node.value for node in tree.find_all(nodes.Const)]
         return [one for one in found if isinstance(one, str)]
 
     def reads(self, key: str) -> bool:
@@ -76,7 +79,8 @@ class ChatTemplate:
         prompt.
 
         Raises BadRowError if the template refuses the messages, EndlessTemplateError if it exceeds the CPU
-        time or memory of `RenderLimits`, or writes far more than the messages contain.
+        time or memory of `RenderLimits`, or writes far more than the messages contain; DataError if it cannot
+        be compiled.
         """
         from jinja2 import TemplateError
 
@@ -88,12 +92,19 @@ class ChatTemplate:
             "add_generation_prompt": prompt,
         }
         try:
-            with RenderLimits():
+            with self._limited():
                 return self._written(values)
         except (TemplateError, TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
             raise BadRowError(f"the chat template refuses the row: {error}") from error
         except RecursionError as error:
             raise BadRowError(f"{self.called} calls itself endlessly; correct the template") from error
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Limit CPU time and memory; raise EndlessTemplateError where one is exceeded."""
+        try:
+            with RenderLimits():
+                yield
         except OutOfTimeError:
             raise EndlessTemplateError(
                 f"{self.called} takes more than {TIME_LIMIT:g} seconds of CPU time for one row; correct its "
@@ -136,11 +147,14 @@ class ChatTemplate:
         try:
             # transformers' own sandbox, with the filters and functions that templates rely on; it caches
             return chat_template_utils._compile_jinja_template(self.text)
-        except TemplateError as error:
-            line = getattr(error, "lineno", None)
+        except (TemplateError, SyntaxError, ValueError, RecursionError) as error:
+            # Jinja translates to Python, whose limits (such as 20 loops in each other) are SyntaxErrors
+            is_jinja = isinstance(error, TemplateError)
+            line = getattr(error, "lineno", None) if is_jinja else None
             where = f"line {line}: " if line else ""
+            reason = str(error) if is_jinja else f"Jinja cannot compile it ({getattr(error, 'msg', error)})"
             raise template_error(
-                f"{where}{error}", "correct the Jinja text, or name another template"
+                f"{where}{reason}", "correct the Jinja text, or name another template"
             ) from error
 
 

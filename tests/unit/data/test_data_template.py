@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
 import threading
@@ -136,6 +137,41 @@ def test_one_that_never_ends_is_stopped_and_the_next_row_is_rendered(monkeypatch
     )
     assert isinstance(made, Rendered)
     assert time.process_time() - began < 4, "stopped once, and not once for each of its renderings"
+
+
+def test_template_that_exceeds_its_limits_is_given_up_after_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a thousand rows would take a thousand times the limit."""
+    monkeypatch.setattr(limits, "TIME_LIMIT", 0.2)
+    text = "{% if messages[0]['content'] | length > 1 %}" + NESTED + "{% endif %}" + named_template("chatml")
+    rows = [Conversation(({"role": "user", "content": f"row {number}"}, ANSWER)) for number in range(1000)]
+    began = time.process_time()
+    with pytest.raises(
+        DataError, match=r"for one row; .*; these are rows that begin with 'row 0' and 'row 1'"
+    ):
+        Renderer(byte_level_tokenizer(), text, name="loop.jinja").render(rows)
+    assert time.process_time() - began < 4, "stopped once for each of the two rows"
+
+
+UNCOMPILABLE = {
+    "{{ " + "(" * 5_000 + "1" + ")" * 5_000 + " }}": "maximum recursion depth exceeded",
+    "{% if messages %}" * 120 + "{% endif %}" * 120: "too many levels of indentation",
+    "{% for i in messages %}" * 25 + "{% endfor %}" * 25: "too many statically nested blocks",
+    "{{ x(a=1, a=2) }}": "keyword argument repeated: a",
+    "{% break %}": "'break' outside loop",
+    "{{ " + "9" * 5_000 + " }}": "Exceeds the limit (4300 digits)",
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), UNCOMPILABLE.items(), ids=UNCOMPILABLE.values())
+def test_template_that_cannot_be_compiled_is_refused(text: str, reason: str) -> None:
+    template = ChatTemplate(text, {})
+    for use in (lambda: template.literals, lambda: template.render([QUESTION])):
+        with pytest.raises(
+            DataError, match=f"Jinja cannot compile it.*{re.escape(reason)}.*correct the Jinja text"
+        ):
+            use()
+    with pytest.raises(DataError, match=re.escape(reason)):
+        Renderer(byte_level_tokenizer(), text).render([Conversation((QUESTION, ANSWER))])
 
 
 def test_one_that_no_row_can_be_rendered_with_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
