@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dsft.errors import printable
+from dsft.report.console import with_bar
 from dsft.system.files import atomic_write
 
 WAITING = 20_000  # lines that may wait for a terminal or a disk; beyond that the oldest are dropped
@@ -36,7 +37,6 @@ STDOUT = 1
 
 _STEP = re.compile(r"step (\d+)/(\d+)  .* left")
 """A line of `dsft.report.console` on a step that is not the last."""
-_BAR = 20  # characters
 
 
 class WriterThread:
@@ -96,7 +96,10 @@ def _to(descriptor: int) -> Callable[[str], None]:
     def write(line: str) -> None:
         nonlocal is_open
         step = _STEP.fullmatch(line) if in_place else None
-        text = f"{line}\n" if step is None else _with_bar(step, os.get_terminal_size(descriptor).columns)
+        text = f"{line}\n"
+        if step is not None:
+            columns = (os.get_terminal_size(descriptor).columns or 80) - 1
+            text = with_bar(line, int(step[1]), int(step[2]), columns)[:columns]
         if is_open:
             text = f"\r\x1b[K{text}"
         is_open = step is not None
@@ -105,12 +108,6 @@ def _to(descriptor: int) -> Callable[[str], None]:
             data = data[os.write(descriptor, data) :]
 
     return write
-
-
-def _with_bar(step: re.Match[str], columns: int) -> str:
-    """Return a step's line behind a bar, cut to the columns of the terminal."""
-    done = _BAR * int(step[1]) // max(1, int(step[2]))
-    return f"{'━' * done}{'─' * (_BAR - done)} {step[0]}"[: (columns or 80) - 1]
 
 
 class StatusWriter:

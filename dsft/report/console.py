@@ -27,6 +27,10 @@ EVERY_SECONDS = 10.0
 STEPS_PER_LINE = 10  # steps for a line of output that is no terminal
 STEP_SECONDS = 30.0  # or after so long without one
 
+_BAR = 20  # characters
+_LEAST_IMPORTANT = ("lr ", "grad norm ", "[━─]", "margin ", "accuracy ", ".* tokens/s")
+"""Beginnings of the parts of a line of a step that a narrow terminal leaves out, in this order."""
+
 
 class Console:
     """The terminal output of rank 0. total_steps and first_step are optimizer steps: the last of the run, and
@@ -42,8 +46,8 @@ class Console:
         self._lock = threading.Lock()  # other threads, such as W&B's, print too; keeps lines whole
         self._terminal = terminal or Terminal()
         self._shown = first_step, -math.inf  # the last step that was printed, and when
-        self._bar = _bar(self._terminal)
-        self._task = self._bar.add_task("", total=total_steps, completed=first_step)
+        self._bar = Progress(TextColumn("{task.description}", markup=False), console=self._terminal)
+        self._task = self._bar.add_task("")
 
     def line(self, text: str) -> None:
         """Print and log a line; from any thread."""
@@ -62,7 +66,8 @@ class Console:
         with self._lock:
             if self._terminal.is_terminal:
                 self._bar.start()  # it appears with the first record
-                self._bar.update(self._task, completed=step, description=shown)
+                line = with_bar(f"{where}  {shown}", step, self._total, self._terminal.width)
+                self._bar.update(self._task, description=line)
             elif self._is_due(step):
                 self._print(f"{where}  {shown}")
             self._write(f"{where}  {facts}")
@@ -134,9 +139,15 @@ def named_losses(record: Mapping[str, float]) -> dict[str, float]:
     return {match[1]: value for match, value in found if match}
 
 
-def _bar(terminal: Terminal, *, transient: bool = False) -> Progress:
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-    return Progress(*columns, console=terminal, transient=transient)
+def with_bar(line: str, step: int, total: int, columns: int) -> str:
+    """Return a step's line behind a bar, without its least important parts where it does not fit into the
+    columns of the terminal. Step, loss and remaining time always stay."""
+    done = _BAR * step // max(1, total)
+    parts = [f"{'━' * done}{'─' * (_BAR - done)}", *line.split("  ")]
+    for beginning in _LEAST_IMPORTANT:
+        if len("  ".join(parts)) > columns:
+            parts = [part for part in parts if not re.match(beginning, part)]
+    return "  ".join(parts)
 
 
 class TaskProgress(Protocol):
@@ -166,7 +177,9 @@ def task_progress(
     `log` gets a line every EVERY_SECONDS, the first after the same time, so that a quick task prints
     nothing."""
     terminal = terminal or Terminal()
-    bar = _bar(terminal, transient=True) if first and terminal.is_terminal else None
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    is_shown = first and terminal.is_terminal
+    bar = Progress(*columns, console=terminal, transient=True) if is_shown else None
     task = None if bar is None else bar.add_task("", total=None)
     name: str | None = None
     began = logged = 0.0

@@ -84,7 +84,7 @@ def test_the_steps_share_one_line_of_a_terminal() -> None:
     while "4/4" not in shown or not shown.endswith("\n"):  # what is written arrives in parts
         shown += os.read(master, 2000).decode().replace("\r\n", "\n")
     clear = "\r\x1b[K"
-    bars = ["━" * n + "─" * (20 - n) + f" step {n // 5}/4  loss 1.0  0:00:01 left" for n in (5, 10)]
+    bars = ["━" * n + "─" * (20 - n) + f"  step {n // 5}/4  loss 1.0  0:00:01 left" for n in (5, 10)]
     assert shown == f"begin\n{bars[0]}{clear}{bars[1]}{clear}saved\nstep 4/4  loss 1\n"
     os.close(master)
     os.close(slave)

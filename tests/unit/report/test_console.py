@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console as Terminal
 
-from dsft.report.console import Console
+from dsft.report.console import Console, with_bar
 from dsft.report.run import Report
 from dsft.spec.schema import Wandb
 
@@ -97,6 +97,25 @@ def test_a_bar_on_a_terminal() -> None:
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).splitlines()
     for whole in ("batch 64 = 2 × 4 × 8 [per rank] :smile:", "a line in between"):
         assert any(line.strip() == whole for line in lines)
+
+
+def test_a_narrow_terminal_shows_step_loss_and_remaining_time() -> None:
+    """The learning rate goes first, then the gradient norm, then the bar; nothing is cut."""
+    line = "step 26/480  loss 7.2782  grad norm 0.635  lr 0.003  7,509 tokens/s  0:01:32 left"
+    bar = "━" + "─" * 19
+    assert {columns: with_bar(line, 26, 480, columns) for columns in (140, 100, 80, 62, 40)} == {
+        140: f"{bar}  {line}",
+        100: f"{bar}  step 26/480  loss 7.2782  grad norm 0.635  7,509 tokens/s  0:01:32 left",
+        80: f"{bar}  step 26/480  loss 7.2782  7,509 tokens/s  0:01:32 left",
+        62: "step 26/480  loss 7.2782  7,509 tokens/s  0:01:32 left",
+        40: "step 26/480  loss 7.2782  0:01:32 left",
+    }
+    out = io.StringIO()
+    console = Console(10, 2, terminal=Terminal(file=out, force_terminal=True, width=62))
+    console.metrics({STEP: 6, "train/grad_norm": 0.5} | TRAINING)
+    console.close()
+    shown = re.search(r"step 6/10  loss 2.3457  12,346 tokens/s  0:00:\d\d left", out.getvalue())
+    assert shown and "…" not in out.getvalue()
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
