@@ -140,14 +140,11 @@ class Need:
 
 def memory_limits(spec: Spec) -> tuple[int | None, int | None]:
     """Return the bytes of a GPU and of a host; None for what is unknown. A GPU has what the spec gives, or
-    else what its data sheet says, which the driver reduces by about 1 %."""
+    else what nvidia-smi shows for its name."""
     accelerator = spec.accelerator
-    gpu = None
-    if accelerator is not None:
-        sheet = memory_of(accelerator.name)
-        gpu = accelerator.memory_gib * GIB if accelerator.memory_gib else sheet and sheet * 1e9
+    gpu = accelerator and (accelerator.memory_gib or memory_of(accelerator.name))
     host = spec.cluster.host_memory_gib if spec.cluster else None
-    return int(gpu) if gpu else None, int(host * GIB) if host else None
+    return int(gpu * GIB) if gpu else None, int(host * GIB) if host else None
 
 
 def memory_needs(spec: Spec, sizes: Memory, reference: ReferenceMemory | None) -> list[Need]:
@@ -177,7 +174,7 @@ def _memory_warnings(spec: Spec, sizes: Memory, reference: ReferenceMemory | Non
         if need.needs > need.limit:
             spare = ", with a tenth to spare" if need.key == HOST_MEMORY else ""
             yield (
-                f"{need.key}: {need.limit / GIB:g} is less than the {need.needs / GIB:.1f} GiB that "
+                f"{need.key}: {need.limit / GIB:.4g} is less than the {need.needs / GIB:.1f} GiB that "
                 f"{need.where} needs{spare}; take more hosts, or a layout that fits (dsft plan SPEC "
                 "--compare lists them)"
             )

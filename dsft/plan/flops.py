@@ -10,11 +10,12 @@ from dsft.plan.census import Census
 
 @dataclass(frozen=True)
 class Gpu:
-    """Data-sheet figures of a GPU.
+    """Figures of a GPU.
 
     tflops  peak of dense bf16 with sums in fp32 (of fp16 where it has no bf16), in 10^12 FLOP/s
     link    bytes per second that it sends to another GPU of its host: half of NVLink's or PCIe's total
-    memory  in GB (10^9 bytes); None if it is sold with several sizes
+    memory  in MiB, as nvidia-smi shows it, with ECC where that is on by default; None if it is sold with
+            several sizes
     """
 
     tflops: float
@@ -25,31 +26,32 @@ class Gpu:
 PCIE_3, PCIE_4, PCIE_5 = 16e9, 32e9, 64e9  # 16 lanes, one direction
 
 GPUS = {
-    "B200": Gpu(2250.0, 900e9, 180),
-    "H200": Gpu(989.4, 450e9, 141),
-    "H100 NVL": Gpu(835.5, 300e9, 94),
-    "H100 PCIe": Gpu(756.0, PCIE_5, 80),
-    "H100": Gpu(989.4, 450e9, 80),
-    "H20": Gpu(148.0, 450e9, 96),
+    "B200": Gpu(2250.0, 900e9, 183359),
+    "H200": Gpu(989.4, 450e9, 143771),
+    "H100 NVL": Gpu(835.5, 300e9, 95830),
+    "H100 PCIe": Gpu(756.0, PCIE_5, 81559),
+    "H100": Gpu(989.4, 450e9, 81559),
+    "H20": Gpu(148.0, 450e9, 97871),
     "A100 PCIE": Gpu(312.0, PCIE_4),
     "A100": Gpu(312.0, 300e9),
-    "A40": Gpu(149.7, PCIE_4, 48),
-    "A30": Gpu(165.0, PCIE_4, 24),
-    "A10": Gpu(125.0, PCIE_4, 24),
-    "L40S": Gpu(362.05, PCIE_4, 48),
-    "L40": Gpu(181.05, PCIE_4, 48),
-    "L4": Gpu(121.0, PCIE_4, 24),
-    "RTX 6000 Ada": Gpu(364.2, PCIE_4, 48),
-    "RTX A6000": Gpu(154.8, PCIE_4, 48),
-    "RTX 5090": Gpu(209.5, PCIE_5, 32),
-    "RTX 4090": Gpu(165.2, PCIE_4, 24),
-    "RTX 3090": Gpu(71.0, PCIE_4, 24),
+    "A40": Gpu(149.7, PCIE_4, 46068),
+    "A30": Gpu(165.0, PCIE_4, 24576),
+    "A10": Gpu(125.0, PCIE_4, 23028),
+    "L40S": Gpu(362.05, PCIE_4, 46068),
+    "L40": Gpu(181.05, PCIE_4, 46068),
+    "L4": Gpu(121.0, PCIE_4, 23034),
+    "RTX 6000 Ada": Gpu(364.2, PCIE_4, 49140),
+    "RTX A6000": Gpu(154.8, PCIE_4, 49140),
+    "RTX 5090": Gpu(209.5, PCIE_5, 32607),
+    "RTX 4090": Gpu(165.2, PCIE_4, 24564),
+    "RTX 3090": Gpu(71.0, PCIE_4, 24576),
     "V100": Gpu(125.0, 150e9),
-    "T4": Gpu(65.0, PCIE_3, 16),
+    "T4": Gpu(65.0, PCIE_3, 15360),
 }
-"""Words in the device's name -> its figures, from NVIDIA's data sheets and the white papers of Ampere
-(GA102), Ada and Blackwell (half of the figures "with sparsity"). If one name is a prefix of another, the
-longer one comes first."""
+"""Words in the device's name -> its figures. Speeds are from NVIDIA's data sheets and the white papers of
+Ampere (GA102), Ada and Blackwell (half of the figures "with sparsity"), memory from outputs of nvidia-smi in
+public repositories (drivers 525 and newer); a data sheet rounds, and counts what ECC and the driver take. If
+one name is a prefix of another, the longer one comes first."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,13 @@ def gpu_of(device_name: str) -> Gpu | None:
 
 
 def memory_of(device_name: str) -> float | None:
-    """Return the memory of a GPU in GB by its name, which may have it (A100-SXM4-40GB), or by the table; None
-    if both do not."""
-    if found := re.search(r"(\d+) ?GB\b", device_name, re.IGNORECASE):
-        return float(found.group(1))
+    """Return the memory of a GPU in GiB by the table, or by its name (40 of A100-SXM4-40GB; GH200's name has
+    that of its CPU); None if both do not have it."""
     gpu = gpu_of(device_name)
-    return gpu.memory if gpu else None
+    if gpu and gpu.memory:
+        return gpu.memory / 1024
+    found = re.search(r"(?<!GH200 )\b(\d+) ?GB\b", device_name, re.IGNORECASE)
+    return float(found.group(1)) if found else None
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -362,7 +362,7 @@ class Accelerator(Section):
     name: Text
     """cpu, or the GPU's name, such as H100."""
     memory_gib: Positive | None = None
-    """Memory of one device, in GiB (2^30 bytes); by default that of its data sheet."""
+    """Memory of one device, in GiB (2^30 bytes); by default what nvidia-smi shows for a GPU of this name."""
     peak_tflops: Positive | None = None
     """Peak throughput of one device at the run's precision, in 10^12 operations per second."""
 

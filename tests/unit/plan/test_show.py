@@ -161,9 +161,11 @@ def test_the_plan_says_that_a_gpu_is_large_enough(plan: Any) -> None:
         return text(plan(cluster={"hosts": {"a": 2}, "accelerator": accelerator}, parallel={"zero_stage": 0}))
 
     assert "Fits: 1.5 GiB of the 4.0 GiB of a GPU (38%)" in shown(name="small", memory_gib=4)
-    assert "of the 74.5 GiB of a GPU" in shown(name="H100")  # 80 GB by its data sheet
-    assert "of the 37.3 GiB of a GPU" in shown(name="NVIDIA A100-SXM4-40GB")
+    assert "of the 79.6 GiB of a GPU" in shown(name="H100")  # 81,559 MiB in nvidia-smi
+    assert "of the 79.6 GiB of a GPU" in shown(name="NVIDIA H100 80GB HBM3")
+    assert "of the 40.0 GiB of a GPU" in shown(name="NVIDIA A100-SXM4-40GB")
     assert "Fits" not in shown(name="A100")  # sold with 40 and 80 GB
+    assert "Fits" not in shown(name="NVIDIA GH200 480GB")  # of the CPU
 
 
 @pytest.mark.parametrize(("given", "fits"), [(8.0, True), (0.5, False)])
