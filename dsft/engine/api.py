@@ -115,6 +115,13 @@ class Engine(Scorer, Protocol):
         micro-batches."""
         ...
 
+    def first_step(
+        self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
+    ) -> StepResult:
+        """Run `step` from an optimizer without moments; if it is applied and the optimizer is AdamW, compare
+        the moments with the gradients. Raises WorldError on all ranks where they differ."""
+        ...
+
     def probe(self, micro_batch: MicroBatch) -> None:
         """Run one whole step on this micro-batch with learning rate and gradient 0, which allocates all that
         a step allocates, optimizer states included, then leave the engine as it was. Must be called before

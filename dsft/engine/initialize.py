@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine import state
 from dsft.engine.api import Fragment, LossScale, ReadRange, ScoreOutput, StepResult
+from dsft.engine.first_step import check_moments, sampled_gradients
 from dsft.engine.gradients import Scaler, StepClip, install_norms, install_scaler
+from dsft.engine.nvme import align_gradients
 from dsft.engine.optimizer import RATE, build_optimizer
 from dsft.engine.partition import Snapshot, full_shape
 from dsft.engine.replicas import replicated
@@ -97,6 +99,15 @@ class TrainingEngine(ABC):
     def step(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
     ) -> StepResult: ...
+
+    def first_step(
+        self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
+    ) -> StepResult:
+        with sampled_gradients(self._trained, self._shapes) as samples:
+            result = self.step(micro_batches, counts, learning_rate)
+        if result.applied and "betas" in self._deepspeed.optimizer.defaults:
+            check_moments(samples, self.owned_fragments(), self._world)
+        return result
 
     @abstractmethod
     def score(
@@ -176,6 +187,7 @@ def initialize_deepspeed(
             model=module, optimizer=optimizer, config=own, dist_init_required=False
         )
     state.undo_first_step(engine)
+    align_gradients(engine.optimizer)
     clip = None
     if clips_here:
         stages = engine.grid.get_pipe_parallel_group() if engine.pipeline_parallelism else None

@@ -9,7 +9,8 @@ sub-group by sub-group. File and line are those of version 0.19.8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,36 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import Tensor
 
 from dsft.engine.api import Kind
+
+
+def align_gradients(optimizer: Any) -> None:
+    """Let the optimizer swap only those parts of gradients that begin at an aligned address of the sub-group.
+    DeepSpeed reads a gradient from its file to its offset in the sub-group's buffer; where that address is
+    no multiple of 512 bytes the kernel refuses to read past the page cache, and async_io does not look at the
+    result (deepspeed_aio_common.cpp:112 _do_io_complete), so that the optimizer steps with what the buffer
+    had before. Called once after `deepspeed.initialize`."""
+    if getattr(optimizer, "swap_optimizer", False):
+        swapper = _swapper(optimizer)
+        split = swapper._adjust_for_misaligned_lengths  # cuts off what is left at the end
+        swapper._adjust_for_misaligned_lengths = functools.partial(
+            _split_at_aligned, split, swapper.numel_alignment
+        )
+
+
+def _split_at_aligned(
+    split: Any, alignment: int, tensors: Sequence[Tensor], offsets: Sequence[int]
+) -> tuple[list[Tensor], list[int]]:
+    """Split each of `tensors` at its first element whose offset is a multiple of `alignment` elements, then
+    as `split` does. What is small stays in memory (optimizer_utils.py:225 is_swappable_tensor)."""
+    parts: list[Tensor] = []
+    starts: list[int] = []
+    for tensor, offset in zip(tensors, offsets, strict=True):
+        head = min(-offset % alignment, tensor.numel())
+        for start, stop in ((0, head), (head, tensor.numel())):
+            if stop > start:
+                parts.append(tensor[start:stop])
+                starts.append(offset + start)
+    return split(tensors=parts, offsets=starts)
 
 
 def is_swapped(optimizer: Any, home: Any) -> bool:

@@ -31,6 +31,9 @@ def sharding_for(config: Mapping[str, Any], world: World, *, frozen: bool = Fals
         return Sharding()
     # An empty module: only for what zero.Init does besides partitioning, such as its own linear function.
     init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=copy.deepcopy(dict(config)))
+    if init.param_swapper is not None:
+        # Else it reads into pinned memory of any address, which fails without an error (see align_gradients).
+        init.param_swapper._is_io_aligned = lambda numel: False
 
     def span(numel: int) -> tuple[int, int]:
         """Return this rank's range: equal parts, the last ones short, as in `Init._partition_param`

@@ -60,6 +60,7 @@ FIXED: Mapping[str, Any] = {
     "zero_optimization.compute_grad_norm": True,
     "zero_optimization.legacy_stage1": False,
     "zero_optimization.elastic_checkpoint": False,
+    "zero_optimization.offload_optimizer.fast_init": False,
 }
 """Keys that change the loss or the gradient norm -> the only value with which dsft computes them
 correctly."""

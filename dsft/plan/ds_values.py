@@ -90,7 +90,7 @@ _BY_SECTION: Mapping[str, Mapping[str, ValueRule]] = {
         "nvme_path": TEXT,
         "buffer_count": SIZE,
         "ratio": _one_of(1, 1.0),
-        "pin_memory pipeline_read pipeline_write fast_init": SWITCH,
+        "pin_memory pipeline_read pipeline_write": SWITCH,
         "cpuadam_cores_perc": SHARE,
     },
     "zero_optimization.offload_param": {

@@ -236,7 +236,8 @@ def _fit(
             run.mark("step", progress.step)
             micro_batches = run.refer(batch.micro_batches)
             seed_step(schedule.seed, progress.step, run.world.rank)
-            result = engine.step(micro_batches, batch.counts, learning_rate)
+            take_step = engine.step if progress.applied_steps else engine.first_step
+            result = take_step(micro_batches, batch.counts, learning_rate)
             stop = agree_on_stop()
         late.read()  # the record of the step before
         progress = progress.after(batch, result)

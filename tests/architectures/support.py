@@ -33,7 +33,6 @@ from tests.architectures import cases as architectures
 from tests.architectures.test_architectures import MODES
 from tests.architectures.wholes import WHOLES
 from tests.parity.cases import SHAPES, Case, all_cases
-from tests.parity.test_state import SWAPPED
 
 WORKS, SHOWN, OTHER = "○", "✓", "·"
 """A cell: accepted; accepted and in a test; two values of one key."""
@@ -141,42 +140,25 @@ class Shown:
 
 @cache
 def shown() -> tuple[Shown, ...]:
-    return (*map(_of_parity, all_cases()), *_of_disks(), *_of_architectures())
+    return (*map(_of_parity, all_cases()), *_of_architectures())
 
 
 def _of_parity(case: Case) -> Shown:
+    place = "on NVMe" if case.on_disk else "in host memory"
     titles = {
         TASK_OPTIONS[case.of_pairs].title: True,
         "all weights": case.trains in ("all", "groups"),
         "LoRA": case.trains.startswith("lora"),
         f"ZeRO {case.zero_stage}": True,
         "pipeline": case.stages > 1,
-        "optimizer in host memory": "offload_optimizer" in case.offloads,
-        "parameters in host memory": "offload_parameters" in case.offloads,
+        f"optimizer {place}": "offload_optimizer" in case.offloads,
+        f"parameters {place}": "offload_parameters" in case.offloads,
         "packing": case.packed,
         "gradient checkpointing": case.checkpointing,
         SPLIT: case.sequence_parallel > 1,
         case.precision: True,
     }
     return Shown(case.name, SHAPES[case.shape]["model_type"], _true(titles))
-
-
-def _of_disks() -> Iterable[Shown]:
-    """Saved and gone on from, equal to the same in memory: tests/parity/test_state.py."""
-    for name in SWAPPED:
-        stage, precision, *words = name.split("-")
-        disk, memory = "nvme" in words, "offload" in words
-        titles = {
-            TASK_OPTIONS[0].title: True,
-            "all weights": True,
-            f"ZeRO {stage.removeprefix('z')}": True,
-            precision: True,
-            "optimizer on NVMe": disk,
-            "optimizer in host memory": memory,
-            "parameters on NVMe": disk and "params" in words,
-            "parameters in host memory": "host" in words or ("params" in words and not disk),
-        }
-        yield Shown(name, "llama", _true(titles))
 
 
 def _of_architectures() -> Iterable[Shown]:

@@ -31,7 +31,7 @@ def test_every_option_is_refused_and_shown_somewhere() -> None:
     zero_2, zero_3, pipeline, nvme = (support.OPTIONS[n] for n in (2, 3, 4, 7))
     assert "sharded gradients" in str(support.refusal(zero_2, pipeline))
     assert support.refusal(zero_3, nvme) is None
-    assert "z3-fp32-large-nvme" in support.cases_of([zero_3.title, nvme.title])
+    assert "zero3_nvme-2ranks-adamw-four-clipped-fault" in support.cases_of([zero_3.title, nvme.title])
 
 
 def test_validators_know_the_mixtures() -> None:

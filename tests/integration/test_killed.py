@@ -21,8 +21,8 @@ METRICS = ("train/loss", "train/grad_norm", "eval/loss")
 ZERO_3 = ("parallel.zero_stage=3", "train.precision=bf16")
 LARGE = (
     *ZERO_3,
-    "model.from_config.hidden_size=256",  # so that sub-groups have more than 1 MiB, and some parameters
-    "model.from_config.intermediate_size=4200",
+    "model.from_config.hidden_size=192",  # so that sub-groups have more than 1 MiB, and some parameters
+    "model.from_config.intermediate_size=5600",
     "model.from_config.num_hidden_layers=1",
 )
 

@@ -219,8 +219,13 @@ class Case:
         """Sections of `parallel`, by the mode's last word."""
         optimizer, parameters = "offload_optimizer", "offload_parameters"
         both = (optimizer, parameters)
-        kept = {"offload": (optimizer,), "parameters": (parameters,), "both": both}
+        kept = {"offload": (optimizer,), "nvme": (optimizer,), "parameters": (parameters,), "both": both}
         return kept.get(self.mode.rpartition("_")[2], ())
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether `offloads` are in files on a disk, not in host memory."""
+        return "nvme" in self.mode
 
     @property
     def gathers_head(self) -> bool:
@@ -381,6 +386,8 @@ def _cases(ranks: int) -> Iterator[Case]:
     yield from _pipelines(ranks)
     yield from _mixtures(ranks)
     yield from _balanced(ranks)
+    if ranks < 4:
+        yield from _on_disk(ranks)
     yield from _split(ranks)
     yield from _split_pairs(ranks)
     yield from _split_mixtures(ranks)
@@ -562,6 +569,24 @@ def _offloaded(ranks: int) -> Iterator[Case]:
     )
     yield pipe("pipeline_zero1", ranks, precision="fp16", shape="llama_tied")
     yield pipe("pipeline_zero1_offload", ranks, precision="fp16")
+
+
+def _on_disk(ranks: int) -> Iterator[Case]:
+    """Optimizer states and parameters on NVMe, through DeepSpeed's own library."""
+    adamw = functools.partial(Case, ranks=ranks, optimizer="adamw", max_norm=0.1)
+    yield adamw("zero3_nvme", micro_batches="varying", packed=True)
+    yield adamw("zero3_nvme_both", micro_batches="one", precision="bf16")
+    if ranks == 1:
+        return
+    yield Case("zero3_nvme", ranks, "sgd", "four", 0.1)
+    yield adamw("zero3_nvme", micro_batches="four", fault=True)
+    yield adamw("zero3_nvme_both", micro_batches="varying", checkpointing=True)
+    yield adamw("zero3_nvme_parameters", micro_batches="varying", packed=True)
+    yield adamw("zero3_nvme_both", micro_batches="one", trains="lora")
+    yield adamw("zero3_nvme_both", micro_batches="varying", packed=True, shape="deepseek_v3_groups")
+    yield adamw("zero3_nvme", micro_batches="varying", packed=True, shared=True, reference="live")
+    if ranks == 2:
+        yield adamw("zero3_nvme_both", micro_batches="varying", packed=True, sequence_parallel=2)
 
 
 def _chunked(ranks: int) -> Iterator[Case]:

@@ -44,6 +44,7 @@ from typing import Any
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import groups, safe_get_full_grad
 from safetensors.torch import save_file
@@ -91,6 +92,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RATES = {"sgd": 0.1, "adamw": 3e-4, "adamw_default_eps": 1e-3}
 EPS = {"sgd": 1e-8, "adamw": 1e-4, "adamw_default_eps": 1e-8}
 DECAY = 0.1
+SWAPPED = 1024
 BUCKETS = {"reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"}
 PARTS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -134,6 +136,7 @@ ADAPTERS: dict[str, str] = {}
 def main(output: Path, names: list[str]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    tempfile.tempdir = str(output.parent)  # which the test removes
     # DeepSpeed takes CPUs without fp16 instructions for unable; torch computes it there too, slowly.
     type(get_accelerator()).is_fp16_supported = lambda self: True
     ranks = int(os.environ["WORLD_SIZE"])
@@ -174,6 +177,8 @@ def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]
         config["zero_optimization"][key] = 2_000
     if case.zero_stage == 3:  # else so small a model is kept whole on every rank, in one group
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}
+    if case.on_disk:
+        swap_small_tensors(config)
     if case.torch_adam:
         config[CPU_ADAM] = False
     policy = build_model(
@@ -187,6 +192,17 @@ def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]
     if case.fault:
         break_gradient(policy, world)
     return policy, config
+
+
+def swap_small_tensors(config: dict[str, Any]) -> None:
+    """Let DeepSpeed swap tensors from 1 KiB on, where it keeps those below 1 MiB in memory."""
+    for module in (optimizer_utils, partitioned_param_swapper):
+        module.MIN_AIO_BYTES = SWAPPED
+    config["aio"]["block_size"] = SWAPPED
+    section = config["zero_optimization"].get("offload_param")
+    if section is not None:
+        config["zero_optimization"]["stage3_prefetch_bucket_size"] = 0
+        section["buffer_size"] = 10_000
 
 
 def attend(policy: Policy, case: Case, world: World) -> None:
@@ -205,20 +221,20 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     gradients = keep_gradients(engine)
     gathers = count_gathers(policy) if case.gathers_head else Counter()
     first = assemble(world, engine)
-    before = []
 
     steps = task.made(SEED, ACCUMULATION[case.micro_batches], world.layout.data_parallel, VOCABULARY)
     held_out = task.made(SEED + 1, (3,), world.layout.data_parallel, VOCABULARY)[0]
     *batches, held_out_batches = task.shares([*steps, held_out])
     refer = task.refer(policy, engine)
-    sums, norms, balances = [], [], []
+    before, sums, norms, balances = [], [], [], []
     if not case.of_pairs:
         check(case, engine, policy, proof_rows(steps), world)
     gathers.clear()
     for number, step in enumerate(steps):
         before.append(assemble(world, engine))
         BROKEN["now"] = case.fault and number == FAULTY_STEP
-        result = engine.step(refer(batches[number]), task.counts(step), RATES[case.optimizer])
+        take_step = engine.step if number else engine.first_step
+        result = take_step(refer(batches[number]), task.counts(step), RATES[case.optimizer])
         assert result.applied is not BROKEN["now"], f"rank {world.rank}, step {number}: {result.applied}"
         sums.append(world.sum(result.sums))
         norms.append(float(result.grad_norm))
@@ -381,7 +397,8 @@ def live(case: Case, spec: Spec, world: World) -> Refer:
 
 
 def make_spec(case: Case) -> Spec:
-    offload = {key: {"device": "cpu"} for key in case.offloads}
+    place = {"device": "nvme", "nvme_path": tempfile.gettempdir()} if case.on_disk else {"device": "cpu"}
+    offload = {key: place for key in case.offloads}
     return Spec.model_validate(
         {
             "name": "parity",

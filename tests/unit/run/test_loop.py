@@ -45,6 +45,9 @@ class FakeEngine:
         total = counts["tokens"] * (5 - n) if applied else math.nan
         return StepResult(torch.tensor([total], dtype=torch.float64), 0.5 if applied else math.inf, applied)
 
+    def first_step(self, *given: Any) -> StepResult:
+        return self.step(*given)
+
     def _never(self, *given: Any, **named: Any) -> Any:
         raise AssertionError("the loop does this through the functions of its Run")
 
