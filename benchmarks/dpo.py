@@ -31,7 +31,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paired import Samples, column, machine, machine_line, markdown, measure, ratio, spread
+from benchmarks.paired import (
+    Samples,
+    column,
+    machine,
+    machine_line,
+    markdown,
+    measure,
+    new_file,
+    ratio,
+    spread,
+)
 from benchmarks.sft import LLAMA, ROOT, launch, make_peers, peak_of_run, peers_wanted
 
 VARIANTS = {  # what stands in the table
@@ -189,7 +199,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--zero-stage", type=int, default=0, help="of dsft")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--json", type=Path, help="file for all samples and ratios")
+    parser.add_argument("--json", type=new_file, help="file for all samples and ratios")
     parser.add_argument("--sample", choices=list(VARIANTS), help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=65536)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=[*VARIANTS, *OTHERS])
-    parser.add_argument("--write", type=Path, help="a file for every sample, as JSON")
+    parser.add_argument("--write", type=paired.new_file, help="a file for every sample, as JSON")
     parser.add_argument("--one", nargs=2, metavar=("VARIANT", "PRECISION"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     shape = (given.tokens, given.vocabulary, given.hidden)

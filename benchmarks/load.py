@@ -193,7 +193,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--out", type=Path, help="where the table goes as well")
+    parser.add_argument("--out", type=paired.new_file, help="where the table goes as well")
     parser.add_argument("--rank", nargs=3, metavar=("VARIANT", "TINY_FOLDER", "FOLDER"), help="one sample")
     parser.add_argument("--limit", type=float, help="of the folder's bytes, what a rank may allocate")
     options = parser.parse_args()

@@ -26,7 +26,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from benchmarks import paired
@@ -213,7 +212,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="of a launch, after two that are not counted")
     parser.add_argument("--tokens", type=int, default=4096, help="of a row")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--out", type=Path, help="where the table goes as well")
+    parser.add_argument("--out", type=paired.new_file, help="where the table goes as well")
     parser.add_argument("--rank", choices=VARIANTS, help="one sample")
     arguments = parser.parse_args()
     if arguments.rank:

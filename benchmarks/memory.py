@@ -172,7 +172,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="The plan's memory of a host against what is measured.")
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="NAME")
     parser.add_argument("--work", type=Path, help="folder of the runs; by default a temporary one")
-    parser.add_argument("--out", type=Path, help="where the table goes as well")
+    parser.add_argument("--out", type=paired.new_file, help="where the table goes as well")
     parser.add_argument("--sample", nargs=2, metavar=("NAME", "FOLDER"), help="one layout")
     options = parser.parse_args(words)
     if options.sample:

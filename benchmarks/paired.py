@@ -7,6 +7,7 @@ compared round by round: absolute figures of a shared machine say little.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -25,6 +26,13 @@ import psutil
 
 RESAMPLES = 10_000
 Samples = Mapping[str, Sequence["Sample"]]
+
+
+def new_file(name: str) -> Path:
+    """The type of an option that names a file to write: one that exists is not overwritten."""
+    if os.path.lexists(name):
+        raise argparse.ArgumentTypeError(f"{name} exists already, and is not overwritten; name another file")
+    return Path(name)
 
 
 @dataclass(frozen=True)

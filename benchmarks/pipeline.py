@@ -36,7 +36,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import paired
@@ -361,7 +360,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="of each number of micro-batches")
     parser.add_argument("--tokens", type=int, default=192, help="of a micro-batch")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--out", type=Path, help="where the tables go as well")
+    parser.add_argument("--out", type=paired.new_file, help="where the tables go as well")
     parser.add_argument("--rank", choices=VARIANTS, help="one sample")
     arguments = parser.parse_args()
     if arguments.rank:

@@ -197,17 +197,21 @@ def _write_export(
     replaces = _replaces(out, origin)
     if replaces is None:
         return f"{title}, exported before{''.join(read_json(out / ORIGIN).get('notes', ()))}"
-    aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
+    place = out.resolve()  # where a link leads: on that disk, and the link stays
+    aside = place.with_name(f"{place.name}.tmp-{secrets.token_hex(4)}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
         write_files(aside, read_files(checkpoint.model_folder))
         large = write(aside)
         (aside / CARD).write_text(model_card(checkpoint.state, form), encoding="utf-8")
         files = {file.name: large.get(file.name) or digest_of(file) for file in aside.iterdir()}
         found = {"from": origin, "files": {name: asdict(f) for name, f in files.items()}, "notes": [*notes]}
         write_json(aside / ORIGIN, found)
-        _put_in_place(aside, out)
-        for path in out.parent.glob(f"{glob.escape(out.name)}.tmp-*"):  # left by exports that were killed
+        others = _not_exported(place)
+        older = _put_in_place(aside, place)
+        for name in others - files.keys():
+            os.rename(older / name, place / name)
+        for path in place.parent.glob(f"{glob.escape(place.name)}.tmp-*"):  # left by exports that were killed
             shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
         raise StorageError(
@@ -249,6 +253,14 @@ def _replaces(out: Path, origin: Mapping[str, Any]) -> str | None:
             raise LockedError(f"{out} exists and was not written by dsft; give another path.") from None
         return ""
     return damaged and f"; it replaces a damaged export: {damaged}"
+
+
+def _not_exported(out: Path) -> set[str]:
+    """Return the names in an older export's folder that are not the export's: what others have put there."""
+    try:
+        return {path.name for path in out.iterdir()} - {ORIGIN, *read_json(out / ORIGIN)["files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 def _check_names(values: TensorSource, where: Path, model: PreTrainedModel) -> None:
@@ -322,21 +334,23 @@ def _pieces(values: TensorSource, name: str, entry: TensorEntry) -> Iterator[Ten
         yield values.read(name, "value", start, min(start + CHUNK, numel)).to(entry.dtype)
 
 
-def _put_in_place(aside: Path, out: Path) -> None:
-    """Rename `aside` to `out`. Where `out` exists, the two are exchanged in one step, so that there is an
-    export at every moment. A file system that cannot do that (NFS) needs two renames; where the second one
-    fails, the older export is moved back."""
+def _put_in_place(aside: Path, out: Path) -> Path:
+    """Rename `aside` to `out`, and return where the older export is then. Where `out` exists, the two are
+    exchanged in one step, so that there is an export at every moment. A file system that cannot do that (NFS)
+    needs two renames; where the second one fails, the older export is moved back."""
+    older = aside
     if not out.exists():
         os.rename(aside, out)
     elif not _exchange(aside, out):
-        old = aside.with_name(aside.name + "-old")
-        os.rename(out, old)
+        older = aside.with_name(aside.name + "-old")
+        os.rename(out, older)
         try:
             os.rename(aside, out)
         except OSError:
-            os.rename(old, out)
+            os.rename(older, out)
             raise
     sync_folder(out.parent)
+    return older
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -18,12 +18,13 @@ from typing import Any
 import yaml
 
 from dsft.commands.status import folder_of
-from dsft.errors import DsftError, MissingInputError, StorageError, printable
+from dsft.errors import DsftError, MissingInputError, printable
 from dsft.report.curves import compared, figure, series, svg
 from dsft.report.jsonl import read_metrics
 from dsft.report.redact import one_line
 from dsft.spec.differences import flatten
 from dsft.spec.document import read_document
+from dsft.system.files import check_page, page_begin, write_page
 from dsft.system.json_file import parse_json, read_text, reason_of
 
 PAGE = "report.html"
@@ -80,13 +81,9 @@ def write_report(names: Sequence[str], prompts: Sequence[str], out: Path | None)
         for folder, name in zip(folders, last, strict=True)
     ]
     path = out or runs[0].folder / PAGE
+    check_page(path, "--out", "dsft report")
     text = page(runs, [_answers(run, prompts) for run in runs] if prompts else [])
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written ({error.strerror}); name another file with --out"
-        ) from error
+    write_page(path, text, "--out")
     return path
 
 
@@ -148,7 +145,7 @@ def page(runs: Sequence[RunFolder], answers: Sequence[Table]) -> str:
             _folded(f"{name} of {run.name}", _dumped(content)) for name, content in files.items() if content
         ]
     head = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        page_begin("dsft report"),
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>",

@@ -11,10 +11,11 @@ from pathlib import Path
 from rich.console import Console
 
 from dsft.plan.load import load
-from dsft.preview.page import check_writable, write_page
+from dsft.preview.page import page
 from dsft.preview.terminal import PLAIN_WIDTH, Colors, as_text
 from dsft.preview.view import as_mapping, collect, view
 from dsft.report.console import task_progress
+from dsft.system.files import check_page, write_page
 
 ROWS, PAGE_ROWS, JSON_ROWS = 5, 20, 100
 PAGE_PROBLEMS, PROBLEMS = 100, 1000  # rows of each kind
@@ -38,7 +39,7 @@ def preview(  # noqa: PLR0913  an argument is an option
     """
     spec = load(spec_path, overrides, check_files=False)
     if html is not None:
-        check_writable(html)
+        check_page(html, "--html", "dsft preview")
     log = partial(print, file=sys.stderr)
     is_page, named = html is not None, row is not None or worst or problems
     with task_progress(log, Console(stderr=True)) as progress:
@@ -55,7 +56,7 @@ def preview(  # noqa: PLR0913  an argument is an option
         problems=PROBLEMS if problems else PAGE_PROBLEMS if is_page else 0,
     )
     if html is not None:
-        write_page(found, html)
+        write_page(html, page(found), "--html")
     if as_json:
         print(json.dumps(as_mapping(found), indent=2))
     elif is_page:

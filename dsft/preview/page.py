@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from pathlib import Path
 
-from dsft.errors import StorageError
 from dsft.preview.content import SIGNS, Element, first_and_last, sections
 from dsft.preview.tokens import LINE_BREAK, Token, neutral, visible
 from dsft.preview.view import View
+from dsft.system.files import page_begin
 
 SHOWN_TOKENS = 4096  # tokens of a row that are shown
-_BEGIN = "<!doctype html>"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2024; --paper: #fff; --faint: #667; --line: #d5d9de;
@@ -51,40 +49,6 @@ hr { height: .5rem; min-width: 1px; margin: 0; border: 0; background: var(--bar)
 """
 
 
-def check_writable(path: Path) -> None:
-    """Raise StorageError if the page cannot be written there, before any row is read."""
-    if path.is_dir():
-        raise StorageError(f"--html {path}: this is a folder; name a file, such as {path / 'preview.html'}")
-    if not path.parent.is_dir():
-        raise StorageError(
-            f"--html {path}: the folder {path.parent} does not exist; create it or name another folder"
-        )
-    if path.is_file() and not _is_page(path):
-        raise StorageError(
-            f"--html {path}: this file is not a preview page, and is not overwritten; name another file"
-        )
-
-
-def _is_page(path: Path) -> bool:
-    """Return whether the file is empty or begins like a page, so that `--html` may overwrite it."""
-    try:
-        with path.open("rb") as file:
-            begin = file.read(len(_BEGIN))
-    except OSError:
-        return True  # the error is raised when the page is written
-    return begin in {b"", _BEGIN.encode()}
-
-
-def write_page(view: View, path: Path) -> None:
-    """Write the page. Raises StorageError if the file cannot be written."""
-    try:
-        path.write_text(page(view), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(
-            f"--html {path}: cannot be written ({error.strerror}); free some space, or name another file"
-        ) from error
-
-
 def page(view: View) -> str:
     """Return the HTML of the whole page."""
     parts = {name: [_html(element) for element in elements] for name, elements in sections(view).items()}
@@ -103,8 +67,7 @@ def page(view: View) -> str:
         body += [f'<h2 id="{anchors[name]}">{name}</h2>', *lines]
     return "\n".join(
         [
-            _BEGIN,
-            '<html lang="en"><head><meta charset="utf-8">',
+            page_begin("dsft preview"),
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{_escaped(view.data.spec.name)}</title>",

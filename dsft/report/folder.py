@@ -19,9 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dsft.errors import LockedError
 from dsft.report.redact import redact, redact_command, redact_tree
 from dsft.system.files import write_error
 
+MARKER = "versions.json"
 PACKAGES = (
     "dsft", "torch", "deepspeed", "transformers", "tokenizers", "safetensors", "numpy", "peft", "pydantic",
     "wandb",
@@ -42,12 +44,24 @@ class Provenance:
     reference: Mapping[str, Any] | None = None
 
 
+def check_folder(run_dir: Path) -> None:
+    """Check that no file is overwritten that no run wrote, such as a spec that stands where the resolved one
+    goes. Raises LockedError."""
+    names = ("spec.yaml", "deepspeed.json", "hostfile", "data.json", "metrics.jsonl", "memory.json")
+    found = [name for name in names if (run_dir / name).exists()]
+    if found and not (run_dir / MARKER).exists():
+        raise LockedError(
+            f"{run_dir}, the folder of this run, has files that no run wrote and that it would overwrite "
+            f"({', '.join(found)}); choose another name for this run, or move them away."
+        )
+
+
 def write_folder(run_dir: Path, origin: Provenance) -> None:
     """Write the files. Each is replaced as a whole, except that command.txt gets one more line at each
     start."""
     contents = {
+        MARKER: versions(),  # the first, by which a later start knows the folder
         "deepspeed.json": origin.deepspeed,
-        "versions.json": versions(),
         "reference.deepspeed.json": origin.reference,
         "data.json": origin.data,
     }

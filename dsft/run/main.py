@@ -34,6 +34,7 @@ from dsft.rank.software import versions_line
 from dsft.rank.stopping import Stopping
 from dsft.reference.precomputed import precompute
 from dsft.reference.score import micro_batch_size
+from dsft.report.folder import check_folder
 from dsft.report.jsonl import STEP, read_metrics
 from dsft.report.sinks import check_installed
 from dsft.run.finish import finish
@@ -62,6 +63,7 @@ def run(job: Job) -> None:
         world.each(lambda: check_precision(spec.train.precision))
         set_tf32(spec.train.tf32, world.device)
         world.first(lambda: check_installed(spec))
+        world.first(lambda: check_folder(job.folder))
         lock = world.first(lambda: locks.enter_context(lock_folder(job.folder)))
         check_shared_folder(job.folder, world)
         world.first(lambda: _written(job.folder / RANKS, rank_map_json(world.places)))

@@ -13,9 +13,11 @@ from dsft.spec.document import quote, read_document
 from dsft.spec.load import load_spec
 from dsft.spec.schema import NAME_PATTERN, Spec
 from dsft.spec.task import TASKS
+from dsft.system.files import is_own
 from dsft.system.json_file import read_json
 
 SCHEMA_FILE = "dsft.schema.json"
+_SCHEMA_BEGIN = b'{\n "$schema": "https://json-schema.org/draft/2020-12/schema"'
 
 _TINY_MODEL = """\
   # A newly initialized model; `dsft init --model PATH --data PATH` writes a spec for a pretrained one.
@@ -156,8 +158,8 @@ def write_template(
     """Write the spec, for pretraining without `data` some rows, and the schema beside the spec. Return the
     written files in this order. model, data: the user's own, both or neither; lora: train adapters of it.
 
-    Raise SpecError if the task, the name, the model or the data is not possible or a file (other than the
-    schema) would be overwritten, StorageError if writing fails.
+    Raise SpecError if the task, the name, the model or the data is not possible or a file (other than an
+    earlier schema) would be overwritten, StorageError if writing fails.
     """
     if task not in TASKS:
         raise _refuse("--task", f"{quote(task)} is not a task; use sft, pretrain or dpo")
@@ -177,7 +179,10 @@ def write_template(
     for file in files:
         if file.exists() or file.is_symlink():
             raise _refuse("--out", f"{quote(str(file))} already exists and is kept; choose another name")
-    files[path.with_name(SCHEMA_FILE)] = schema_text()
+    schema = path.with_name(SCHEMA_FILE)
+    if not is_own(schema, _SCHEMA_BEGIN):
+        raise _refuse("--out", f"{quote(str(schema))} is not dsft's and is kept; choose another folder")
+    files[schema] = schema_text()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():

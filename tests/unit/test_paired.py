@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import sys
 from pathlib import Path
@@ -25,6 +26,12 @@ def test_variants_take_turns_and_each_round_starts_with_another(capfd: pytest.Ca
     assert {name: paired.column(taken, "x") for name, taken in samples.items()} == {"a": [6, 6], "b": [3, 3]}
     order = [line.split(": ")[1] for line in capfd.readouterr().err.splitlines()]
     assert order == ["a", "b", "b", "a"]
+
+
+def test_a_result_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    assert paired.new_file(str(tmp_path / "new")) == tmp_path / "new"
+    with pytest.raises(argparse.ArgumentTypeError, match="exists already"):
+        paired.new_file(str(tmp_path))
 
 
 def test_a_variant_that_fails_is_told_with_what_it_wrote() -> None:

@@ -166,6 +166,23 @@ def test_an_older_export_is_exchanged_in_one_step(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_files_of_others_stay_in_an_export_and_a_link_to_it_stays(
+    maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr("dsft.checkpoint.export._exchange", lambda one, other: False)
+    out, place = tmp_path / "out", tmp_path / "other disk" / "model"
+    out.symlink_to(place)
+    export(saved(maker), out)
+    (place / "scores.json").write_text("mine")
+    maker.save(5)
+    export(CheckpointReader.open(maker.step(5)), out)
+    assert out.is_symlink() and json.loads((place / "dsft_export.json").read_text())["from"]["step"] == 5
+    assert (out / "scores.json").read_text() == "mine"
+    assert [path.name for path in place.parent.iterdir()] == ["model"]
+
+
 def test_a_folder_of_something_else_is_left_alone(maker: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -170,6 +170,25 @@ def test_a_run_without_files_is_reported_as_far_as_it_got() -> None:
     assert "Memory" not in text and "<h2>Results" in text
 
 
+def test_only_a_page_of_its_own_is_replaced() -> None:
+    folder = run("one", [1.0])
+    record = (folder / "metrics.jsonl").read_bytes()
+    Path("link.html").symlink_to(folder / "metrics.jsonl")
+    for name in ("runs/one/metrics.jsonl", "link.html"):
+        done = CliRunner().invoke(app, ["report", "one", "--out", name])
+        assert isinstance(done.exception, StorageError)
+        assert str(done.exception).startswith(
+            f"{name}: this file is not a page of dsft report, and is not over"
+        )
+    assert (folder / "metrics.jsonl").read_bytes() == record
+    page = report.write_report(["one"], [], None)
+    page.write_text(page.read_text() + "edited")
+    assert not report.write_report(["one"], [], None).read_text().endswith("edited")
+    page.write_text("<!doctype html>\nmine")
+    with pytest.raises(StorageError, match="name another file with --out"):
+        report.write_report(["one"], ["What?"], None)  # before any question is asked
+
+
 def test_misuse() -> None:
     run("one", [1.0])
     Path("runs/empty/logs").mkdir(parents=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dsft.errors import StorageError
 from dsft.generate.files import drift, files, generate_files, write
 from dsft.generate.hostfile import parse
 from dsft.plan.config_file import merge_config_file
@@ -61,6 +62,29 @@ def test_check_finds_drift_and_writes_nothing(tmp_path: Path, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert "-node1 slots=4\n+node1 slots=8\n+node2 slots=8\n" in out
     assert hostfile.read_text() == "node1 slots=4\n"
+
+
+def test_only_generated_files_are_replaced(tmp_path: Path) -> None:
+    path = ROOT / "specs" / "two_nodes.yaml"
+    config, hostfile = tmp_path / "ds_configs/two_nodes.json", tmp_path / "hostfiles/two_nodes"
+    script = tmp_path / "scripts/launch/two_nodes.torchrun.sh"
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for file in (config, hostfile):
+        file.parent.mkdir()
+        file.symlink_to(precious)
+    with pytest.raises(StorageError) as refused:
+        generate_files(path, (), tmp_path, check=False)
+    assert f"{config}, {hostfile}: not written by dsft generate" in str(refused.value)
+    assert precious.read_text() == "mine" and not script.exists()
+    for file in (config, hostfile):
+        file.unlink()
+    assert generate_files(path, (), tmp_path, check=False)
+    assert generate_files(path, ["parallel.zero_stage=3"], tmp_path, check=False), "a changed spec"
+    script.write_text("#!/bin/sh\nmine\n")
+    with pytest.raises(StorageError, match="torchrun.sh: not written by dsft generate"):
+        generate_files(path, (), tmp_path, check=False)
+    assert script.read_text() == "#!/bin/sh\nmine\n"
 
 
 def test_scripts_are_executable_and_find_their_spec_from_another_folder(tmp_path: Path) -> None:

@@ -242,19 +242,23 @@ def test_no_torch() -> None:
 def test_what_is_not_there(preview: Preview) -> None:
     assert preview("data.train=[{path: none.jsonl}]")[0] == 66
     code, _, err = preview("--html", "none/page.html")
-    assert (
-        code == 74
-        and err
-        == "error: --html none/page.html: the folder none does not exist; create it or name another folder\n"
-    )
+    way_out = "create it, or name another file with --html"
+    assert (code, err) == (74, f"error: none/page.html: the folder none does not exist; {way_out}\n")
     assert preview("--html", ".")[0] == 74 and not Path("page.html").exists()
 
 
 def test_a_file_that_is_no_page_is_not_written_over(preview: Preview) -> None:
-    Path("precious.jsonl").write_text('{"text": "a"}\n')
-    code, _, err = preview("--html", "precious.jsonl")
-    assert (code, err.split(": ")[1]) == (74, "--html precious.jsonl")
-    assert Path("precious.jsonl").read_text() == '{"text": "a"}\n'
+    kept = {"precious.jsonl": '{"text": "a"}\n', "other.html": "<!doctype html>\n<p>mine", "link.html": ""}
+    Path("link.html").symlink_to("other.html")
+    for name in kept:
+        if not Path(name).is_symlink():
+            Path(name).write_text(kept[name])
+    for name in kept:
+        code, _, err = preview("--html", name)
+        assert (
+            code == 74 and f"{name}: this file is not a page of dsft preview, and is not overwritten" in err
+        )
+    assert {name: Path(name).read_text() for name in kept} == kept | {"link.html": kept["other.html"]}
     Path("page.html").touch()
     for _ in range(2):  # over an empty file, and over its own page
         assert preview("--html", "page.html")[0] == 0

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dsft.report.folder import Provenance, write_folder
+from dsft.errors import LockedError
+from dsft.report.folder import Provenance, check_folder, write_folder
 from dsft.report.redact import redact, redact_command, redact_tree
 
 SPEC = "name: x\ncluster:\n  hosts: {a: 1}\n  env:\n    HF_TOKEN: canary-in-spec\n    NCCL_DEBUG: WARN\n"
@@ -31,6 +32,16 @@ def test_what_a_run_leaves(tmp_path: Path) -> None:
     starts = (tmp_path / "command.txt").read_text().splitlines()
     assert len(starts) == 2 and starts[0].endswith("  dsft/train.py 'a b' x=1")
     assert (tmp_path / "logs").is_dir()
+
+
+def test_files_that_no_run_wrote_are_not_overwritten(tmp_path: Path) -> None:
+    check_folder(tmp_path / "new")
+    (tmp_path / "spec.yaml").write_text("name: mine")
+    with pytest.raises(LockedError, match=r"that no run wrote.*\(spec.yaml\); choose another name"):
+        check_folder(tmp_path)
+    (tmp_path / "spec.yaml").unlink()
+    write_folder(tmp_path, Provenance(SPEC, {}, None, ["x"]))
+    check_folder(tmp_path)
 
 
 def test_a_run_without_a_hostfile_leaves_none(tmp_path: Path) -> None:

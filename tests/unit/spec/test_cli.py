@@ -121,6 +121,18 @@ def test_what_init_writes_is_valid_and_has_its_schema_beside_it(dsft, write: Wri
     assert max(map(len, text.splitlines())) <= 110
 
 
+def test_init_keeps_a_schema_that_is_not_its_own(dsft, write: Write) -> None:  # noqa: ANN001
+    write()
+    Path("specs").mkdir()
+    Path("specs/dsft.schema.json").symlink_to(Path("rows.jsonl").absolute())
+    rows = Path("rows.jsonl").read_text()
+    code, _, err = dsft("init", "fresh")
+    assert code == 2 and "dsft.schema.json' is not dsft's and is kept" in err
+    assert Path("rows.jsonl").read_text() == rows and not Path("specs/fresh.yaml").exists()
+    Path("specs/dsft.schema.json").unlink()
+    assert [dsft("init", name)[0] for name in ("fresh", "second")] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("words", "rate"),
     [
