@@ -16,10 +16,13 @@ from dsft.system import json_file
 _SCHEDULES = {"warmup_stable_decay": "wsd", "cosine_warmup_with_min_lr": "cosine_with_min_lr"}
 _ATTENTION = {
     "auto": "auto", "disabled": "eager", "eager": "eager", "sdpa": "sdpa",
-    "fa2": "flash_attention_2", "flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2",
-    "fa3": "flash_attention_3", "flash_attention_3": "flash_attention_3",
+    **dict.fromkeys(("fa2", "fa3", "flash_attn", "flash_attention_2", "flash_attention_3"), "auto"),
 }  # fmt: skip
+_FLASH = (
+    "auto takes FlashAttention, also without the package flash-attn, where GPU, precision and model allow it"
+)
 _QUANTIZED = "load_in_4bit load_in_8bit quantization_bit quantization_method quant_bits quant_method".split()
+_STEPS = "counted in steps here, and dsft preview prints the steps of an epoch"
 PACKED = (
     "there a packed row of max_length counts as one example, here each example counts: for steps of the same "
     "size multiply global_batch_size by the examples that fit into a row (dsft preview shows them)"
@@ -142,13 +145,17 @@ def _when(draft: Draft) -> None:
 
     strategy = draft.get("eval_strategy", "evaluation_strategy")
     if strategy in (None, "steps"):
-        draft.carry("train.eval_every", "eval_steps", to=steps)
+        every = draft.carry("train.eval_every", "eval_steps", to=steps)
+        if every is None and strategy == "steps" and draft.number("logging_steps") >= 1:
+            draft.put(
+                "train.eval_every", whole(draft.get("logging_steps")), "the same as logging_steps, as there"
+            )
     else:
         draft.leave("eval_steps", f"eval_strategy is {strategy}")
     if strategy not in (None, "no", False, "steps"):
-        draft.leave("eval_strategy", "counted in steps here: set train.eval_every to the steps of an epoch")
+        draft.leave("eval_strategy", f"{_STEPS}; write them to train.eval_every")
     for key, ours in (("evals_per_epoch", "train.eval_every"), ("saves_per_epoch", "checkpoint.every")):
-        draft.leave(key, f"counted in steps here: set {ours}")
+        draft.leave(key, f"{_STEPS}; divide them by {draft.get(key)} and write that to {ours}")
     draft.carry("train.eval_on_start", "eval_on_start", to=lambda value: flag(value) or None)
     draft.carry("train.log_every", "logging_steps", to=steps)
     saving = draft.get("save_strategy")
@@ -156,7 +163,7 @@ def _when(draft: Draft) -> None:
         draft.put("checkpoint.every", None, "save_strategy: one at the end")
         draft.leave("save_steps", "save_strategy is no")
     elif saving in ("epoch", "best"):
-        draft.leave("save_strategy", "counted in steps here: set checkpoint.every")
+        draft.leave("save_strategy", f"{_STEPS}; write them to checkpoint.every")
         draft.leave("save_steps", f"save_strategy is {saving}")
     else:
         draft.carry("checkpoint.every", "save_steps", to=steps)
@@ -205,14 +212,14 @@ def attention(draft: Draft) -> None:
         if draft.is_given(name):
             value = str(draft.get(name)).lower()
             if value in _ATTENTION:
-                draft.put("model.attention", _ATTENTION[value], name)
+                note = f"{name}: {value} there; {_FLASH}" if value.startswith(("fa", "flash")) else name
+                draft.put("model.attention", _ATTENTION[value], note)
             else:
                 draft.leave(name, f"{quote(value)} is not offered; model.attention: auto chooses one")
-    for name, ours in (
-        ("flash_attention", "flash_attention_2"), ("sdp_attention", "sdpa"), ("eager_attention", "eager")
-    ):  # fmt: skip
+    switches = {"flash_attention": "auto", "sdp_attention": "sdpa", "eager_attention": "eager"}
+    for name, ours in switches.items():
         if draft.get(name) in (True, "true"):
-            draft.put("model.attention", ours, name)
+            draft.put("model.attention", ours, f"{name}; {_FLASH}" if ours == "auto" else name)
     draft.get("xformers_attention", "flex_attention", "sage_attention")
 
 

@@ -13,6 +13,7 @@ from dsft.convert import axolotl, llamafactory, swift, trl
 from dsft.convert.arguments import training
 from dsft.convert.draft import Draft, mistake
 from dsft.convert.parallel import deepspeed
+from dsft.convert.shell import options_of
 from dsft.convert.tool import Tool
 from dsft.errors import MissingInputError, SpecError, StorageError
 from dsft.spec.document import parse_yaml, quote
@@ -61,9 +62,10 @@ def convert_file(
 ) -> Converted:
     """Convert a config and write the spec. Raise MissingInputError and SpecError if the config cannot be read
     or converted, StorageError if the spec cannot be written."""
-    given = _read(path)
+    given, named = _read(path)
     if task is not None and task not in TASKS:
         raise mistake("--task", f"{quote(task)} is not offered; use sft, pretrain or dpo")
+    task = task or named
     kind = tool or recognized(given)
     if kind not in (*TOOLS, _DEEPSPEED):
         raise mistake("--from", f"{quote(kind)} is not known; use one of {', '.join((*TOOLS, _DEEPSPEED))}")
@@ -112,14 +114,17 @@ def recognized(given: Mapping[str, Any]) -> str:
     return best
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML or JSON file."""
+def _read(path: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the mapping in a YAML or JSON file, or the options in a shell script with the task of its
+    command."""
     try:
         text = read_text(path, MAX_BYTES)
     except OSError as error:
         raise MissingInputError(f"{quote(str(path))} {reason_of(error)}") from error
     except ValueError as error:
         raise mistake(str(path), f"it {error}") from error
+    if path.suffix == ".sh" or text.startswith("#!"):
+        return options_of(path, text)
     try:
         found = parse_json(text)
     except ValueError:
@@ -129,7 +134,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise mistake(str(path), f"it is neither YAML nor JSON ({error})") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise mistake(str(path), "it is no mapping of keys to values")
-    return found
+    return found, None
 
 
 def _from_deepspeed(given: Mapping[str, Any], path: Path, task: str | None) -> Draft:
@@ -209,7 +214,9 @@ def _only_with_rows(draft: Draft) -> None:
         section, name = key.split(".")
         if draft.spec.get(section, {}).pop(name, None) is not None:
             source = draft.comments.pop(key).partition(";")[0]
-            draft.leave(source, f"the config names no rows to evaluate; give data.eval_fraction and {key}")
+            draft.leave(
+                source, f"no rows to evaluate are named; give data.eval or data.eval_fraction, and {key}"
+            )
 
 
 def _name(draft: Draft, path: Path) -> None:

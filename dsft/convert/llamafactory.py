@@ -139,12 +139,13 @@ def _read_info(draft: Draft, given: Path | None) -> tuple[Mapping[str, Any], Pat
     name = str(draft.get("dataset_dir"))
     if name == "ONLINE" or name.startswith("REMOTE:"):
         return {}, Path()
-    path = given or draft.find(f"{name}/dataset_info.json")
+    inside, beside = f"{name}/dataset_info.json", draft.folder / "dataset_info.json"
+    path = given or draft.find(inside) or (beside if beside.is_file() else None)
     if path is None:
         raise mistake(
             "dataset_dir",
-            f"{quote(name)} has no dataset_info.json here or beside the config, so the files of dataset "
-            f"{quote(draft.given.get('dataset'))} are not known; name it with --dataset-info PATH",
+            f"there is no {inside} here, beside the config or above it, and no {beside}, so the files of "
+            f"dataset {quote(draft.given.get('dataset'))} are not known; name it with --dataset-info PATH",
         )
     return arguments.read_json(path), path.parent
 

@@ -55,12 +55,18 @@ def _data(draft: Draft, task: str) -> None:
         parts = [draft.get("dataset_config"), draft.get("dataset_train_split")]
         local = is_file_name(str(name))
         path = str(name) if local else ":".join(str(part) for part in (name, *parts) if part is not None)
-        draft.put("data.train", [{"path": path}], "dataset_name")
-        if draft.is_given("dataset_test_split") and not local:
-            parts[1] = draft.get("dataset_test_split")
-            path = ":".join(str(part) for part in (name, *parts) if part is not None)
-            draft.put("data.eval", [{"path": path}], "dataset_test_split")
-        draft.read.add("dataset_test_split")
+        named = [
+            key for key in ("dataset_name", "dataset_config", "dataset_train_split") if draft.is_given(key)
+        ]
+        draft.put("data.train", [{"path": path}], ", ".join(named))
+        if draft.get("eval_strategy") in (None, "no", False):
+            draft.leave("dataset_test_split", "eval_strategy is no: nothing is evaluated, as there")
+        elif local:
+            draft.leave("dataset_test_split", "a split of a local data set; give its files in data.eval")
+        else:
+            path = ":".join(str(part) for part in (name, parts[0], draft.get("dataset_test_split")) if part)
+            given = draft.is_given("dataset_test_split")
+            draft.put("data.eval", [{"path": path}], f"{'' if given else 'default of '}dataset_test_split")
     elif sources is not None:
         draft.put("data.train", [_source(entry) for entry in sources], "datasets")
     field = draft.get("dataset_text_field")
@@ -140,7 +146,7 @@ _OF_TASK: Mapping[str, Mapping[str, Any]] = {
 ARGUMENTS = {
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
     "learning_rate": 5e-5, "lr_scheduler_type": "linear", "optim": "adamw_torch_fused", "weight_decay": 0.0,
-    "dataset_train_split": "train",
+    "dataset_train_split": "train", "dataset_test_split": "test",
 }  # fmt: skip
 """Defaults of transformers' TrainingArguments."""
 TOOL = Tool(

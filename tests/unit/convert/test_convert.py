@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -191,11 +192,13 @@ def test_axolotl() -> None:
     assert (spec.train.micro_batch_size, spec.train.accumulation_steps) == (2, 2)
     assert (spec.optim.name, spec.optim.learning_rate, spec.optim.warmup_ratio) == ("adamw", 2e-4, 0.1)
     assert spec.model.lora is not None and spec.model.lora.target_modules == ("gate_proj", "q_proj")
-    assert (spec.model.attention, spec.train.precision) == ("flash_attention_2", "bf16")
+    assert (spec.model.attention, spec.train.precision) == ("auto", "bf16")
     text = done.path.read_text()
     assert "adamw_8bit there, full-precision AdamW here" in text
     assert "multiply global_batch_size by the examples that fit into a row" in text
-    assert "train.eval_every" in done.left["evals_per_epoch"]
+    for key, ours, times in (("evals", "train.eval_every", 4), ("saves", "checkpoint.every", 1)):
+        assert f"divide them by {times} and write that to {ours}" in done.left[f"{key}_per_epoch"]
+    assert "attn_implementation: flash_attention_2 there" in text
     assert "dsft has no key for it" in done.left["loss_watchdog_threshold"]
     assert "wandb_project" not in done.left
 
@@ -324,7 +327,7 @@ def test_rows_that_are_split(config: dict[str, Any], batch: tuple[int | None, ..
 
 def test_rows_that_are_not_split() -> None:
     spec, done = converted({**AXOLOTL, "context_parallel_size": 1, "sequence_parallel": True})
-    assert (spec.parallel.sequence_parallel, spec.model.attention) == (1, "flash_attention_2")
+    assert spec.parallel.sequence_parallel == 1
     assert "tensor parallelism" in done.left["sequence_parallel"]
     Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}))
     done = convert_file(Path("ds.json"), model="a/b", data=["data/identity.json"], out=Path("ds.yaml"))
@@ -344,7 +347,7 @@ def test_evaluation_without_rows_is_left_out() -> None:
     }  # fmt: skip
     spec, done = converted(config, model="a/b", data=["data/identity.json"])
     assert (spec.train.eval_every, spec.checkpoint.keep_best, spec.checkpoint.every) == (None, None, 6)
-    assert "data.eval_fraction and train.eval_every" in done.left["eval_steps"]
+    assert "data.eval or data.eval_fraction, and train.eval_every" in done.left["eval_steps"]
     assert "checkpoint.keep_best" in done.left["load_best_model_at_end"]
     swift = {"model": "a/b", "dataset": "data/identity.json", "split_dataset_ratio": 0.0, "eval_steps": 50}
     spec, done = converted(swift)
@@ -408,6 +411,96 @@ def test_what_cannot_be_converted_is_refused(config: dict[str, Any], wanted: str
     with pytest.raises(SpecError, match=wanted):
         converted(config)
     assert not Path("spec.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({"flash_attention": True}, "auto"),
+        ({"attn_implementation": "flash_attention_3"}, "auto"),
+        ({"sdp_attention": True}, "sdpa"),
+        ({"eager_attention": True}, "eager"),
+    ],
+)
+def test_no_attention_that_needs_a_package(given: dict[str, Any], ours: str) -> None:
+    """flash-attn, which FlashAttention of transformers needs, is not installed with dsft."""
+    spec, done = converted({**AXOLOTL, "attn_implementation": None, **given})
+    assert spec.model.attention == ours
+    assert re.search(rf"attention: {ours}  # {next(iter(given))}", done.path.read_text())
+
+
+def test_dataset_info_beside_the_config() -> None:
+    Path("conv").mkdir()
+    Path("data/dataset_info.json").rename("conv/dataset_info.json")
+    Path("conv/lf.yaml").write_text(yaml.safe_dump({**LLAMA_FACTORY, "dataset": "identity"}))
+    done = convert_file(Path("conv/lf.yaml"), out=Path("spec.yaml"))
+    assert load_spec(done.path, check_files=False).data.train[0].path == "conv/identity.json"
+    Path("conv/dataset_info.json").unlink()
+    missing = "no data/dataset_info.json here, beside the config or above it, and no conv/dataset_info.json"
+    with pytest.raises(SpecError, match=missing):
+        convert_file(Path("conv/lf.yaml"), out=Path("other.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("more", "evaluated", "every"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 50}, "x/y:test", 50),
+        ({"eval_strategy": "steps"}, "x/y:test", 25),  # eval_steps is logging_steps by default
+        ({"eval_strategy": "epoch", "dataset_config": "en"}, "x/y:en:test", None),
+        ({"eval_strategy": "steps", "dataset_test_split": "dev", "eval_steps": 9}, "x/y:dev", 9),
+        ({"eval_strategy": False, "dataset_test_split": "dev"}, None, None),  # `no` in YAML
+        ({"dataset_test_split": "dev", "eval_steps": 9}, None, None),
+    ],
+)
+def test_trl_evaluates_the_test_split(more: dict[str, Any], evaluated: str | None, every: int | None) -> None:
+    """TRL's scripts evaluate dataset[dataset_test_split], by default `test`, unless eval_strategy is `no`."""
+    spec, done = converted({"model_name_or_path": "a/b", "dataset_name": "x/y", "logging_steps": 25, **more})
+    assert [source.path for source in spec.data.eval] == ([evaluated] if evaluated else [])
+    assert spec.train.eval_every == every
+    assert ("dataset_test_split" in done.left) == (evaluated is None)
+
+
+SWIFT_SCRIPT = """#!/bin/bash
+# 24GB
+NPROC_PER_NODE=2 \\
+swift sft \\
+    --model Qwen/Qwen3-4B --tuner_type lora \\
+    --dataset 'x/y#500' \\
+              'data/identity.json' \\
+    --learning_rate 1e-4 --gradient_checkpointing True \\
+    --output_dir=out/swift 2>&1 | tee log
+"""
+
+
+def test_options_of_a_shell_script() -> None:
+    def of(text: str, **options: Any) -> tuple[Spec, Converted]:
+        Path("run.sh").write_text(text)
+        Path("spec.yaml").unlink(missing_ok=True)
+        done = convert_file(Path("run.sh"), out=Path("spec.yaml"), **options)
+        assert done.mistakes is None
+        return load_spec(done.path, check_files=False), done
+
+    spec, done = of(SWIFT_SCRIPT)
+    assert (done.title, spec.name, spec.output_dir, spec.task) == ("ms-swift", "swift", "out", "sft")
+    assert [(source.path, source.max_rows) for source in spec.data.train] == [
+        ("x/y", 500), ("data/identity.json", None),
+    ]  # fmt: skip
+    assert (spec.optim.learning_rate, spec.model.gradient_checkpointing) == (1e-4, True)
+    options = "--model_name_or_path a/b --dataset_name x/y --use_peft --no_gradient_checkpointing"
+    for command in ("trl dpo", "accelerate launch --num_processes 2 --config_file z.yaml trl/scripts/dpo.py"):
+        spec, done = of(f"set -e\n{command} {options}\n")
+        assert (done.title, spec.task) == ("TRL or transformers", "dpo")
+        assert spec.model.lora is not None and not spec.model.gradient_checkpointing
+    for text, reason in {
+        "llamafactory-cli train a.yaml\n": "needs one training command, this one has 0; or put the options",
+        "trl sft --a b\ntrl dpo --a b\n": "this one has 2",
+        "trl sft --model_name_or_path $MODEL\n": r"\$MODEL is filled in by the shell; write its value",
+        "trl grpo --model_name_or_path a/b\n": "'grpo': dsft does not offer",
+        "trl sft --config a.yaml\n": "the options are in the file of --config",
+        "trl sft --dataset_name 'x\n": r"cannot be read \(No closing quotation\)",
+    }.items():
+        with pytest.raises(SpecError, match=reason):
+            of(text)
 
 
 def test_files_that_are_no_config() -> None:
