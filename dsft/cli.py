@@ -17,6 +17,7 @@ import typer
 from dsft import __version__
 from dsft.errors import DsftError, SpecError, StorageError, printable
 from dsft.report.redact import print_fault, redact_values
+from dsft.system.run_folder import named_checkpoint, named_export
 
 app = typer.Typer(
     name="dsft",
@@ -32,7 +33,12 @@ Overrides = Annotated[
     typer.Argument(metavar="key=value", help="Override values of the spec, such as train.max_steps=10"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-CheckpointPath = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder checkpoints/step-N.")]
+CheckpointPath = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT", help="A folder checkpoints/step-N, or a run (its folder or name): its newest."
+    ),
+]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Print every step and the details of the start.")
 ]
@@ -389,9 +395,10 @@ def status(
 @app.command()
 def verify(checkpoint: CheckpointPath) -> None:
     """Read a whole checkpoint and report whether it is intact."""
+    folder = named_checkpoint(checkpoint)  # before the imports, which take seconds
     from dsft.checkpoint.read import verify as verified
 
-    _print(verified(checkpoint))
+    _print(verified(folder))
 
 
 @app.command()
@@ -403,15 +410,16 @@ def export(
     ] = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face folder. It has the model, or the adapter if one was trained."""
+    folder = named_checkpoint(checkpoint)  # before the imports, which take seconds
     from dsft.checkpoint.export import export_checkpoint
 
-    _print(export_checkpoint(checkpoint, out, merged=merged))
+    _print(export_checkpoint(folder, out, merged=merged))
 
 
 @app.command()
 def chat(
     export: Annotated[
-        Path, typer.Argument(metavar="EXPORT", help="Folder of a model, such as runs/NAME/export.")
+        Path, typer.Argument(metavar="EXPORT", help="Folder of a model, or a run (its folder or name).")
     ],
     system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     temperature: Annotated[
@@ -430,10 +438,11 @@ def chat(
     ] = None,
 ) -> None:
     """Chat with an exported model. From a pipe, each line is a prompt."""
+    folder = named_export(export)  # before the imports, which take seconds
     from dsft.commands.chat import Sampling
     from dsft.commands.chat import chat as talk
 
-    talk(export, Sampling(temperature, top_p, max_new_tokens, seed), system)
+    talk(folder, Sampling(temperature, top_p, max_new_tokens, seed), system)
 
 
 tokenizer = typer.Typer(no_args_is_help=True)

@@ -23,14 +23,11 @@ from dsft.checkpoint.files import FileDigest, damage, damages
 from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError
 from dsft.system.json_file import read_json
+from dsft.system.run_folder import MANIFEST, STEP, named_checkpoint, step_folders, step_of
 
 FORMAT = 1
-MANIFEST = "MANIFEST.json"
 STATE = "state.json"
-LATEST = "latest"
-BEST = "best"
 MODEL = "model"
-STEP = re.compile(r"step-(\d+)")
 LISTED = re.compile(rf"(?:{MODEL}/)?(?!\.\.?$)[^/]+")
 """Pattern of a file that a manifest may list: in the folder itself, or in its model folder."""
 
@@ -63,16 +60,9 @@ class CheckpointReader:
         another format, where the manifest lists a path outside the folder, and where state.json and the
         folder's name disagree on the step.
 
-        `path`: a folder step-N, a copy of one under a name of another form, or a file `latest` or `best`,
-        which names a folder step-N beside it.
+        `path`: as `named_checkpoint` takes it.
         """
-        if path.name in (LATEST, BEST) and path.is_file():
-            path = _named_by(path)
-        if not path.is_dir():
-            best = f" ({BEST} is written if the spec has checkpoint.keep_best)" if path.name == BEST else ""
-            raise CheckpointError(
-                f"{path} is not a folder{best}; give the path of a checkpoint, such as checkpoints/step-100."
-            )
+        path = named_checkpoint(path)
         manifest = _json(path / MANIFEST)
         try:
             files = {
@@ -244,23 +234,6 @@ def _check_nothing_later(named: CheckpointReader, run: Path, folders: list[Path]
         )
 
 
-def step_folder(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step-{step}"
-
-
-def step_folders(run: Path) -> list[Path]:
-    """Return the committed `step-N` folders of a run, newest first, whole or damaged."""
-    folder = run / "checkpoints"
-    if not folder.is_dir():
-        return []
-    return sorted((path for path in folder.iterdir() if STEP.fullmatch(path.name)), key=step_of, reverse=True)
-
-
-def step_of(path: Path) -> int:
-    """Return N of a folder step-N."""
-    return int(path.name.removeprefix("step-"))
-
-
 def _check_step(path: Path, state: Any) -> None:
     """Check that the folder's name has the step of state.json. The newest checkpoint is found by the folder's
     name, so under a wrong name each start would resume from the wrong one."""
@@ -272,16 +245,6 @@ def _check_step(path: Path, state: Any) -> None:
         raise CheckpointError(
             f"{path} is the checkpoint of step {step}; rename it to step-{step}, or move it elsewhere."
         )
-
-
-def _named_by(pointer: Path) -> Path:
-    try:
-        name = pointer.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        name = ""
-    if not STEP.fullmatch(name):
-        raise CheckpointError(f"{pointer} does not name a checkpoint; give a folder step-N beside it.")
-    return pointer.with_name(name)
 
 
 def seal(manifest: Mapping[str, Any]) -> str:
@@ -309,6 +272,6 @@ def verify(path: Path) -> str:
     elements = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     kinds = ", ".join(checkpoint.state["kinds"])
     return (
-        f"{path} is whole: step {checkpoint.step}, {len(checkpoint.files)} files, {size:,} bytes, "
+        f"{checkpoint.path} is whole: step {checkpoint.step}, {len(checkpoint.files)} files, {size:,} bytes, "
         f"{len(checkpoint.shapes)} parameters of {elements:,} elements ({kinds})"
     )

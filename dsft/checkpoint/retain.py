@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 from dsft.checkpoint.files import write_aside
-from dsft.checkpoint.read import BEST, CheckpointReader, step_folders, step_of
+from dsft.checkpoint.read import CheckpointReader
 from dsft.errors import CheckpointError
 from dsft.spec.schema import Checkpoint
+from dsft.system.run_folder import BEST, step_folders, step_of
 
 
 def retain(run: Path, step: int, retention: Checkpoint) -> list[str]:

@@ -31,12 +31,13 @@ from dsft.checkpoint.files import (
     write_json,
     write_tensors,
 )
-from dsft.checkpoint.read import FORMAT, LATEST, MANIFEST, MODEL, STATE, CheckpointReader, seal
+from dsft.checkpoint.read import FORMAT, MODEL, STATE, CheckpointReader, seal
 from dsft.checkpoint.retain import retain
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, DsftError, StorageError
 from dsft.spec.schema import Checkpoint
 from dsft.system.files import sync_folder, write_error
+from dsft.system.run_folder import LATEST, MANIFEST
 
 T = TypeVar("T")
 _INSTEAD = "lower checkpoint.keep_last, or change output_dir (older checkpoints are intact)"

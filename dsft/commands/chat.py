@@ -36,6 +36,7 @@ from dsft.errors import DsftError, MissingInputError, printable
 from dsft.model.config import config_around, read_config
 from dsft.model.lora_experts import own_names
 from dsft.system.json_file import read_json
+from dsft.system.run_folder import named_export
 
 Message = dict[str, str]
 Write = Callable[[str], None]
@@ -148,14 +149,8 @@ def chat(folder: Path, sampling: Sampling, system: str | None) -> None:
 def load(folder: Path, sampling: Sampling) -> ChatModel:
     """Load the model and tokenizer of an export, or of an adapter with its base model. Raises
     MissingInputError where the folder has neither, or no chat template."""
-    if not folder.is_dir():
-        raise MissingInputError(f"{folder} is not a folder; give an export, such as runs/NAME/export.")
+    folder = named_export(folder)
     adapter = (folder / ADAPTER_CONFIG).is_file()
-    if not adapter and not (folder / "config.json").is_file():
-        raise MissingInputError(
-            f"{folder} has neither config.json nor {ADAPTER_CONFIG}; give an export, such as "
-            "runs/NAME/export, or make one of a checkpoint with dsft export."
-        )
     logging.disable_progress_bar()
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -17,7 +17,6 @@ from typing import Any
 
 import yaml
 
-from dsft.commands.status import folder_of
 from dsft.errors import DsftError, MissingInputError, printable
 from dsft.report.curves import compared, figure, series, svg
 from dsft.report.jsonl import read_metrics
@@ -26,6 +25,7 @@ from dsft.spec.differences import flatten
 from dsft.spec.document import read_document
 from dsft.system.files import check_page, page_begin, write_page
 from dsft.system.json_file import parse_json, read_text, reason_of
+from dsft.system.run_folder import named_run
 
 PAGE = "report.html"
 _ANSWER_TOKENS = 200
@@ -74,7 +74,7 @@ class RunFolder:
 def write_report(names: Sequence[str], prompts: Sequence[str], out: Path | None) -> Path:
     """Write the page and return its path, by default report.html in the folder of the first run. Raises
     MissingInputError if a run does not exist, StorageError if the page cannot be written."""
-    folders = list({folder.resolve(): folder for folder in map(folder_of, names)}.values())
+    folders = list({folder.resolve(): folder for folder in map(named_run, names)}.values())
     last = [folder.resolve().name for folder in folders]
     runs = [
         _read(folder, name if last.count(name) == 1 else str(folder))

@@ -22,10 +22,10 @@ from typing import Any
 
 import psutil
 
-from dsft.errors import MissingInputError, printable
+from dsft.errors import printable
 from dsft.report.jsonl import STEP, parse_record
 from dsft.system.json_file import open_file, read_json
-from dsft.system.lock import NAME as LOCK
+from dsft.system.run_folder import LOCK, named_run, newest_checkpoint
 
 STALE = 15.0
 """Seconds after which status.json, normally two seconds old, is stale."""
@@ -42,7 +42,6 @@ RECENT = 20  # number of records over which the step time is averaged
 ENDED = {0: "finished", 75: "stopped"}
 _HOLDER = re.compile(r"process (\d{1,10}) on (\S+)")
 _PROGRESS = re.compile(r"step (\d+)/(\d{1,18})\b")
-_CHECKPOINT = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -77,18 +76,8 @@ class RunStatus:
 
 def print_status(run: str, *, as_json: bool) -> None:
     """Print the run's status. Raises MissingInputError if there is no such run."""
-    status = status_of(folder_of(run))
+    status = status_of(named_run(run))
     print(json.dumps(asdict(status), indent=2) if as_json else printable("\n".join(lines(status))))
-
-
-def folder_of(run: str) -> Path:
-    """Return the folder of a run, given by its path or by its name in runs/."""
-    for folder in (Path(run), Path("runs", run)):
-        if any((folder / name).exists() for name in ("logs", "metrics.jsonl", "spec.yaml", LOCK)):
-            return folder
-    runs = sorted(path.parent.name for path in Path("runs").glob("*/logs"))
-    there = f"runs/ has {', '.join(runs)}" if runs else "there is no run in runs/ of the current folder"
-    raise MissingInputError(f"{run} is neither the folder of a run nor the name of one; {there}.")
 
 
 def status_of(folder: Path) -> RunStatus:
@@ -123,6 +112,7 @@ def _with_progress(status: RunStatus, folder: Path) -> tuple[RunStatus, float | 
     if step is not None and total is not None and step_time is not None:
         seconds = (total - step) * step_time
         left = seconds if 0 <= seconds < LONGEST else None
+    newest = newest_checkpoint(folder)
     status = replace(
         status,
         step=step,
@@ -132,20 +122,9 @@ def _with_progress(status: RunStatus, folder: Path) -> tuple[RunStatus, float | 
         tokens_per_second=last.get("perf/tokens_per_second"),
         step_time=step_time,
         seconds_left=left,
-        checkpoint=last_checkpoint(folder),
+        checkpoint=newest.name if newest else None,
     )
     return status, _age(log)
-
-
-def last_checkpoint(folder: Path) -> str | None:
-    """Return the name of the newest committed checkpoint, unverified (see `dsft verify`); None if there is
-    none."""
-    found = [
-        (int(match[1]), path.parent.name)
-        for path in (folder / "checkpoints").glob("step-*/MANIFEST.json")
-        if (match := _CHECKPOINT.fullmatch(path.parent.name))
-    ]
-    return max(found)[1] if found else None
 
 
 def lock_holder(lock: Path, log_age: float | None) -> str | None:

@@ -11,14 +11,16 @@ from dsft.convert.draft import mistake
 from dsft.convert.tool import refuse
 from dsft.spec.not_offered import feature_of_value
 
-_COMMAND = re.compile(r"\b(?:(?:trl|swift|llamafactory-cli)\s+(?P<name>\w+)|(?P<script>\w+)\.py)(?=\s+--\w)(?P<rest>.*)")
+_COMMAND = re.compile(
+    r"\b(?:(?:trl|swift|llamafactory-cli)\s+(?P<name>\w+)|(?P<script>\w+)\.py)(?=\s+--\w)(?P<rest>.*)"
+)
 _TASKS = {"sft": "sft", "dpo": "dpo", "pt": "pretrain"}
 _WAY_OUT = "or put the options into a YAML file (--learning_rate 1e-4 becomes learning_rate: 1e-4)"
 
 
 def options_of(path: Path, text: str) -> tuple[dict[str, Any], str | None]:
-    """Return the options of the script's one command of TRL, ms-swift, LLaMA-Factory or a Python script, and its task (None:
-    the options have it). Raise SpecError for any other script."""
+    """Return the options of the script's one training command, and its task (None: the options have it).
+    Raise SpecError for a script that has none or several, or needs a shell."""
     lines = re.sub(r"(?m)(^|\s)#.*$", "", text.replace("\\\n", " ")).splitlines()
     found = [match for line in lines if (match := _COMMAND.search(line))]
     if len(found) != 1:

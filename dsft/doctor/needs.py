@@ -21,6 +21,7 @@ from dsft.plan.memory.sizes import saved_bytes
 from dsft.remote import forwarded
 from dsft.spec.schema import Spec
 from dsft.spec.sources import BUILTIN_PREFIX, hub_data
+from dsft.system.run_folder import step_folders
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def _output(spec: Spec, census: Census | None) -> FolderNeeds:
     if census is None:
         return FolderNeeds(spec.output_dir)
     checkpoint, export = saved_bytes(census, spec)
-    there = len(list(Path(spec.output_dir, spec.name, "checkpoints").glob("step-*/MANIFEST.json")))
+    there = len(step_folders(Path(spec.output_dir, spec.name)))
     most = (spec.checkpoint.keep_last or 1) + (spec.checkpoint.keep_best or 0)
     return FolderNeeds(spec.output_dir, checkpoint + export, max(1, most + 1 - there) * checkpoint + export)
 

@@ -32,7 +32,8 @@ from dsft.engine.toolchain import (
 )
 from dsft.errors import BuildError, StorageError
 from dsft.spec.schema import Spec
-from dsft.system.lock import NAME, holder
+from dsft.system.lock import holder
+from dsft.system.run_folder import LOCK
 
 if TYPE_CHECKING:
     from dsft.engine.world import World  # which imports this module
@@ -128,7 +129,7 @@ def _alone_in(folder: Path, log: Log) -> Iterator[None]:
     """Lock dsft's folder and make torch build there. The kernel releases the lock when its process dies.
     torch's own lock, the mere existence of a file (torch/utils/file_baton.py), outlives a killed build, and
     torch waits for it without end: here no other process can own it, so it is removed."""
-    lock = FileLock(folder / NAME)
+    lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=PATIENCE)
     except Timeout:
@@ -137,7 +138,7 @@ def _alone_in(folder: Path, log: Log) -> Iterator[None]:
     before = os.environ.get(EXTENSIONS)
     os.environ[EXTENSIONS] = str(folder)
     try:
-        (folder / NAME).write_text(f"process {os.getpid()} on {gethostname()}")
+        (folder / LOCK).write_text(f"process {os.getpid()} on {gethostname()}")
         for left in folder.glob("*/lock"):
             left.unlink()
             log(f"removed {left}, which a build that was killed left behind")

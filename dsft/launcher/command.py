@@ -32,6 +32,7 @@ from dsft.report.redact import redact, redact_command
 from dsft.spec.schema import Spec
 from dsft.system.lock import lock_folder
 from dsft.system.process import EVERY_STEP
+from dsft.system.run_folder import newest_checkpoint
 
 PAUSE = 3.0  # seconds before a restart: ports close, the kernel frees the devices' memory
 RETURN = 60.0  # seconds that a lost host has to answer again
@@ -391,10 +392,3 @@ def ending(settings: LaunchSettings, outcome: Outcome, left: Sequence[str]) -> I
         )
         yield f"{'stopped; ' if outcome.code == STOPPED else ''}{next_step} with {settings.typed}"
     yield f"exit code {outcome.code}"
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint with the highest step that has a manifest; None if there is none."""
-    found = [path.parent for path in (folder / "checkpoints").glob("step-*/MANIFEST.json")]
-    steps = [path for path in found if path.name.removeprefix("step-").isdecimal()]
-    return max(steps, key=lambda path: int(path.name.removeprefix("step-")), default=None)

@@ -44,6 +44,7 @@ from dsft.run.job import Config, Job, Log
 from dsft.spec.schema import Model
 from dsft.system.disk import GIB, check_disk, check_locked, check_swap_space
 from dsft.system.host import host_memory
+from dsft.system.run_folder import step_folders
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def check_room(job: Job, counted: Census) -> None:
     """Raise StorageError if the disk of the run's folder has no room for a checkpoint and, in a run that has
     no checkpoint yet, the export. Known before the first step, not when the first checkpoint is written."""
     checkpoint, export = saved_bytes(counted, job.spec)
-    is_new = not any(job.folder.glob("checkpoints/step-*"))
+    is_new = not any(step_folders(job.folder))
     needed, free = checkpoint + export * is_new, shutil.disk_usage(job.folder).free
     if free < needed:
         raise StorageError(

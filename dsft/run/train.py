@@ -13,7 +13,7 @@ from dsft.checkpoint.compare import (
     check_same_rows,
     check_same_run,
 )
-from dsft.checkpoint.read import CheckpointReader, step_folder
+from dsft.checkpoint.read import CheckpointReader
 from dsft.data.steps.prefetch import Prefetcher
 from dsft.engine.replicas import Replicas
 from dsft.engine.world import Agreement, World
@@ -34,6 +34,7 @@ from dsft.run.memory_probe import explain_out_of_memory, probe_memory
 from dsft.run.resolve import resolve
 from dsft.spec.schema import Spec
 from dsft.system.lock import FolderLock
+from dsft.system.run_folder import step_folder
 
 
 def train(

@@ -13,12 +13,14 @@ from os.path import isdir, isfile
 from pathlib import Path
 from typing import Any
 
+from dsft.errors import CheckpointError
 from dsft.spec.document import KeyPath, quote
 from dsft.spec.findings import Finding, finding, value_finding
 from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.schema import Source, Spec
 from dsft.spec.sources import BUILTIN, BUILTIN_PAIRS, BUILTIN_PREFIX, hub_data
 from dsft.system.json_file import read_json, reason_of
+from dsft.system.run_folder import named_checkpoint
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
@@ -71,7 +73,10 @@ def file_findings(spec: Spec) -> Iterator[Finding]:
     if lora is not None and lora.path is not None:
         yield from _folder(("model", "lora", "path"), lora.path, ("adapter_config.json",), hub=False)
     if spec.checkpoint.resume not in ("auto", "never"):
-        yield from _folder(("checkpoint", "resume"), spec.checkpoint.resume, ("MANIFEST.json",), hub=False)
+        try:
+            named_checkpoint(spec.checkpoint.resume)
+        except CheckpointError as error:
+            yield finding("checkpoint.resume", str(error).rstrip("."))
 
 
 def model_config(spec: Spec, *, check_files: bool) -> tuple[dict[str, Any] | None, list[Finding]]:

@@ -351,7 +351,7 @@ class Checkpoint(Section):
     """Number of newest checkpoints to keep on disk; null keeps all."""
     resume: Text = "auto"
     """auto: resume from the newest checkpoint of the run's folder, if there is one; never: refuse a folder
-    that has one; or the path of a checkpoint."""
+    that has one; or a checkpoint to start from: its folder, a file latest or best, or a run (its newest)."""
     keep_best: Count | None = None
     """Number of checkpoints with the lowest eval/loss to keep as well; each checkpoint is evaluated."""
 

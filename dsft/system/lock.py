@@ -18,8 +18,8 @@ from filelock import FileLock, Timeout
 
 from dsft.errors import LockedError, StorageError
 from dsft.system.files import where_gone
+from dsft.system.run_folder import LOCK
 
-NAME = ".lock"
 _WAIT_SECONDS = 10.0
 
 
@@ -59,7 +59,7 @@ class FolderLock:
 
 @contextmanager
 def lock_folder(
-    folder: Path, name: str = NAME, key: str = "output_dir", waiting: Callable[[str], None] | None = None
+    folder: Path, name: str = LOCK, key: str = "output_dir", waiting: Callable[[str], None] | None = None
 ) -> Iterator[FolderLock]:
     """Lock the folder, created if missing, until the block ends; yield the lock. In a run, rank 0 calls it
     for all ranks. name: of the lock file; key: of the spec that sets the folder, for the message; waiting: if
@@ -97,7 +97,7 @@ def lock_folder(
         lock.release()
 
 
-def holder(folder: Path, name: str = NAME) -> str:
+def holder(folder: Path, name: str = LOCK) -> str:
     """Return the process and host that the lock file names, else "another job"."""
     try:
         return (folder / name).read_text().strip() or "another job"

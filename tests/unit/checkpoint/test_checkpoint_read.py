@@ -128,8 +128,10 @@ def test_never_refuses_a_folder_with_checkpoints(two: Any) -> None:
 
 def test_a_path_is_taken_or_refused(two: Any) -> None:
     assert find(two.run, str(two.step(2))).path == two.step(2)
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(CheckpointError, match="is neither a checkpoint, .* nor a run"):
         find(two.run, str(two.step(3)))
+    for name in (two.run, two.run / "checkpoints" / "latest"):
+        assert find(two.run, str(name)).path == two.step(2)
     flip_a_bit(two.step(1) / "rank-00001.safetensors")
     with pytest.raises(CheckpointError, match=r"rank-00001.safetensors has changed since"):
         find(two.run, str(two.step(1)))

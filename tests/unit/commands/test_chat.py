@@ -142,7 +142,7 @@ def test_a_template_without_an_end_is_told_and_does_not_hang(export: Path, tmp_p
 
 
 def test_folders_that_cannot_be_talked_to(export: Path, tmp_path: Path) -> None:
-    with pytest.raises(MissingInputError, match="is not a folder"):
+    with pytest.raises(MissingInputError, match="neither a folder with an export"):
         load(tmp_path / "nothing", GREEDY)
     with pytest.raises(MissingInputError, match="neither config.json nor adapter_config.json"):
         load(tmp_path, GREEDY)

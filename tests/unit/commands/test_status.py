@@ -19,8 +19,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dsft.cli import app
-from dsft.commands.status import folder_of, last_checkpoint, lines, lock_holder, status_of
+from dsft.commands.status import lines, lock_holder, status_of
 from dsft.errors import MissingInputError
+from dsft.system.run_folder import named_run
 
 HOLD = """
 import sys
@@ -188,7 +189,7 @@ def test_files_that_are_torn_are_left_out(run: Path) -> None:
     (run / "logs/status.json").write_text('{"pid": ')
     (run / "metrics.jsonl").write_bytes(b'\xff\x00\n[1]\n{"train/global_step": "x"}\n')
     assert status_of(run).step is None
-    assert last_checkpoint(run) == "step-100"
+    assert status_of(run).checkpoint == "step-100"
 
 
 def test_a_lock_that_cannot_be_read_names_nobody(run: Path) -> None:
@@ -263,7 +264,7 @@ def test_the_command(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         MissingInputError, match="nothing is neither the folder of a run nor the name of one; runs/ has two"
     ):
-        folder_of("nothing")
+        named_run("nothing")
 
 
 @pytest.mark.parametrize("ranks", ['{"0": null}', '{"x": {"host": "a"}}', "[1]", '{"0": {"pulse_age": "a"}}'])
