@@ -10,11 +10,12 @@ import os
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from dsft import __version__
+from dsft.commands.groups import AFTER, CLUSTER, LOOK, START, TRAIN, Command, Groups, normalized
 from dsft.errors import DsftError, SpecError, StorageError, printable
 from dsft.report.redact import print_fault, redact_values
 from dsft.system.run_folder import named_checkpoint, named_export
@@ -25,6 +26,9 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    cls=Groups,
+    context_settings={"token_normalize_func": normalized},
+    epilog="Documentation: docs/README.md. An example of a command: dsft COMMAND --help.",
 )
 
 SpecPath = Annotated[Path, typer.Argument(metavar="SPEC", help="The spec, a YAML file.")]
@@ -39,10 +43,19 @@ CheckpointPath = Annotated[
         metavar="CHECKPOINT", help="A folder checkpoints/step-N, or a run (its folder or name): its newest."
     ),
 ]
+Processes = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of processes on this machine; by default one per device."),
+]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Print every step and the details of the start.")
 ]
 SpecOut = Annotated[Path | None, typer.Option(help="File to write; by default specs/NAME.yaml.")]
+
+
+def command(group: str, example: str, parent: typer.Typer = app, name: str | None = None) -> Any:
+    """Return a decorator that adds a command, with an example for its help."""
+    return parent.command(name, cls=Command, rich_help_panel=group, epilog=f"Example: {example}")
 
 
 def main() -> None:
@@ -100,7 +113,7 @@ def dsft(
     """Fine-tune causal language models with DeepSpeed, from one YAML file: the spec."""
 
 
-@app.command()
+@command(START, "dsft init mychat --model Qwen/Qwen3-4B --data data/chats.jsonl")
 def init(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the run.")],
     task: Annotated[str, typer.Option(help="sft, pretrain or dpo.")] = "sft",
@@ -122,7 +135,7 @@ def init(
         _print(f"wrote {file}")
 
 
-@app.command()
+@command(START, "dsft convert qwen3_lora_sft.yaml")
 def convert(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The config, YAML or JSON.")],
     tool: Annotated[
@@ -162,7 +175,7 @@ def convert(
     _print(f"next: dsft validate {done.path}, then dsft preview {done.path}")
 
 
-@app.command()
+@command(LOOK, "dsft validate specs/mychat.yaml")
 def validate(
     spec: SpecPath,
     overrides: Overrides = None,
@@ -191,7 +204,7 @@ def validate(
         _print(f"  batch     {batch.equation()}")
 
 
-@app.command()
+@command(LOOK, "dsft plan specs/mychat.yaml --processes 8 --compare")
 def plan(
     spec: SpecPath,
     overrides: Overrides = None,
@@ -199,7 +212,7 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="List every DeepSpeed key with its value and the reason.")
     ] = False,
-    world_size: Annotated[
+    processes: Annotated[
         int | None, typer.Option(min=1, help="Number of processes, for a spec without a cluster.")
     ] = None,
     compare: Annotated[
@@ -214,14 +227,14 @@ def plan(
         from dsft.plan.show_compare import print_comparison as show
         from dsft.plan.show_longest import print_longest
 
-        (print_longest if longest else show)(spec, overrides or (), as_json=as_json, world_size=world_size)
+        (print_longest if longest else show)(spec, overrides or (), as_json=as_json, world_size=processes)
         return
     from dsft.plan.show import print_plan
 
-    print_plan(spec, overrides or (), as_json=as_json, explain=explain, world_size=world_size)
+    print_plan(spec, overrides or (), as_json=as_json, explain=explain, world_size=processes)
 
 
-@app.command()
+@command(LOOK, "dsft preview specs/mychat.yaml --html rows.html")
 def preview(  # noqa: PLR0913, PLR0917  an argument is an option
     spec: SpecPath,
     overrides: Overrides = None,
@@ -252,7 +265,7 @@ def preview(  # noqa: PLR0913, PLR0917  an argument is an option
     )
 
 
-@app.command()
+@command(CLUSTER, "dsft generate specs/mychat.yaml --check")
 def generate(
     spec: SpecPath,
     overrides: Overrides = None,
@@ -270,7 +283,7 @@ def generate(
         raise typer.Exit(1)
 
 
-@app.command()
+@command(CLUSTER, "dsft hostfile 'node[01-16]:8' --out hostfiles/mine")
 def hostfile(  # noqa: PLR0913, PLR0917  an argument is an option
     hosts: Annotated[
         list[str] | None,
@@ -279,7 +292,9 @@ def hostfile(  # noqa: PLR0913, PLR0917  an argument is an option
     from_slurm: Annotated[
         bool, typer.Option("--from-slurm", help="Take the hosts of the current Slurm job.")
     ] = False,
-    slots: Annotated[int | None, typer.Option(min=1, help="Number of processes per host.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Number of processes (slots) per host.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File to write; by default the hostfile is printed.")
     ] = None,
@@ -288,19 +303,14 @@ def hostfile(  # noqa: PLR0913, PLR0917  an argument is an option
     """Make a hostfile from host names or from a Slurm job."""
     from dsft.commands.hostfile import hosts_of, write_hostfile
 
-    write_hostfile(hosts_of(hosts or (), os.environ, slots, from_slurm=from_slurm), out, force=force)
+    write_hostfile(hosts_of(hosts or (), os.environ, processes, from_slurm=from_slurm), out, force=force)
 
 
-@app.command()
+@command(TRAIN, "dsft train specs/mychat.yaml optim.learning_rate=1e-5")
 def train(
     spec: SpecPath,
     overrides: Overrides = None,
-    num_gpus: Annotated[
-        int | None,
-        typer.Option(
-            "--num_gpus", "--num-gpus", min=1, help="Number of processes; by default one per GPU, else one."
-        ),
-    ] = None,
+    processes: Processes = None,
     verbose: Verbose = False,
 ) -> None:
     """Train on this machine, on all of its GPUs or else on the CPU. If one process fails, all are ended."""
@@ -308,10 +318,10 @@ def train(
     from dsft.launcher.command import launch as start
 
     _set_verbose(verbose)
-    raise typer.Exit(start(spec, overrides or (), Options(num_gpus=num_gpus, only_here=True)))
+    raise typer.Exit(start(spec, overrides or (), Options(processes=processes, only_here=True)))
 
 
-@app.command()
+@command(TRAIN, "dsft launch specs/mychat.yaml --restarts 3")
 def launch(  # noqa: PLR0913, PLR0917  an argument is an option
     spec: SpecPath,
     overrides: Overrides = None,
@@ -324,15 +334,7 @@ def launch(  # noqa: PLR0913, PLR0917  an argument is an option
     hostfile: Annotated[
         Path | None, typer.Option(help="Hostfile to use instead of the spec's hosts.")
     ] = None,
-    num_gpus: Annotated[
-        int | None,
-        typer.Option(
-            "--num_gpus",
-            "--num-gpus",
-            min=1,
-            help="Processes on this machine, without a cluster in the spec; by default one per device.",
-        ),
-    ] = None,
+    processes: Processes = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be started on each host, and start nothing.")
     ] = False,
@@ -344,25 +346,25 @@ def launch(  # noqa: PLR0913, PLR0917  an argument is an option
     from dsft.launcher.command import launch as start
 
     _set_verbose(verbose)
-    options = Options(launcher, restarts, hostfile, num_gpus, dry_run, not no_doctor)
+    options = Options(launcher, restarts, hostfile, processes, dry_run, not no_doctor)
     raise typer.Exit(start(spec, overrides or (), options))
 
 
-@app.command()
+@command(TRAIN, "dsft reference specs/mydpo.yaml --processes 4")
 def reference(
     spec: SpecPath,
     overrides: Overrides = None,
-    ranks: Annotated[
+    processes: Annotated[
         int | None, typer.Option(min=1, help="Number of processes; by default one per GPU, or the fewest.")
     ] = None,
 ) -> None:
     """Score the pairs of a preference run with its reference. The same command continues after a stop."""
     from dsft.reference.start import start
 
-    raise typer.Exit(start(spec, overrides or (), ranks))
+    raise typer.Exit(start(spec, overrides or (), processes))
 
 
-@app.command()
+@command(AFTER, "dsft report mychat other")
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or folders of runs.")],
     ask: Annotated[
@@ -379,7 +381,7 @@ def report(
     _print(f"wrote {write_report(runs, ask or (), out)}")
 
 
-@app.command()
+@command(AFTER, "dsft status mychat")
 def status(
     run: Annotated[
         str, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME, or its name.")
@@ -392,7 +394,7 @@ def status(
     print_status(run, as_json=as_json)
 
 
-@app.command()
+@command(AFTER, "dsft verify mychat")
 def verify(checkpoint: CheckpointPath) -> None:
     """Read a whole checkpoint and report whether it is intact."""
     folder = named_checkpoint(checkpoint)  # before the imports, which take seconds
@@ -401,7 +403,7 @@ def verify(checkpoint: CheckpointPath) -> None:
     _print(verified(folder))
 
 
-@app.command()
+@command(AFTER, "dsft export mychat merged --merged")
 def export(
     checkpoint: CheckpointPath,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
@@ -416,7 +418,7 @@ def export(
     _print(export_checkpoint(folder, out, merged=merged))
 
 
-@app.command()
+@command(AFTER, "dsft chat mychat --temperature 0")
 def chat(
     export: Annotated[
         Path, typer.Argument(metavar="EXPORT", help="Folder of a model, or a run (its folder or name).")
@@ -431,7 +433,7 @@ def chat(
     ] = 0.9,
     max_new_tokens: Annotated[
         int,
-        typer.Option("--max-new-tokens", "--max_new_tokens", min=1, help="Maximum tokens of an answer."),
+        typer.Option(min=1, help="Maximum tokens of an answer."),
     ] = 512,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed of the sampling, for repeatable answers.")
@@ -445,22 +447,17 @@ def chat(
     talk(folder, Sampling(temperature, top_p, max_new_tokens, seed), system)
 
 
-tokenizer = typer.Typer(no_args_is_help=True)
-app.add_typer(tokenizer, name="tokenizer")
+tokenizer = typer.Typer(no_args_is_help=True, help="Train a tokenizer.")
+app.add_typer(tokenizer, name="tokenizer", rich_help_panel=START)
 
 
-@tokenizer.callback()
-def of_tokenizers() -> None:
-    """Train a tokenizer."""
-
-
-@tokenizer.command("train")
+@command(START, "dsft tokenizer train 'texts/*.txt' --out mine --vocab-size 32000", tokenizer, "train")
 def train_tokenizer(  # noqa: PLR0913, PLR0917  an argument is an option
     files: Annotated[list[str], typer.Argument(metavar="FILES…", help="Files, folders or patterns.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     vocab_size: Annotated[
         int,
-        typer.Option("--vocab_size", "--vocab-size", min=1, help="Number of tokens, with the special ones."),
+        typer.Option(min=1, help="Number of tokens, with the special ones."),
     ],
     model: Annotated[
         str, typer.Option(help="unigram, bpe (both of sentencepiece) or byte_bpe.")
@@ -468,17 +465,13 @@ def train_tokenizer(  # noqa: PLR0913, PLR0917  an argument is an option
     character_coverage: Annotated[
         float,
         typer.Option(
-            "--character_coverage",
-            "--character-coverage",
             help="Share of the text's characters that get a token; the others are encoded as bytes.",
         ),
     ] = 0.9995,
     special: Annotated[
         list[str] | None, typer.Option(help="Additional special token; may be repeated.")
     ] = None,
-    sample_mb: Annotated[
-        float, typer.Option("--sample_mb", "--sample-mb", min=0.001, help="Megabytes of text to train on.")
-    ] = 200.0,
+    sample_mb: Annotated[float, typer.Option(min=0.001, help="Megabytes of text to train on.")] = 200.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed for choosing that text.")] = 0,
 ) -> None:
     """Train a tokenizer on text and write it for transformers. It is checked that it reproduces the text."""
@@ -491,16 +484,11 @@ def train_tokenizer(  # noqa: PLR0913, PLR0917  an argument is an option
     )
 
 
-data = typer.Typer(no_args_is_help=True)
-app.add_typer(data, name="data")
+data = typer.Typer(no_args_is_help=True, help="Tokenize the rows of a spec before its runs.")
+app.add_typer(data, name="data", rich_help_panel=TRAIN)
 
 
-@data.callback()
-def of_data() -> None:
-    """Tokenize the rows of a spec before its runs."""
-
-
-@data.command(name="build")
+@command(TRAIN, "dsft data build specs/mychat.yaml", data, "build")
 def data_build(spec: SpecPath, overrides: Overrides = None) -> None:
     """Tokenize and cache all rows of a spec. This needs no GPU; rows that are cached already are kept."""
     from dsft.commands.data_build import build
@@ -508,7 +496,7 @@ def data_build(spec: SpecPath, overrides: Overrides = None) -> None:
     build(spec, overrides or ())
 
 
-@app.command()
+@command(CLUSTER, "dsft doctor specs/mychat.yaml --network")
 def doctor(
     spec: SpecPath,
     overrides: Overrides = None,
@@ -527,7 +515,7 @@ def doctor(
     look(spec, overrides or (), as_json_text=as_json, with_network=network, expect_gbit=expect_gbit)
 
 
-@app.command()
+@command(START, "dsft schema > spec.schema.json")
 def schema() -> None:
     """Print the JSON Schema of a spec."""
     from dsft.spec.template import schema_text

@@ -77,10 +77,10 @@ def _of_word(word: str, slots: int | None) -> tuple[list[str], int]:
     names, colon, number = word.rpartition(":")
     if slots is not None:
         if colon and ":" not in names and number.isdecimal():
-            raise ValueError(f"has a number of slots, as --slots {slots} does; leave one of them out")
+            raise ValueError(f"has a number of slots, as --processes {slots} does; leave one of them out")
         return expand(word), slots
     if not colon:
-        raise ValueError("has no number of slots; write it like node[01-16]:8, or give --slots")
+        raise ValueError("has no number of slots; write it like node[01-16]:8, or give --processes")
     if not re.fullmatch(r"[0-9]{1,6}", number):
         raise ValueError(f"{quote(number)} is not a number of slots; write it like node[01-16]:8")
     if int(number) == 0:

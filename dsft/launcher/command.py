@@ -57,7 +57,7 @@ class Options:
     launcher: str | None = None
     restarts: int = 0
     hostfile: Path | None = None
-    num_gpus: int | None = None
+    processes: int | None = None
     dry_run: bool = False
     doctor: bool = True
     only_here: bool = False
@@ -132,13 +132,13 @@ def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Launch
 def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
     """Return host -> slots: from --hostfile, the Slurm job or the spec, else all devices of this machine.
 
-    Raises SpecError if --num_gpus has no effect, WorldError if the spec promises other hosts, or `dsft train`
-    cannot reach them.
+    Raises SpecError if --processes has no effect, WorldError if the spec promises other hosts, or `dsft
+    train` cannot reach them.
     """
     others = "--hostfile" if options.hostfile else "the Slurm job" if slurm else "cluster.hosts"
-    if options.num_gpus is not None and (options.hostfile or slurm or spec.cluster):
-        what = f"{options.num_gpus} has no effect, since {others} gives the number of processes"
-        raise SpecError("The command line cannot be used.", [Problem("--num_gpus", f"{what}; leave it out")])
+    if options.processes is not None and (options.hostfile or slurm or spec.cluster):
+        what = f"{options.processes} has no effect, since {others} gives the number of processes"
+        raise SpecError("The command line cannot be used.", [Problem("--processes", f"{what}; leave it out")])
     if options.hostfile is not None:
         try:
             text = options.hostfile.read_text(encoding="utf-8", errors="backslashreplace")
@@ -161,7 +161,7 @@ def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
                 "here."
             )
         return dict(spec.cluster.hosts)
-    return {"localhost": options.num_gpus or devices_here(one_on_cpu=options.only_here)}
+    return {"localhost": options.processes or devices_here(one_on_cpu=options.only_here)}
 
 
 def of_slurm(spec: Spec, environ: Mapping[str, str]) -> dict[str, int]:
@@ -191,7 +191,7 @@ def devices_here(*, one_on_cpu: bool) -> int:
     lines = [line for line in (found.stdout if found else "").splitlines() if line.startswith("devices ")]
     name, count = lines[-1].split()[1:] if lines else ("", "0")
     if not count.isdecimal() or int(count) < 1:
-        raise WorldError("DeepSpeed finds no device on this machine; give --num_gpus, or cluster.hosts.")
+        raise WorldError("DeepSpeed finds no device on this machine; give --processes, or cluster.hosts.")
     return 1 if one_on_cpu and name == "cpu" else int(count)
 
 

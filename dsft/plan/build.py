@@ -120,9 +120,7 @@ def _hosts(spec: Spec, world_size: int | None) -> Mapping[str, int]:
         return {THIS_HOST: world_size or spec.parallel.pipeline_stages * spec.parallel.sequence_parallel}
     slots = sum(spec.cluster.hosts.values())
     if world_size not in (None, slots):
-        message = (
-            f"the hosts have {slots} slots, not {world_size}; leave --world-size out or change the hosts"
-        )
+        message = f"the hosts have {slots} slots, not {world_size}; leave --processes out or change the hosts"
         raise SpecError("The run cannot be planned.", [Problem("cluster.hosts", message)])
     return spec.cluster.hosts
 

@@ -124,7 +124,7 @@ def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
     if plan.assumed:
         yield Text(
             "The spec has no cluster, so the number of processes is known only when a run starts. This plan "
-            f"is for {plan.layout.world_size}; --world-size sets another number."
+            f"is for {plan.layout.world_size}; --processes sets another number."
         )
     yield heading("Batch")
     yield Text(plan.batch.equation())

@@ -129,7 +129,7 @@ class Allocation:
     """The hosts of a Slurm job.
 
     hosts   host -> slots, in Slurm's order
-    source  where the slots come from: `--slots N`, or `NAME=value` of a variable
+    source  where the slots come from: `--processes N`, or `NAME=value` of a variable
     """
 
     hosts: Mapping[str, int]
@@ -156,7 +156,7 @@ def allocation(environ: Mapping[str, str], slots: int | None = None) -> Allocati
     if again is not None:
         raise _wrong(NODES, f"{again} is in {quote(nodes)} more than once; name each host once")
     if slots is not None:
-        return Allocation(dict.fromkeys(names, slots), f"--slots {slots}")
+        return Allocation(dict.fromkeys(names, slots), f"--processes {slots}")
     for name in _GPUS:
         gpus = _gpus(name, environ.get(name, ""))
         if gpus:
@@ -168,20 +168,20 @@ def _of_tasks(names: list[str], environ: Mapping[str, str]) -> Allocation:
     name = next((name for name in (_TASKS, _EACH) if environ.get(name)), None)
     if name is None:
         raise WorldError(
-            f"Slurm sets neither the GPUs ({_GPUS[1]}) nor the tasks ({_TASKS}) of a node; give --slots N, "
-            "the number of processes on each host."
+            f"Slurm sets neither the GPUs ({_GPUS[1]}) nor the tasks ({_TASKS}) of a node; give --processes "
+            "N, the number of processes on each host."
         )
     counts = _counts(environ[name])
     if counts is None:
         raise _wrong(
             name,
-            f"{quote(environ[name])} is not a list of tasks per host such as 2(x3),1; give --slots N",
+            f"{quote(environ[name])} is not a list of tasks per host such as 2(x3),1; give --processes N",
         )
     if name == _EACH and len(counts) == 1:
         counts *= len(names)
     if len(counts) != len(names):
         message = (
-            f"{quote(environ[name])} is for {len(counts)} hosts, {NODES} has {len(names)}; give --slots N"
+            f"{quote(environ[name])} is for {len(counts)} hosts, {NODES} has {len(names)}; give --processes N"
         )
         raise _wrong(name, message)
     return Allocation(dict(zip(names, counts, strict=True)), f"{name}={environ[name]}")
@@ -193,7 +193,7 @@ def _gpus(name: str, value: str) -> int:
     for part in value.split(",") if value else ():
         number = part.rpartition(":")[2]
         if not re.fullmatch(r"[0-9]{1,6}", number):
-            raise _wrong(name, f"{quote(value)} is not a number of GPUs; give --slots N")
+            raise _wrong(name, f"{quote(value)} is not a number of GPUs; give --processes N")
         total += int(number)
     return total
 

@@ -84,3 +84,11 @@ def test_commands_are_accepted(page: Path) -> None:
     refused = {command: refusal(command) for command in commands(text)}
     refused |= {command: refusal(command, in_sentence=True) for command in in_sentences(text)}
     assert {command: why for command, why in refused.items() if why} == {}
+
+
+def test_examples_in_the_help_are_accepted() -> None:
+    groups = [COMMANDS, COMMANDS["data"].commands, COMMANDS["tokenizer"].commands]
+    commands = [found for group in groups for found in group.values() if not hasattr(found, "commands")]
+    examples = [found.epilog.removeprefix("Example: ").partition(" > ")[0] for found in commands]
+    assert len(examples) == 19
+    assert {example: why for example in examples if (why := refusal(example))} == {}

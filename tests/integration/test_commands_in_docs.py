@@ -48,7 +48,7 @@ ELSEWHERE: Mapping[str, tuple[str, str, str]] = {
     r"dsft doctor": ("several hosts", "tests/lab/test_doctor.py", '"doctor"'),
     r"dsft launch(?!.*--dry-run)": ("several hosts", "tests/lab/test_ways_in.py", "launch"),
     r"dsft hostfile --from-slurm": ("Slurm", "tests/unit/rank/test_slurm_allocation.py", "--from-slurm"),
-    r"dsft reference .*--ranks": (
+    r"dsft reference .*--processes": (
         "several processes",
         "tests/unit/reference/test_reference_misuse.py",
         "run_ranks",

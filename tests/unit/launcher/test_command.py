@@ -27,9 +27,9 @@ ONE, TWO = "specs/one_node.yaml", "specs/two_nodes.yaml"
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ([TWO, "--num_gpus", "4"], 2, "--num_gpus: 4 has no effect, since cluster.hosts gives"),
-        (["specs/zero2.yaml", "--num_gpus", "4", "--hostfile", "two"], 2, "since --hostfile gives"),
-        (["specs/zero2.yaml", "--num_gpus", "4", "--launcher", "slurm"], 2, "since the Slurm job gives"),
+        ([TWO, "--processes", "4"], 2, "--processes: 4 has no effect, since cluster.hosts gives"),
+        (["specs/zero2.yaml", "--processes", "4", "--hostfile", "two"], 2, "since --hostfile gives"),
+        (["specs/zero2.yaml", "--processes", "4", "--launcher", "slurm"], 2, "since the Slurm job gives"),
         (
             [ONE, "--hostfile", "two"], 69,
             "cluster.hosts expects 8 processes (localhost 8) but --hostfile two has 16 (a 8 + b 8)",

@@ -27,7 +27,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 def test_plan_shows_the_world_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)  # it would set the width
-    code, out = run("plan", QUICKSTART, "train.micro_batch_size=4", "--world-size", "3")
+    code, out = run("plan", QUICKSTART, "train.micro_batch_size=4", "--processes", "3")
     assert code == 0
     assert "global_batch_size 12 = micro_batch_size 4 × accumulation_steps 1 × data-parallel ranks 3" in out
 
@@ -38,7 +38,7 @@ def test_plan_for_programs_is_json_alone() -> None:
 
 
 def test_plan_for_a_given_world_has_all_of_its_keys() -> None:
-    arguments = ("plan", QUICKSTART, "--json", "--world-size", "4")
+    arguments = ("plan", QUICKSTART, "--json", "--processes", "4")
     assert json.loads(run(*arguments)[1])["deepspeed"]["train_batch_size"] == 32
     assert "train_batch_size" not in json.loads(run(*arguments[:3])[1])["deepspeed"]
 

@@ -45,6 +45,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "conversations.json").write_text("[]")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")  # so that no line is wrapped
     monkeypatch.setattr("dsft.plan.build.census", _census)
     return "llama8b.yaml"
 

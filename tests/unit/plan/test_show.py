@@ -58,7 +58,7 @@ def test_groups_that_split_rows_are_in_the_equation_and_in_the_table(plan: Any) 
     assert "accumulation_steps 3 × data-parallel groups 2 (of 2 ranks)" in shown
     assert "sequence ranks, of each row's tokens" in shown
     assert "sequence ranks" not in text(plan(world_size=4))
-    assert "for 2; --world-size sets another" in " ".join(
+    assert "for 2; --processes sets another" in " ".join(
         text(plan(parallel={"sequence_parallel": 2})).split()
     )
 

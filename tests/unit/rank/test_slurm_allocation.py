@@ -42,7 +42,7 @@ def test_slots_are_what_slurm_says_of_a_node(
     ("environ", "kind", "words"),
     [
         ({}, WorldError, "SLURM_JOB_NODELIST is not set, so this is not a Slurm job"),
-        (NODES, WorldError, "give --slots N"),
+        (NODES, WorldError, "give --processes N"),
         (NODES | {"SLURM_TASKS_PER_NODE": "2(x3)"}, SpecError, "is for 3 hosts, SLURM_JOB_NODELIST has 4"),
         (
             NODES | {"SLURM_TASKS_PER_NODE": "2(x3),0"},
@@ -100,7 +100,7 @@ def test_words_that_are_no_hosts_are_refused(words: list[str], reason: str) -> N
 
 
 def test_slots_that_are_said_twice_are_refused() -> None:
-    with pytest.raises(SpecError, match="has a number of slots, as --slots 4 does"):
+    with pytest.raises(SpecError, match="has a number of slots, as --processes 4 does"):
         of_words(["node1:8"], 4)
     assert of_words(["fe80::1"], 4) == {"fe80::1": 4}
 
