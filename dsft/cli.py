@@ -8,9 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Callable
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -20,6 +21,7 @@ from dsft.errors import DsftError, SpecError, StorageError, printable
 from dsft.report.redact import print_fault, redact_values
 from dsft.system.run_folder import named_checkpoint, named_export
 
+F = TypeVar("F", bound=Callable[..., Any])
 app = typer.Typer(
     name="dsft",
     no_args_is_help=True,
@@ -53,7 +55,7 @@ Verbose = Annotated[
 SpecOut = Annotated[Path | None, typer.Option(help="File to write; by default specs/NAME.yaml.")]
 
 
-def command(group: str, example: str, parent: typer.Typer = app, name: str | None = None) -> Any:
+def command(group: str, example: str, parent: typer.Typer = app, name: str | None = None) -> Callable[[F], F]:
     """Return a decorator that adds a command, with an example for its help."""
     return parent.command(name, cls=Command, rich_help_panel=group, epilog=f"Example: {example}")
 

@@ -261,7 +261,7 @@ def test_an_empty_file_is_the_specs_own_configuration(merge: Any, make_spec: Any
         ({"bfloat16": 3}, "bf16: 3 is not a section"),
         ('{"a":' * 100_000, "is nested more than 100 levels deep"),
         ("[" * 100_000, "is nested more than 100 levels deep"),
-        ('{"steps_per_print": ' + "9" * 5_000 + "}", "holds an integer of thousands of digits"),
+        ('{"steps_per_print": ' + "9" * 5_000 + "}", "holds an integer of more than 300 digits"),
         ('{"steps_per_print": 1e999}', "holds the number 1e999, which is not finite"),
         (" " * 2**20 + "{}", "is larger than 1,048,576 bytes"),
         ("{", "is not JSON at line 1"),
