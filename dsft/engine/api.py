@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
-from dsft.engine.partition import Snapshot
+
+if TYPE_CHECKING:
+    from dsft.engine.partition import Snapshot  # imports deepspeed, which an export does not need
 
 INITIAL_SCALE, LOWEST_SCALE, GROWTH_STEPS = 2.0**16, 1.0, 1000
 

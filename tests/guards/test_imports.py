@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,13 +40,20 @@ def test_light_modules_import_nothing_heavy() -> None:
 
 
 def test_a_rank_imports_nothing_needless() -> None:
-    """In a fresh interpreter: what every run imports, with a model's own class."""
+    """In a fresh interpreter: what every run imports, with a model's own class. Before that chat and export,
+    which need no DeepSpeed. On a CPU, DeepSpeed does not warn that it takes it."""
     code = (
-        "import sys, dsft.run\nfrom transformers.models.llama.modeling_llama import LlamaForCausalLM\n"
+        "import sys, dsft.commands.chat, dsft.checkpoint.export\nassert 'deepspeed' not in sys.modules\n"
+        "import dsft.run\nfrom transformers.models.llama.modeling_llama import LlamaForCausalLM\n"
         f"print(*sorted({NEEDLESS!r} & set(sys.modules)))"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environ.pop("DS_ACCELERATOR", None)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environ
+    )
     assert answer.returncode == 0, answer.stderr
+    assert "Setting accelerator" not in answer.stdout + answer.stderr
     assert answer.stdout.split() == []
 
 
