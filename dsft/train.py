@@ -23,6 +23,7 @@ if __name__ == "__main__":
 
 import argparse
 import gc
+import math
 import os
 import shlex
 import time
@@ -51,6 +52,7 @@ from dsft.report.redact import print_fault, redact, redact_command, redact_threa
 from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec
 from dsft.system.process import VERBOSE, end, is_verbose
+from dsft.system.run_folder import newest_checkpoint, step_of
 
 RANK_0_SPEAKS = 3.0
 """Seconds that other ranks wait before they exit with an error. A launcher kills all processes of a host when
@@ -194,6 +196,10 @@ def train(
     if launched.rank == 0:
         for warning in warnings(spec):
             print(f"warning: {warning}", flush=True)
+        newest = newest_checkpoint(Path(spec.output_dir, spec.name))
+        if newest is not None and step_of(newest) >= (spec.train.max_steps or math.inf):
+            done = f"{spec.name} has all of its steps: {newest}"
+            print(f"{done}; this start only verifies it and completes the export", flush=True)
     share = set_environment(spec, launched)
     with heavy_imports():
         from dsft.run import Job, run  # torch and deepspeed are imported from here on

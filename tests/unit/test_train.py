@@ -127,6 +127,18 @@ def test_every_launchers_processes_have_the_variables_of_the_spec(jobs: list[Any
     assert job.environ["NCCL_DEBUG"] == "WARN" and job.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
+def test_a_finished_run_is_named_before_the_imports(
+    jobs: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (3, 10):
+        (tmp_path / f"quickstart/checkpoints/step-{step}").mkdir(parents=True)
+        (tmp_path / f"quickstart/checkpoints/step-{step}/MANIFEST.json").touch()
+    for steps, is_told in ((10, True), (11, False)):
+        assert main([str(QUICKSTART), f"output_dir={tmp_path}", f"train.max_steps={steps}"]) == 0
+        assert ("quickstart has all of its steps" in capsys.readouterr().out) == is_told
+    assert len(jobs) == 2
+
+
 def test_what_launchers_add_is_no_mistake() -> None:
     for option in ("--local_rank=1", "--local-rank=1"):
         options = parse([option, "specs/x.yaml", "train.seed=1", "--deepspeed"])
