@@ -7,7 +7,7 @@ content security policy lets the browser run no script and load nothing.
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dsft.preview.content import SIGNS, Element, first_and_last, sections
 from dsft.preview.tokens import LINE_BREAK, Token, neutral, visible
@@ -51,8 +51,11 @@ hr { height: .5rem; min-width: 1px; margin: 0; border: 0; background: var(--bar)
 
 def page(view: View) -> str:
     """Return the HTML of the whole page."""
-    parts = {name: [_html(element) for element in elements] for name, elements in sections(view).items()}
-    parts["Data"].append(_ledgers(view))
+    parts = {
+        name: [_html(element) for element in elements if element.text not in view.data.loaded.tables]
+        for name, elements in sections(view).items()
+    }
+    parts["Data"] += _ledgers(view)
     parts["Micro-batch"][:0] = [_LEGEND] if parts["Micro-batch"] else []
     parts = {name: lines for name, lines in parts.items() if lines}
     anchors = {name: name.lower().replace(" ", "-") for name in parts}
@@ -90,7 +93,7 @@ def _escaped(text: str) -> str:
 
 
 def _html(element: Element) -> str:
-    """Return a element as HTML. A part has a bar where it is in its micro-batch."""
+    """Return an element as HTML. A part has a bar where it is in its micro-batch."""
     text = _escaped(element.text)
     if element.kind == "folded":
         return f"<details><summary>{text}</summary>{''.join(map(_html, element.elements))}</details>"
@@ -122,17 +125,18 @@ def _tokens(tokens: Sequence[Token], start: int) -> str:
     return f'<pre dir="ltr">{"".join(parts)}</pre>'
 
 
-def _ledgers(view: View) -> str:
-    """Return the ledgers as an HTML table, a column for each source, without counts that are zero."""
-    ledgers = view.data.ledgers
-    names = dict.fromkeys(
-        name
-        for ledger in ledgers.values()
-        for name, value in ledger.items()
-        if isinstance(value, int) and value > 0
-    )
-    rows = [["", *ledgers]]
-    rows += [[name.replace("_", " "), *(f"{one[name]:,}" for one in ledgers.values())] for name in names]
-    cells = ["".join(f"<td>{_escaped(cell)}</td>" for cell in row) for row in rows]
-    cells[0] = cells[0].replace("td>", "th>")
-    return f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
+def _ledgers(view: View) -> Iterator[str]:
+    """Yield the ledger of each set as an HTML table, a column for each source, without counts that are
+    zero."""
+    sets: dict[str, dict[str, dict[str, int]]] = {}
+    for one in view.data.loaded.selections:
+        sets.setdefault(one.what, {})[one.name] = one.ledger.figures()
+    for title, ledgers in sets.items():
+        names = dict.fromkeys(
+            name for ledger in ledgers.values() for name, count in ledger.items() if count > 0
+        )
+        rows = [[title, *ledgers]]
+        rows += [[name.replace("_", " "), *(f"{one[name]:,}" for one in ledgers.values())] for name in names]
+        cells = ["".join(f"<td>{_escaped(cell)}</td>" for cell in row) for row in rows]
+        cells[0] = cells[0].replace("td>", "th>")
+        yield f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'

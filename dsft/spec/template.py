@@ -37,7 +37,7 @@ _SFT_DATA = """\
   train: [{path: "builtin:quickstart"}]          # e.g. [{path: data/train.jsonl}]; docs/formats.md
   eval: [{path: "builtin:quickstart-heldout"}]   # held-out rows; [] for none
   max_length: 256                    # tokens
-  on_too_long: error                 # error | drop | truncate
+  on_too_long: drop                  # leave longer rows out (dsft preview counts them) | truncate | error
   packing: true                      # several examples in one row, without padding; same loss
 """
 
@@ -51,7 +51,7 @@ _DPO_DATA = """\
   train: [{path: "builtin:quickstart-pairs"}]          # rows with prompt, chosen, rejected; docs/formats.md
   eval: [{path: "builtin:quickstart-pairs-heldout"}]   # held-out pairs; [] for none
   max_length: 256                    # tokens of a prompt and one answer
-  on_too_long: error                 # error | drop | truncate
+  on_too_long: drop                  # leave longer rows out (dsft preview counts them) | truncate | error
   packing: true                      # several pairs in one row, without padding; same loss
 """
 
@@ -64,7 +64,7 @@ _OWN_DATA = """\
 """
 
 _TOO_LONG = """\
-  on_too_long: error                 # error | drop | truncate
+  on_too_long: drop                  # leave longer rows out (dsft preview counts them) | truncate | error
 """
 
 _DPO = """\

@@ -53,6 +53,7 @@ class RunData:
     """The data of a run. Rows that a run refuses are left out.
 
     lines       messages about the data, each prefixed with the section of the spec
+    tables      those of them that are lines of a table of a set's sources
     account     the same for data.json
     identity    per source, what a resumed run must find unchanged
     selections  one for each source of each set
@@ -62,6 +63,7 @@ class RunData:
     train: Dataset
     held_out: tuple[HeldOutSet, ...]
     lines: tuple[str, ...]
+    tables: frozenset[str]
     account: Mapping[str, Any]
     identity: Mapping[str, Mapping[str, Any]]
     selections: tuple[Selection, ...] = ()
@@ -118,6 +120,7 @@ def load_data(
         train,
         tuple(HeldOutSet(*of) for of in zip(names, held_out, strict=True)),
         tuple(lines),
+        frozenset(line for selections in sets for line in _table(selections)),
         account,
         identity,
         selections=tuple(one for selections in sets for one in selections),
@@ -178,14 +181,21 @@ def _lines(selections: Sequence[Selection], refused: Sequence[str]) -> Iterator[
     lines += [f"left out {place}: both answers are truncated to the same tokens" for place in identical]
     if len(selections) == 1:
         lines.append(sums.text(unit, refused))
-    else:
-        lines += table({one.name: one.ledger for one in selections}, unit)
+    yield from (f"{what}: {line}" for line in lines)
+    yield from _table(selections)
     for one in selections:
         if one.also_in_train is not None and len(one.also_in_train):
             rows = f"{len(one.also_in_train):,} of {sums.rows:,} {unit}s"
             first = ", ".join(one.places(one.also_in_train[:FEW]))
-            lines.append(f"{rows} are also in data.train; the first: {first}")
-    yield from (f"{what}: {line}" for line in lines)
+            yield f"{what}: {rows} are also in data.train; the first: {first}"
+
+
+def _table(selections: Sequence[Selection]) -> list[str]:
+    """Return the lines of a table with a row per source of a set; none for one source, which has a
+    sentence."""
+    ledgers = {one.name: one.ledger for one in selections}
+    lines = table(ledgers, _unit(selections)) if len(selections) > 1 else []
+    return [f"{selections[0].what}: {line}" for line in lines]
 
 
 def _notes(account: Account) -> Iterator[str]:

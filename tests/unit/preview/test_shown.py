@@ -245,3 +245,18 @@ def test_a_bad_row_is_named_on_the_page(preview: Preview) -> None:
     code, _, err = preview("--html", "page.html", rows=[talk("a", "b"), "<script>"])
     assert code == 65 and "rows.jsonl:2" in err
     assert "rows.jsonl:2" in Path("page.html").read_text(encoding="utf-8")
+
+
+def test_the_page_has_each_ledger_once(tmp_path: Path) -> None:
+    """The terminal shows a text table of a set's sources; the page has a table of HTML in its place, also of
+    the rows that are held out."""
+    for name in ("a", "b"):
+        rows = "".join(json.dumps(talk(f"{name} {number}?", "Yes.")) + "\n" for number in range(8))
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    train = [{"path": str(tmp_path / f"{name}.jsonl")} for name in ("a", "b")]
+    data = collected(tmp_path, [], "empty.jsonl", train=train, eval_count=2)
+    text = page(view(data, **SEEN))
+    assert len(data.loaded.tables) == 2 * 4 and data.loaded.tables <= set(data.messages)
+    assert not any(neutral(line) in text for line in data.loaded.tables)
+    for title in ("data.train", "held out"):
+        assert f"<th>{title}</th><th>a</th><th>b</th>" in text

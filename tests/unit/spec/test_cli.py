@@ -117,7 +117,8 @@ def test_what_init_writes_is_valid_and_has_its_schema_beside_it(dsft, write: Wri
     assert first == "# yaml-language-server: $schema=dsft.schema.json"
     assert "$defs" in json.loads(Path("specs/dsft.schema.json").read_text(encoding="utf-8"))
     assert dsft("validate", "specs/fresh.yaml")[0] == 0
-    assert load_spec("specs/fresh.yaml").task == task
+    spec = load_spec("specs/fresh.yaml")
+    assert (spec.task, spec.data.on_too_long) == (task, "error" if task == "pretrain" else "drop")
     assert max(map(len, text.splitlines())) <= 110
 
 
