@@ -194,12 +194,8 @@ def train(
         spec, config, notes, decided = merged.spec, merged.config, merged.notes, merged.decided
 
     if launched.rank == 0:
-        for warning in warnings(spec):
-            print(f"warning: {warning}", flush=True)
-        newest = newest_checkpoint(Path(spec.output_dir, spec.name))
-        if newest is not None and step_of(newest) >= (spec.train.max_steps or math.inf):
-            done = f"{spec.name} has all of its steps: {newest}"
-            print(f"{done}; this start only verifies it and completes the export", flush=True)
+        for line in known_early(spec):
+            print(line, flush=True)
     share = set_environment(spec, launched)
     with heavy_imports():
         from dsft.run import Job, run  # torch and deepspeed are imported from here on
@@ -221,6 +217,14 @@ def train(
             heartbeat=heartbeat,
         )
     )
+
+
+def known_early(spec: Spec) -> Iterator[str]:
+    """Yield what is said before the imports, which take seconds: warnings, and that all steps are done."""
+    yield from (f"warning: {warning}" for warning in warnings(spec))
+    newest = newest_checkpoint(Path(spec.output_dir, spec.name))
+    if newest is not None and step_of(newest) >= (spec.train.max_steps or math.inf):
+        yield f"{spec.name} has all of its steps: {newest}; this start only verifies it and completes the export"
 
 
 def score_only(
