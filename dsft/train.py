@@ -224,7 +224,7 @@ def known_early(spec: Spec) -> Iterator[str]:
     yield from (f"warning: {warning}" for warning in warnings(spec))
     newest = newest_checkpoint(Path(spec.output_dir, spec.name))
     if newest is not None and step_of(newest) >= (spec.train.max_steps or math.inf):
-        yield f"{spec.name} has all of its steps: {newest}; this start only verifies it and completes the export"
+        yield f"{spec.name} has all of its steps: {newest}; this start verifies it and completes the export"
 
 
 def score_only(
