@@ -41,6 +41,13 @@ def printable(text: str, *, keep_colors: bool = False) -> str:
     return (_CONTROL_OR_COLOR if keep_colors else _CONTROL).sub(escaped, text)
 
 
+def brief(error: BaseException) -> str:
+    """Return what a library's error says, in one line of at most 200 characters that can be printed."""
+    text = " ".join(printable(str(error)).split())
+    text = f"{type(error).__name__} {text}".strip() if isinstance(error, LookupError) or not text else text
+    return text if len(text) <= 200 else f"{text[:199]}…"
+
+
 class DsftError(Exception):
     """Base class of all errors of dsft. The message is printed without a traceback."""
 

@@ -77,7 +77,7 @@ class TensorsAround:
         try:
             files = weight_files(name)
             whole = around(model, causal_lm)
-        except (MissingInputError, OSError, ValueError) as error:
+        except MissingInputError as error:
             raise MissingInputError(
                 f"{checkpoint.path} has the text model alone, and an export copies the other tensors from "
                 f"model.name_or_path {name!r}, which cannot be read ({str(error).splitlines()[0]}); put it "

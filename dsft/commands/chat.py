@@ -7,7 +7,6 @@ line, in which a line break is written as \\n.
 
 from __future__ import annotations
 
-import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
@@ -32,19 +30,17 @@ from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import prepare_messages, template_of
 from dsft.data.rows import BadRowError
 from dsft.data.tokenizer.load import num_ids
-from dsft.errors import DsftError, MissingInputError, printable
+from dsft.errors import DsftError, MissingInputError, brief, printable
 from dsft.model.config import config_around, read_config
 from dsft.model.lora_experts import own_names
-from dsft.system.json_file import read_json
+from dsft.model.read import load_whole
+from dsft.system.json_file import read_json, unfit_file
 from dsft.system.run_folder import named_export
 
 Message = dict[str, str]
 Write = Callable[[str], None]
 HELP = "/reset forgets the conversation, /system TEXT sets the system prompt (and forgets), /exit ends"
 ADAPTER_CONFIG = "adapter_config.json"
-UNREADABLE = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, pickle.UnpicklingError)
-"""Exceptions that transformers and peft raise for files that are absent, damaged, of another model or of a
-package that is not installed, and torch for a pickle that has more than tensors."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +148,8 @@ def load(folder: Path, sampling: Sampling) -> ChatModel:
     folder = named_export(folder)
     adapter = (folder / ADAPTER_CONFIG).is_file()
     logging.disable_progress_bar()
+    if unfit := unfit_file(folder):
+        raise MissingInputError(f"{unfit}; export it again with dsft export.")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         if getattr(tokenizer, "chat_template", None) is None:
@@ -161,9 +159,11 @@ def load(folder: Path, sampling: Sampling) -> ChatModel:
             )
         model: Any = _load_with_adapter(folder, num_ids(tokenizer)) if adapter else _load_model(str(folder))
         turn_end = Renderer(tokenizer).turn_end()
-    except UNREADABLE as error:
+    except DsftError:
+        raise
+    except Exception as error:  # errors of the libraries for damaged files have no common class
         raise MissingInputError(
-            f"{folder} cannot be loaded ({_first_line(error)}); export it again with dsft export."
+            f"{folder} cannot be loaded ({brief(error)}); export it again with dsft export."
         ) from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return ChatModel(model.to(device).eval(), tokenizer, sampling, turn_end)
@@ -173,7 +173,7 @@ def _load_model(name: str) -> Any:
     whole = config_around(name)
     loader: Any = AutoModelForCausalLM if whole is None else AutoModelForMultimodalLM
     config = whole or read_config(name)
-    return loader.from_pretrained(name, config=config, dtype="auto", trust_remote_code=False)
+    return load_whole(loader, name, config, "auto", name)[0]
 
 
 def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
@@ -190,11 +190,10 @@ def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
 
     try:
         model = _load_model(base)
-    except UNREADABLE as error:
+    except MissingInputError as error:
         raise MissingInputError(
-            f"{folder} is an adapter of {base}, which cannot be loaded ({_first_line(error)}); "
-            "run this in a folder from which that path is valid, or correct base_model_name_or_path in "
-            f"{ADAPTER_CONFIG}."
+            f"{folder} is an adapter of {base}, which cannot be loaded: {error} Run this in a folder from "
+            f"which that path is valid, or correct base_model_name_or_path in {ADAPTER_CONFIG}."
         ) from None
     if model.get_input_embeddings().weight.shape[0] < num_tokens:
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
@@ -202,12 +201,6 @@ def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
     with warnings.catch_warnings(), own_names() if is_ours else nullcontext():
         warnings.simplefilter("ignore", FutureWarning)  # raised by transformers about a call of peft's
         return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
-
-
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the pickle's code
-        return "its weights are a damaged pickle, or one with more than tensors"
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def converse(

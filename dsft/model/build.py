@@ -109,12 +109,9 @@ def initial_values(
 
 
 def around(model: Model, causal_lm: PreTrainedModel) -> Whole | None:
-    """Return the multimodal model whose text model `causal_lm` is; None where there is none, or no folder:
-    reading the weights then says so. Raises as `whole_of` does."""
-    try:
-        config = None if model.name_or_path is None else config_around(model.name_or_path)
-    except (OSError, ValueError):
-        return None
+    """Return the multimodal model whose text model `causal_lm` is; None where there is none. Raises as
+    `whole_of` and `config_around` do."""
+    config = None if model.name_or_path is None else config_around(model.name_or_path)
     return None if config is None else whole_of(config, causal_lm)
 
 

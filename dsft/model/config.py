@@ -31,12 +31,14 @@ from transformers import (
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from dsft.data.tokenizer.load import num_ids
-from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.errors import MissingInputError, Problem, SpecError, brief
 from dsft.model.vocabulary import NewRows
 from dsft.model.whole import text_config
 from dsft.older import can_use_sdpa
 from dsft.spec.architecture import quantization
 from dsft.spec.schema import Model
+from dsft.system.hub import hub_obstacle, is_hub_id
+from dsft.system.json_file import unfit_file
 
 WHERE = "model.from_config"
 
@@ -95,7 +97,11 @@ def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
     SpecError where `from_config` has what its class does not know or refuses, or a smaller vocabulary than
     the tokenizer's; MissingInputError where `name_or_path` cannot be read.
     """
-    config = _fresh(model.from_config, facts) if model.from_config is not None else _pretrained(model)
+    config = (
+        _fresh(model.from_config, facts)
+        if model.from_config is not None
+        else read_config(str(model.name_or_path))
+    )
     _check_kind(config)
     if config.vocab_size < facts.vocab_size:
         if model.from_config is not None:
@@ -114,7 +120,7 @@ def new_rows(model: Model, facts: TokenFacts) -> NewRows | None:
     adds, and those that a pretrained model lacks. None where there are none."""
     if model.name_or_path is None:
         return None
-    held = _pretrained(model).vocab_size
+    held = read_config(model.name_or_path).vocab_size
     first = facts.vocab_size if facts.first_new is None else facts.first_new
     return NewRows(min(first, held), facts.vocab_size, held) or None
 
@@ -198,22 +204,9 @@ def _fresh(given: Mapping[str, Any], facts: TokenFacts) -> PreTrainedConfig:
     del of_tokenizer["first_new"]
     try:
         config: PreTrainedConfig = config_class(**(of_tokenizer | keys))
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        reason = " ".join(str(error.__cause__ or error).split())
-        raise _error(WHERE, f"{config_class.__name__} rejects it: {reason}") from None
+    except Exception as error:  # whatever a config class does with odd values
+        raise _error(WHERE, f"{config_class.__name__} rejects it: {_reason(error)}") from None
     return config
-
-
-def _pretrained(model: Model) -> PreTrainedConfig:
-    assert model.name_or_path is not None, "the spec gives name_or_path or from_config"
-    try:
-        return read_config(model.name_or_path)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise MissingInputError(
-            f"the model {model.name_or_path!r} cannot be read: {reason} Give a folder with a "
-            "config.json, or a hub id that is in the cache or can be downloaded."
-        ) from None
 
 
 def read_config(name_or_path: str | Path) -> PreTrainedConfig:
@@ -235,15 +228,22 @@ def read_whole_config(name_or_path: str | Path) -> PreTrainedConfig:
     file may name: transformers would download the code of a kernel from the hub and import it, whatever
     trust_remote_code is (5.23, `is_kernel` in transformers.integrations.hub_kernels).
 
-    Raises MissingInputError where the file names a kernel of the hub; OSError or ValueError, as transformers
-    does, where there is no config that can be read.
+    Raises MissingInputError where there is no config that can be read, or it names a kernel of the hub.
     """
+    if unfit := unfit_file(Path(name_or_path)):
+        raise MissingInputError(f"{unfit}; give a folder of a model's files.")
+    is_id = is_hub_id(str(name_or_path))
+    obstacle = hub_obstacle() if is_id else None
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False)
-    except (OSError, ValueError):
-        raise
     except Exception as error:  # whatever a config class does with odd values
-        raise ValueError(" ".join(str(error.__cause__ or error).split())) from None
+        is_known = is_id or Path(name_or_path).exists()
+        reason = _reason(error) if is_known else "there is no such folder"
+        reason = f"it is not in the cache, and {obstacle}" if obstacle else reason
+        raise MissingInputError(
+            f"the model {str(name_or_path)!r} cannot be read: {reason}; give a folder with a valid "
+            "config.json, or a hub id that is in the cache or can be downloaded."
+        ) from None
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     for part in filter(None, parts):
         for key in ("_attn_implementation", "_experts_implementation"):
@@ -258,6 +258,12 @@ def read_whole_config(name_or_path: str | Path) -> PreTrainedConfig:
     return config
 
 
+def _reason(error: Exception) -> str:
+    """Return what a config class says of a value; huggingface_hub's errors have the rest in their cause."""
+    is_field = isinstance(error, StrictDataclassError) and error.__cause__ is not None
+    return brief(error.__cause__ if is_field else error)
+
+
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """Return the model on the meta device, in float32: names and shapes, without memory. A parameter that
     transformers itself freezes (the bias that balances the experts of ERNIE 4.5) becomes a buffer, as other
@@ -269,11 +275,8 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
                 config, dtype=torch.float32, trust_remote_code=False
             )
     except Exception as error:  # whatever a module does with odd values
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise _error(
-            "model",
-            f"transformers cannot build a {config.model_type} model of this config: {reason}; correct it",
-        ) from None
+        reason = f"transformers cannot build a {config.model_type} model of this config: {brief(error)}"
+        raise _error("model", f"{reason}; correct it") from None
     for module in causal_lm.modules():
         frozen = [name for name, p in module._parameters.items() if p is not None and not p.requires_grad]
         for name in frozen:

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from dsft.errors import MissingInputError
+from dsft.errors import MissingInputError, brief
 from dsft.model.init import init_scope, initialize_module, mark_initialized
 from dsft.model.weights import (
     NamedModule,
@@ -129,22 +130,43 @@ def read_whole(
     config = copy.deepcopy(config)
     config.vocab_size = vocab_size
     where = f"model.name_or_path {name_or_path!r}"
+    read, unexpected = load_whole(AutoModelForCausalLM, name_or_path, config, dtype, where)
+    return LoadedModelReader(read, unexpected, where)
+
+
+def load_whole(
+    auto_class: Any, name_or_path: str, config: PreTrainedConfig, dtype: torch.dtype | str, where: str
+) -> tuple[PreTrainedModel, set[str]]:
+    """Load a model by transformers' own loader, without printing its report. Return the model and the names
+    of tensors in the files that it does not have. where: the model's name in errors. Raises MissingInputError
+    where it cannot be read, or only in part."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
     try:
-        pair: Any = AutoModelForCausalLM.from_pretrained(
-            name_or_path, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
-        )
-    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0]
+        model, info = auto_class.from_pretrained(
+            name_or_path, config=config, dtype=dtype, trust_remote_code=False,
+            output_loading_info=True, ignore_mismatched_sizes=True,  # reported below, by name
+        )  # fmt: skip
+    except Exception as error:  # whatever the libraries raise for odd files and values
+        reason = brief(error)
         if isinstance(error, pickle.UnpicklingError):  # torch's message advises to run the code in it
-            reason = "a pickled file contains more than tensors, or is damaged."
+            reason = "its weights are a damaged pickle, or one with more than tensors"
+        elif "above report" in reason:
+            reason = "some tensors are missing, or have another shape than the model's"
         raise MissingInputError(
-            f"{where} has no readable weights: {reason} "
-            "Give a folder with safetensors files, or a hub id that is in the cache or can be downloaded."
+            f"{where} has no readable weights ({reason}); give a folder with safetensors files, or a hub id "
+            "that is in the cache or can be downloaded."
         ) from None
-    read, info = pair
-    if info["missing_keys"]:
-        raise _unfit(where, [f"{name} is missing" for name in sorted(info["missing_keys"])])
-    return LoadedModelReader(read, info["unexpected_keys"], where)
+    finally:
+        logging.set_verbosity(verbosity)
+    problems = [f"{name} is missing" for name in sorted(info["missing_keys"])]
+    problems += [
+        f"{name} has shape {list(theirs)} instead of {list(ours)}"
+        for name, theirs, ours in sorted(info["mismatched_keys"])
+    ]
+    if problems:
+        raise _unfit(where, problems)
+    return model, info["unexpected_keys"]
 
 
 def _names(model: PreTrainedModel) -> dict[int, list[str]]:

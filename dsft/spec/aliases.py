@@ -239,12 +239,12 @@ def likely_key(section: str, name: str) -> str | None:
 
 
 def is_of_another_tool(data: object) -> bool:
-    """Return whether a spec's document has keys of other tools, at least four, and no section of a spec."""
+    """Return whether a spec's document has keys of other tools, at least three, and no section of a spec."""
     if not isinstance(data, dict) or any(
         isinstance(data.get(name), dict) for name in ("data", "train", "optim")
     ):
         return False
-    return sum(key in ALIASES or key in _NEEDLESS for key in data) >= 4
+    return sum(key in ALIASES or key in _NEEDLESS for key in data) >= 3
 
 
 def keys() -> tuple[str, ...]:

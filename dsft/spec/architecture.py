@@ -106,7 +106,7 @@ def _head_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 def heads_not_divided(heads: int, size: int) -> str:
     """Return the rest of a message on a group of `size` ranks whose number does not divide the heads."""
-    divisors = [number for number in range(1, heads + 1) if heads % number == 0]
+    divisors = [number for number in range(1, min(heads, 10_000) + 1) if heads % number == 0]
     nearest = [*[n for n in divisors if n < size][-1:], *[n for n in divisors if n > size][:1]]
     reason = f"does not divide the model's {heads} attention heads, which the ranks of a group share"
     return f"{reason}; set {' or '.join(map(str, nearest))}"
@@ -114,7 +114,7 @@ def heads_not_divided(heads: int, size: int) -> str:
 
 def _expert_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Check that the model has the experts that the spec means, as far as its config shows it."""
-    kind, experts = config.get("model_type"), spec.model.experts
+    kind, experts = str(config.get("model_type")), spec.model.experts
     if (spec.model.from_config or {}).get("output_router_logits"):
         message = "output_router_logits asks for transformers' balance loss, which depends on how a step is "
         message += "divided; leave it out, and set model.experts.balance"

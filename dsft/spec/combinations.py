@@ -279,7 +279,8 @@ def _data(spec: Spec) -> Iterator[Finding]:
         )
     for key in ("train.eval_every", "train.eval_on_start", "checkpoint.keep_best"):
         if value_at(spec, key) and not evaluates(data):
-            message = "needs rows to evaluate; give data.eval or data.eval_fraction, or leave it out"
+            message = "needs rows to evaluate; give data.eval, data.eval_fraction or data.eval_count, or "
+            message += "leave it out"
             yield value_finding(spec, key, message, "data.eval")
     if spec.checkpoint.keep_best is not None and spec.checkpoint.every is None:
         message = "has no effect with checkpoint.every null, which writes a single checkpoint; set "

@@ -15,14 +15,20 @@ from typing import Any
 
 from dsft.errors import CheckpointError
 from dsft.spec.document import KeyPath, quote
-from dsft.spec.findings import Finding, finding, value_finding
+from dsft.spec.findings import Finding, finding, value_at, value_finding
 from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.schema import Source, Spec
 from dsft.spec.sources import BUILTIN, BUILTIN_PAIRS, BUILTIN_PREFIX, hub_data
-from dsft.system.json_file import read_json, reason_of
+from dsft.system.json_file import read_json, reason_of, special_kind, unfit_file
 from dsft.system.run_folder import named_checkpoint
 
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
+
+WRITTEN = (
+    "output_dir", "data.cache_dir", "parallel.offload_optimizer.nvme_path",
+    "parallel.offload_parameters.nvme_path",
+)  # fmt: skip
+"""Keys of folders that a run writes."""
 
 _TOKENIZER = re.compile(r"(tokenizer|tekken|vocab|merges|spiece|sentencepiece).*|.*\.(model|tiktoken|spm)")
 
@@ -61,8 +67,10 @@ def file_findings(spec: Spec) -> Iterator[Finding]:
             yield from _data(path, source.path)
     if spec.data.chat_template is not None:
         yield from _chat_template(spec.data.chat_template, spec)
-    if spec.data.cache_dir is not None and isfile(spec.data.cache_dir):
-        yield value_finding(spec, "data.cache_dir", "is a file, but a folder is needed; give a folder")
+    for key in WRITTEN if spec.cluster is None else ():  # else dsft doctor tries it on each host
+        name = value_at(spec, key)
+        if name is not None and (reason := _unwritable(Path(name))):
+            yield value_finding(spec, key, f"{reason}; give another folder")
     for key, one_of in (("name_or_path", ("config.json",)), ("tokenizer", TOKENIZER_FILES)):
         value = getattr(spec.model, key)
         if value is not None:
@@ -77,6 +85,15 @@ def file_findings(spec: Spec) -> Iterator[Finding]:
             named_checkpoint(spec.checkpoint.resume)
         except CheckpointError as error:
             yield finding("checkpoint.resume", str(error).rstrip("."))
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Return why a folder, or the nearest one above it that exists, cannot be written; None if it can."""
+    folder = folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if isdir(there):
+        return None if os.access(there, os.W_OK | os.X_OK) else f"cannot be written: {there} is not writable"
+    return f"{'is' if there == folder else f'is in {there}, which is'} a file, but a folder is needed"
 
 
 def model_config(spec: Spec, *, check_files: bool) -> tuple[dict[str, Any] | None, list[Finding]]:
@@ -113,7 +130,9 @@ def _data(path: KeyPath, name: str) -> Iterator[Finding]:
     except NoDataFileError as error:
         yield Finding(path, f"{quote(name)}: {error}")
         return
-    if not is_here and hub_data(name) is None:
+    if not is_here and (special := special_kind(Path(name))):
+        yield Finding(path, f"{quote(name)} is {special}, not a file; give a file or a folder")
+    elif not is_here and hub_data(name) is None:
         yield Finding(path, f"{quote(name)} does not exist{_searched(name)}; correct the path")
 
 
@@ -148,7 +167,9 @@ def _templates_in(folder: str) -> set[str]:
 
 def _folder(path: KeyPath, name: str, one_of: tuple[str, ...], *, hub: bool = True) -> Iterator[Finding]:
     folder = Path(name)
-    if isdir(folder):
+    if unfit := unfit_file(folder):
+        yield Finding(path, f"{unfit}; give a folder of files")
+    elif isdir(folder):
         if not any(isfile(folder / file) for file in one_of):
             needed, way_out = " or ".join(one_of), "give the folder that contains it"
             if path == ("model", "name_or_path") and isfile(folder / "adapter_config.json"):

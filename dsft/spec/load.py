@@ -25,6 +25,7 @@ from dsft.spec.files import file_findings, model_config, source_findings
 from dsft.spec.findings import Finding
 from dsft.spec.hosts import expand_hosts
 from dsft.spec.messages import errors_of, key_of, path_in, sentences
+from dsft.spec.model_types import model_type_findings
 from dsft.spec.overrides import apply_overrides
 from dsft.spec.rules import rule_findings
 from dsft.spec.schema import Spec
@@ -45,12 +46,16 @@ def load_spec(
     extra_check: a check by the caller, whose findings are reported with the others.
     """
     document = read_document(_read(Path(path)))
+    if is_of_another_tool(document.data):
+        message = "this is a config of another tool, such as LLaMA-Factory, Axolotl, TRL, ms-swift or "
+        message += f"DeepSpeed; dsft convert {quote(str(path))[1:-1]} writes a spec from it"
+        raise _all_problems(path, [Problem("file", message)])
     readable = not document.problems or document.data is not None
     apply_overrides(document, overrides)
     expand_hosts(document)
     spec = _validate(document, check_files, extra_check) if readable else None
     if document.problems or spec is None:
-        raise _all_problems(path, document.problems, is_of_another_tool(document.data))
+        raise _all_problems(path, document.problems)
     return spec
 
 
@@ -129,7 +134,7 @@ def _findings(spec: Spec, check_files: bool, extra_check: Check) -> list[Finding
         *unreadable,
     ]
     if config is not None:
-        found += model_findings(spec, config)
+        found += (*model_type_findings(spec, config), *model_findings(spec, config))
     reported = {finding.path for finding in found}
     if check_files:
         found += (finding for finding in file_findings(spec) if finding.path not in reported)
@@ -197,12 +202,8 @@ def _repair(data: dict[str, Any], path: KeyPath) -> None:
             container[path[-1]] = copy.deepcopy(_PLACEHOLDERS[key])
 
 
-def _all_problems(
-    path: Path | str, problems: Sequence[Problem], is_of_another_tool: bool = False
-) -> SpecError:
+def _all_problems(path: Path | str, problems: Sequence[Problem]) -> SpecError:
     """Return the error with all problems, sorted by line; those without a line come last."""
     ordered = sorted(dict.fromkeys(problems), key=lambda p: p.line if p.line is not None else MAX_BYTES)
     count = f"{len(ordered)} problem{'' if len(ordered) == 1 else 's'}"
-    name = quote(str(path))[1:-1]
-    hint = f"; for a config of another tool, dsft convert {name} writes a spec from it"
-    return SpecError(f"{name}: {count}{hint if is_of_another_tool else ''}", ordered)
+    return SpecError(f"{quote(str(path))[1:-1]}: {count}", ordered)

@@ -67,7 +67,8 @@ def _apply(document: Document, text: str) -> None:
         raise ValueError(f"{quote(name)} {message}")
     value = read_document(value_text)
     if value.problems:
-        raise ValueError(f"the value is not YAML: {value.problems[0].message}")
+        split = f"; quote the argument for the shell: '{name}=…'" if value_text[:1] in ("{", "[") else ""
+        raise ValueError(f"the value is not YAML: {value.problems[0].message}{split}")
     if document.data is None:
         document.data = {}
     _set(document.data, path, value.data)

@@ -14,7 +14,7 @@ from typing import Literal
 from dsft.spec.document import quote
 from dsft.spec.findings import Finding, finding, value_at
 from dsft.spec.schema import Spec
-from dsft.spec.usual import rate_warnings
+from dsft.spec.usual import rate_warnings, text_warnings
 
 Verdict = Literal["refused", "warned"]
 
@@ -157,4 +157,5 @@ def rule_findings(spec: Spec) -> Iterator[Finding]:
 def warnings(spec: Spec) -> tuple[str, ...]:
     """Return the warnings for this spec, one sentence each."""
     warned = (rule for rule in RULES if rule.verdict == "warned" and rule.applies(spec))
-    return (*(f"{rule.keys[0]}: {rule.message(spec)}" for rule in warned), *rate_warnings(spec))
+    of_rules = (f"{rule.keys[0]}: {rule.message(spec)}" for rule in warned)
+    return (*of_rules, *rate_warnings(spec), *text_warnings(spec))

@@ -370,7 +370,7 @@ class Accelerator(Section):
 class Cluster(Section):
     """The hosts of the run. A run with another number of processes stops at its start."""
 
-    hosts: dict[str, Count] = Field(min_length=1)
+    hosts: dict[str, Annotated[int, Field(ge=1, le=1024)]] = Field(min_length=1)
     """Number of processes (slots) per host, as {host: slots}, in the order of the ranks; a key may be a range
     of hosts, such as node[01-16]."""
     interface: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,14}$")

@@ -1,4 +1,4 @@
-"""Summarize a valid spec in five lines, so that the user can check how it was understood."""
+"""Summarize a valid spec in six lines, so that the user can check how it was understood."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dsft.spec.schema import Data, Model, Source, Spec
 
 
 def summary(spec: Spec) -> str:
-    """Return the lines: task and model, data, layout, length with optimizer, output folder."""
+    """Return the lines: task and model, data, layout, length with optimizer, output folder, and what only
+    other commands look at."""
     model, parallel, train, optim, cluster = spec.model, spec.parallel, spec.train, spec.optim, spec.cluster
     initialized = f"a new {(model.from_config or {}).get('model_type')}"
     unit = spec.task_kind.unit
@@ -28,6 +29,7 @@ def summary(spec: Spec) -> str:
         world = f"{total // (micro * steps) * size} processes, by the batch sizes"
     epochs = f"{train.num_train_epochs:g} epoch{'' if train.num_train_epochs == 1 else 's'}"
     length = f"{train.max_steps} steps" if train.max_steps else epochs
+    unseen = ", the hosts (dsft doctor)" if cluster is not None else ""
     rate = f"learning rate {optim.learning_rate:g} {optim.lr_scheduler_type}"
     lines = (
         ("task", f"{spec.task} of {model.name_or_path or initialized}, {train.precision}{_trained(model)}"),
@@ -35,6 +37,7 @@ def summary(spec: Spec) -> str:
         ("layout", f"ZeRO {parallel.zero_stage}{stages}{split}{offload}; {world}"),
         ("length", f"{length}, {optim.name}, {rate}"),
         ("output", f"{spec.output_dir}/{spec.name}"),
+        ("not seen", f"later rows (dsft preview), the model's class and memory (dsft plan){unseen}"),
     )
     return "\n".join(f"  {name:<10}{text}" for name, text in lines)
 
@@ -53,7 +56,7 @@ def _evaluation(data: Data, unit: str) -> str:
     if data.eval_fraction:
         sets.append(f"a held-out fraction of {data.eval_fraction:g} of the {unit}s")
     elif data.eval_count:
-        sets.append(f"{data.eval_count:,} held-out {unit}s")
+        sets.append(f"{data.eval_count:,} held-out {unit}{'' if data.eval_count == 1 else 's'}")
     return f"; evaluated on {' and '.join(sets)}" if sets else ""
 
 

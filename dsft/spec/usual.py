@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dsft.spec.document import quote
 from dsft.spec.findings import Finding, value_finding
 from dsft.spec.schema import Spec
+from dsft.spec.sources import kind_of
 
 FAR = 5
 """A learning rate is warned about if it is outside the usual range by more than this factor."""
@@ -51,6 +52,16 @@ def rate_warnings(spec: Spec) -> Iterator[str]:
             f"optim.learning_rate: {quote(rate)} is far {'above' if rate > high else 'below'} the usual "
             f"range for {kind}, {low:g} to {high:g}; check it"
         )
+
+
+def text_warnings(spec: Spec) -> Iterator[str]:
+    """Warn about files of plain text in SFT, whose lines are rows without prompts."""
+    for number, source in enumerate(spec.data.train):
+        if spec.task == "sft" and kind_of(source.path) == "text":
+            yield (
+                f"data.train.{number}.path: {quote(source.path)} is plain text, so all tokens are trained "
+                "on; for pretraining set task: pretrain, for prompts with answers give JSON (docs/formats.md)"
+            )
 
 
 def _kind(spec: Spec) -> str:

@@ -16,6 +16,9 @@ LIMIT = 64 * 2**20
 bytes per parameter, and MANIFEST.json, with about 150 bytes per rank: 130 kB for the 1,137 parameters of
 Llama 3.1 405B, 8 MB for a mixture of experts with 70,000 matrices, 2.5 MB for 16,384 ranks."""
 
+LARGEST_TEXT = 256 * 2**20
+"""Limit in bytes of what libraries read of a model's folder; the largest tokenizer.json have about 40 MB."""
+
 DEPTH = 100
 """Limit of nested lists and objects. No file that dsft writes or reads has more than 20 levels."""
 
@@ -28,16 +31,31 @@ Pairs = Callable[[list[tuple[str, Any]]], Any]
 def open_file(path: Path) -> IO[bytes]:
     """Open a regular file for reading. Raises OSError, also for a device, a named pipe or a socket: reading
     one could wait or never end."""
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # `open` has its own error for a folder
-        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, not a file", str(path))
+    if special := special_kind(path):
+        raise OSError(errno.EINVAL, f"it is {special}, not a file", str(path))
     return path.open("rb")
 
 
-def kind_of(mode: int) -> str:
-    """Return what a path with this st_mode is, where it is neither a file nor a folder."""
-    kinds = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
-    return next((name for is_kind, name in kinds if is_kind(mode)), "a device")
+def special_kind(path: Path) -> str | None:
+    """Return what a path is where it is neither a file nor a folder; None where it is, or does not exist."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):  # ValueError: a NUL in the name
+        return None
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return None
+    return "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+
+
+def unfit_file(folder: Path) -> str | None:
+    """Return a clause about the first entry of a folder that cannot be given to a library which reads it
+    without a limit: neither a file nor a folder, or a text file larger than LARGEST_TEXT; None if all can."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if special := special_kind(path):
+            return f"{path} is {special}, not a file"
+        if path.suffix in (".json", ".jinja") and path.is_file() and path.stat().st_size > LARGEST_TEXT:
+            return f"{path} is larger than {LARGEST_TEXT:,} bytes"
+    return None
 
 
 def read_text(path: Path, limit: int = LIMIT) -> str:

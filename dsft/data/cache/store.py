@@ -160,13 +160,17 @@ def _head(file: DataFile, source: Source, task: str) -> FileHead:
 
 
 def check_first_rows(spec: Spec) -> None:
-    """Raise DataError if the first rows of a source's first file do not fit the task or their format. Nothing
-    is tokenized, and a data set of the hub is not looked up."""
+    """Raise DataError if a source has no rows, or the first rows of its first file do not fit the task or
+    their format. Nothing is tokenized, and a data set of the hub is not looked up."""
     problems: list[Problem] = []
     for source in (*spec.data.train, *spec.data.eval):
         if not source.path.startswith(BUILTIN_PREFIX) and local_files(source.path) is not None:
-            file = data_files(source.path)[0]
-            head = _head(file, source, spec.task)
+            heads = (_head(file, source, spec.task) for file in data_files(source.path))
+            head = next((head for head in heads if head.format or head.account.bad), None)
+            if head is None:
+                problems.append(Problem(source.path, "has no rows; name a file with rows"))
+                continue
+            file = head.file
             bad = list(_bad_rows(file, head)) if spec.data.on_bad_row == "error" else [head.refusal]
             problems += [Problem(f"{file.name}:{one[0]}", printable(one[1])) for one in bad if one]
     if problems:

@@ -22,6 +22,8 @@ from dsft.data.rows import Line
 from dsft.errors import MissingInputError
 from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.sources import BUILTIN_PREFIX, HUB_FORM, HubData, hub_data, kind_of
+from dsft.system.hub import hub_obstacle
+from dsft.system.json_file import special_kind
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -86,9 +88,9 @@ def data_files(name: str) -> tuple[DataFile, ...]:
         paths, notes = _hub_files(name, hub)
         files = [DataFile(f"{hub.id}/{path.name}", str(path), "arrow") for path in paths]
     else:
-        raise MissingInputError(
-            f"data {name}: there is no such file; paths are relative to the working folder"
-        )
+        special = special_kind(Path(name))
+        what = f"it is {special}, not a file" if special else "there is no such file"
+        raise MissingInputError(f"data {name}: {what}; paths are relative to the working folder")
     return (replace(files[0], notes=tuple(notes)), *files[1:])
 
 
@@ -96,6 +98,7 @@ def _hub_files(name: str, hub: HubData) -> tuple[list[Path], list[str]]:
     """Return the Arrow files of a data set of the hub, which `datasets` keeps in its cache and downloads if
     needed, and a note with its revision. `datasets` never runs code of the repository. Raises
     MissingInputError if it cannot be loaded or has no row."""
+    hub_obstacle()  # before `datasets` reads the variables that it sets
     import datasets
 
     try:
@@ -118,11 +121,12 @@ def _hub_files(name: str, hub: HubData) -> tuple[list[Path], list[str]]:
 
 def _hub_refusal(name: str, error: Exception) -> str:
     reason = " ".join(str(error).split())[:200] or type(error).__name__
-    offline = [
-        key for key in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(key, "0") not in ("", "0")
-    ]
-    if offline:
-        way_out = f"unset {offline[0]}, or download it once into the cache of this machine"
+    if os.environ.get("HF_DATASETS_OFFLINE", "0") not in ("", "0"):
+        obstacle: str | None = "HF_DATASETS_OFFLINE=1 is set"
+    else:
+        obstacle = hub_obstacle()
+    if obstacle is not None:
+        reason, way_out = obstacle, "download it once into the cache of this machine"
     else:
         way_out = (
             f"correct the path ({HUB_FORM}), set HF_ENDPOINT to a mirror, or set HF_TOKEN if the data set is "

@@ -15,7 +15,8 @@ from dsft.data.tokenizer.spm import MODEL_FILE, bare_model, load_sentencepiece
 from dsft.errors import MissingInputError
 from dsft.spec.files import NO_TOKENIZER, lacks_tokenizer
 from dsft.spec.schema import Model
-from dsft.system.json_file import read_json
+from dsft.system.hub import hub_obstacle, is_hub_id
+from dsft.system.json_file import read_json, unfit_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,8 +94,12 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     """
     if (model := bare_model(name_or_path)) is not None:
         return load_sentencepiece(model)
+    if unfit := unfit_file(Path(name_or_path)):
+        raise MissingInputError(f"tokenizer {name_or_path}: {unfit}; give a folder of a tokenizer's files")
     if lacks_tokenizer(str(name_or_path)):
         raise MissingInputError(f"tokenizer {name_or_path}: the folder {NO_TOKENIZER}")
+    if is_hub_id(str(name_or_path)):
+        hub_obstacle()
     try:
         if (light := _without_torch(Path(name_or_path))) is not None:
             import transformers
@@ -161,12 +166,13 @@ def _no_tokenizer(name: str, error: Exception) -> str:
             f"tokenizer {name}: the folder has no tokenizer that transformers can read ({reason}); set "
             f"model.tokenizer to another{bare}"
         )
-    if folder.is_absolute() or name.startswith((".", "~")):
+    if not is_hub_id(name):
         return f"tokenizer {name}: there is no such folder; correct model.tokenizer or model.name_or_path"
+    obstacle = hub_obstacle()
+    where = f"is not in the hub's cache, and {obstacle}" if obstacle else "cannot be loaded from the hub"
     return (
-        f"tokenizer {name}: there is no such folder, and it cannot be loaded from the hub or its cache; "
-        f"correct the name, download it first (hf download {name}), set HF_ENDPOINT to a mirror of the hub, "
-        "or log in if it is gated"
+        f"tokenizer {name}: there is no such folder, and it {where}; correct the name, download it first "
+        f"(hf download {name}), set HF_ENDPOINT to a mirror of the hub, or log in if it is gated"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -157,7 +158,7 @@ def test_folders_that_cannot_be_talked_to(export: Path, tmp_path: Path) -> None:
 def test_folders_whose_files_are_torn(export: Path, tmp_path: Path) -> None:
     for file in export.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes()[: 99 if file.suffix == ".safetensors" else None])
-    with pytest.raises(MissingInputError, match=r"cannot be loaded \(.*dsft export"):
+    with pytest.raises(MissingInputError, match=r"has no readable weights \(.*header"):
         load(tmp_path, GREEDY)
     (tmp_path / "adapter_config.json").write_text("[]")
     with pytest.raises(MissingInputError, match="has no base_model_name_or_path"):
@@ -214,7 +215,7 @@ def test_a_pickle_that_would_run_code_is_told_of_in_a_sentence(export: Path, tmp
     (folder / "model.safetensors").unlink()
     torch.save({"model.norm.weight": Payload()}, folder / "pytorch_model.bin")
     with pytest.raises(
-        MissingInputError, match=r"cannot be loaded \(its weights are a damaged pickle, or one with more"
+        MissingInputError, match=r"no readable weights \(its weights are a damaged pickle, or one with more"
     ):
         load(folder, GREEDY)
 
@@ -248,3 +249,55 @@ def test_the_command_answers_a_pipe_line_by_line(export: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.count("\n") == 2
     assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "reason"),
+    [
+        ("config.json", {"tie_word_embeddings": "x"}, "Field 'tie_word_embeddings' expected bool, got str"),
+        ("config.json", {"intermediate_size": "a\nb"}, "Field 'intermediate_size' expected int, got str"),
+        ("config.json", {"eos_token_id": "…"}, "Field 'eos_token_id' with value '…' doesn't match any type"),
+        ("config.json", {"dtype": "__import__"}, "has no attribute '__import__'"),
+        ("config.json", {"hidden_act": "\x1b[2J"}, r"\x1b[2J"),
+        ("tokenizer_config.json", {"tokenizer_class": 5}, "cannot be loaded"),
+        ("tokenizer_config.json", {"eos_token": 5}, "cannot be loaded"),
+    ],
+)
+def test_odd_values_in_a_folder_are_one_sentence(
+    export: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], file: str, keys: Any, reason: str
+) -> None:
+    folder = copied(export, tmp_path / "odd", file, **keys)
+    with pytest.raises(MissingInputError) as raised:
+        load(folder, GREEDY)
+    assert reason in str(raised.value) and str(raised.value).isprintable()
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_weights_that_are_not_the_configs_are_refused_by_name(
+    export: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers would print a table, and give missing tensors random values."""
+    folder = copied(export, tmp_path / "wide", "config.json", intermediate_size=48)
+    with pytest.raises(
+        MissingInputError, match=r"mlp.down_proj.weight has shape \[16, 32\] instead of \[16, 48\]"
+    ):
+        load(folder, GREEDY)
+    folder = copied(export, tmp_path / "deep", "config.json", num_hidden_layers=2)
+    with pytest.raises(MissingInputError, match=r"model\.layers\.1\.input_layernorm\.weight is missing"):
+        load(folder, GREEDY)
+    assert "LOAD REPORT" not in "".join(capfd.readouterr())
+
+
+def test_only_regular_files_of_a_folder_are_read(export: Path, tmp_path: Path) -> None:
+    folder = copied(export, tmp_path / "pipe", "config.json")
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    with pytest.raises(
+        MissingInputError, match=r"tokenizer\.json is a named pipe, not a file; export it again"
+    ):
+        load(folder, GREEDY)
+    (folder / "tokenizer.json").unlink()
+    with (folder / "tokenizer.json").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(MissingInputError, match=r"tokenizer\.json is larger than 268,435,456 bytes"):
+        load(folder, GREEDY)

@@ -138,7 +138,7 @@ def test_a_file_or_folder_is_meant_before_a_hub_id(hub: list[Any]) -> None:
 
 
 def test_what_is_not_to_be_had_is_one_sentence(hub: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("dsft.data.read.files.hub_obstacle", lambda: None)
     with pytest.raises(MissingInputError) as caught:
         names("nobody/nothing")
     assert str(caught.value) == (
@@ -146,9 +146,9 @@ def test_what_is_not_to_be_had_is_one_sentence(hub: list[Any], monkeypatch: pyte
         "'owner/name' on the Hub (offline)); correct the path (owner/name[@revision][:[subset:]split]), set "
         "HF_ENDPOINT to a mirror, or set HF_TOKEN if the data set is private"
     )
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("dsft.data.read.files.hub_obstacle", lambda: "HF_HUB_OFFLINE=1 is set")
     with pytest.raises(
-        MissingInputError, match="unset HF_HUB_OFFLINE, or download it once into the cache of this machine"
+        MissingInputError, match=r"\(HF_HUB_OFFLINE=1 is set\); download it once into the cache"
     ):
         names("nobody/nothing")
     with pytest.raises(MissingInputError, match=f"cache has only revision {COMMIT};"):

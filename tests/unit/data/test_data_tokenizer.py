@@ -82,7 +82,7 @@ def test_pad_id_without_special_tokens() -> None:
             "torn model",
             "no tokenizer that .*model.tokenizer to another, or to torn model/tokenizer.model",
         ),
-        ("some/where", "cannot be loaded from the hub"),
+        ("some/where", "is not in the hub's cache, and HF_HUB_OFFLINE=1 is set; correct the name"),
     ],
 )
 def test_what_is_no_tokenizer(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ def test_a_saved_adapter_that_is_not_finite_is_refused(tmp_path: Path) -> None:
 
 def test_a_base_that_is_not_there_is_told(tmp_path: Path) -> None:
     gone = Model(name_or_path=str(tmp_path / "gone"))
-    with pytest.raises(MissingInputError, match=r"gone' has no readable weights"):
+    with pytest.raises(MissingInputError, match=r"gone' cannot be read: there is no such folder"):
         initial_values(gone, policy().causal_lm, 3, torch.float32)
 
 

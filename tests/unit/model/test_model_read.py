@@ -306,6 +306,24 @@ class Payload:
         return Path.touch, (Path("ran"),)
 
 
+@pytest.mark.parametrize("shape", [(3, 16), None], ids=["another shape", "missing"])
+def test_experts_that_cannot_be_converted_are_one_sentence(
+    shape: tuple[int, int] | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """transformers prints a table with a traceback."""
+    save(tmp_path, "qwen3_moe")
+
+    def changed(held: dict[str, Tensor]) -> dict[str, Tensor]:
+        key = next(name for name in held if "experts.1.up_proj" in name)
+        others = {name: tensor for name, tensor in held.items() if name != key}
+        return others if shape is None else {**others, key: torch.zeros(shape)}
+
+    change(tmp_path, changed)
+    with pytest.raises(MissingInputError, match="some tensors are missing, or have another shape"):
+        read(tmp_path)
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
 def test_a_pickle_in_the_place_of_weights_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     whole = save(tmp_path / "model", tie_word_embeddings=True)
@@ -314,7 +332,7 @@ def test_a_pickle_in_the_place_of_weights_is_not_run(tmp_path: Path, monkeypatch
     torch.save(
         whole.state_dict() | {"model.norm.weight": Payload()}, tmp_path / "model" / "pytorch_model.bin"
     )
-    with pytest.raises(MissingInputError, match="a pickled file contains more than tensors"):
+    with pytest.raises(MissingInputError, match="its weights are a damaged pickle, or one with more"):
         read(tmp_path / "model")
     assert not (tmp_path / "ran").exists()
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -289,3 +290,48 @@ def test_output_to_a_full_disk_is_told() -> None:
         74,
         "error: the output cannot be written (no space left on device); free some space\n",
     )
+
+
+def test_what_validate_finds_without_reading_everything(dsft, write: Write) -> None:  # noqa: ANN001
+    path = str(write())
+    Path("empty.jsonl").write_text("\n")
+    code, _, err = dsft("validate", path, "data.train=[{path: rows.jsonl}, {path: empty.jsonl}]")
+    assert code == 65 and "empty.jsonl: has no rows; name a file with rows" in err
+    code, _, err = dsft("validate", path, "data.train=[{path: /dev/null}]")
+    assert code == 2 and "'/dev/null' is a device, not a file; give a file or a folder" in err
+    Path("lines.txt").write_text("a line\n")
+    code, out, err = dsft("validate", path, "data.train=[{path: lines.txt}]")
+    assert code == 0 and "'lines.txt' is plain text, so all tokens are trained on" in err
+    assert "not seen  later rows (dsft preview), the model's class and memory (dsft plan)\n" in out
+    code, out, err = dsft("validate", path, "task=pretrain", "data.train=[{path: lines.txt}]")
+    assert (code, err) == (0, "")
+    assert "(dsft plan), the hosts (dsft doctor)\n" in dsft("validate", path, "cluster={hosts: {a: 1}}")[1]
+    code, _, err = dsft("validate", path, "cluster={hosts: {a: 10000000000000}}")
+    assert code == 2 and "10000000000000" in err
+
+
+def test_folders_that_a_run_cannot_write(dsft, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+    nvme = "parallel={zero_stage: 3, offload_optimizer: {device: nvme, nvme_path: rows.jsonl/nvme}}"
+    code, _, err = dsft("validate", str(write()), "output_dir=rows.jsonl/runs", nvme)
+    assert code == 2 and err.count("/rows.jsonl, which is a file, but a folder is needed") == 2
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/")  # root may write everywhere
+    code, _, err = dsft("validate", str(write()), "output_dir=/none/runs")
+    assert code == 2 and "output_dir: '/none/runs' cannot be written: / is not writable" in err
+    assert dsft("validate", str(write()), "output_dir=/none/runs", "cluster={hosts: {a: 1}}")[0] == 0
+    assert dsft("validate", str(write()), "output_dir=runs/a/b")[0] == 0
+
+
+def test_config_of_another_tool_is_one_sentence(dsft, write: Write) -> None:  # noqa: ANN001
+    config = (
+        '{"zero_optimization": {"stage": 2}, "train_batch_size": 8, "gradient_clipping": 1.0, "bf16": {}}'
+    )
+    code, _, err = dsft("plan", str(write(config)))
+    assert code == 2 and err.startswith(
+        "error: spec.yaml: 1 problem\n  file: this is a config of another tool"
+    )
+    assert "dsft convert spec.yaml writes a spec from it" in err
+
+
+def test_argument_that_the_shell_divided(dsft, write: Write) -> None:  # noqa: ANN001
+    _, _, err = dsft("validate", str(write()), "model.lora={rank:", "8}")
+    assert "quote the argument for the shell: 'model.lora=…'" in err

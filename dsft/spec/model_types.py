@@ -1,0 +1,80 @@
+"""Look up model types and names of modules in the sources of the installed transformers, whose import takes
+longer than all other checks of a spec."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dsft.spec.architecture import text_part
+from dsft.spec.document import quote
+from dsft.spec.findings import Finding, finding
+from dsft.spec.schema import Spec
+
+_ENTRY = re.compile(r'"([\w.-]+)"\s*[:,]\s*"(\w+)"')
+"""An entry of transformers' tables: model type and config class, or model type and folder of its module."""
+_MODULE = re.compile(r"\bself\.(\w+) = (?:nn\.Linear|Conv1D)\(")
+SHOWN = 4
+
+
+def model_type_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield findings for a model type that transformers does not know, and for names of adapters' modules
+    that do not occur in its source. config: from_config, or the content of config.json."""
+    kind, known = config.get("model_type"), _table()
+    if not known or not isinstance(kind, str):  # no transformers here; no type, which is refused elsewhere
+        return
+    if kind not in known:
+        near = get_close_matches(kind, known, n=1)
+        meant = f"did you mean {near[0]}?" if near else "docs/models.md lists the types that are tested"
+        key = "model.name_or_path" if spec.model.from_config is None else "model.from_config.model_type"
+        yield finding(key, f"{quote(kind)} is not a model type of transformers; {meant}")
+        return
+    source = _source(str(text_part(config).get("model_type"))) or _source(kind)
+    for key, names in _adapted(spec).items():
+        for name in names if source else ():
+            last = name.rpartition(".")[2]
+            if not last.isdigit() and not re.search(rf"\b{re.escape(last)}\b", source):
+                there = list(dict.fromkeys(_MODULE.findall(source)))
+                some = get_close_matches(last, there, n=SHOWN, cutoff=0.5) or there[:SHOWN]
+                message = f"{quote(name)} is not a module of a {kind} model; write one that is, such as "
+                yield finding(key, f"{message}{', '.join(some)}")
+
+
+def _adapted(spec: Spec) -> dict[str, tuple[str, ...]]:
+    """Return key -> names of modules that it takes."""
+    lora = spec.model.lora
+    if lora is None:
+        return {}
+    targets = () if isinstance(lora.target_modules, str) else lora.target_modules
+    return {"model.lora.target_modules": targets, "model.lora.modules_to_save": lora.modules_to_save}
+
+
+@cache
+def _table() -> dict[str, str]:
+    """Return model type -> config class, and, with the suffix `/`, the folder of its module where that has
+    another name."""
+    found: dict[str, str] = {}
+    for name in ("auto_mappings.py", "configuration_auto.py"):
+        path = _models() / "auto" / name
+        for kind, value in _ENTRY.findall(path.read_text(encoding="utf-8") if path.is_file() else ""):
+            if value.endswith("Config") or value.islower():  # else another class of the same model type
+                found[kind if value.endswith("Config") else f"{kind}/"] = value
+    found.pop("CONFIG_MAPPING", None)  # a name that the module exports
+    return found
+
+
+@cache
+def _source(kind: str) -> str:
+    """Return the source of a model type's modules; "" where it is not where transformers has it."""
+    folder = _models() / _table().get(f"{kind}/", kind.replace("-", "_"))
+    return "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("modeling_*.py")))
+
+
+def _models() -> Path:
+    package = find_spec("transformers")
+    return Path(package.origin).parent / "models" if package and package.origin else Path("transformers")
