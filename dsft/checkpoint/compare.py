@@ -22,6 +22,7 @@ MAY_DIFFER = (
     "tensorboard",
     "swanlab",
     "checkpoint",
+    "model.gradient_checkpointing",
     "data.packing",  # where it makes other examples (pretraining), their fingerprint differs
     "data.max_tokens_per_micro_batch",
     "dpo.share_prompts",

@@ -73,6 +73,8 @@ def build_model(  # noqa: PLR0913, PLR0917  a model's section, and what a run kn
         on_gpu = torch.cuda.is_available()  # else activations are in the host's memory already
         offload = model.activation_offload and on_gpu
         checkpoint_activations(causal_lm, offload)
+        for number, layer in enumerate(layers_of(causal_lm)):
+            layer.gradient_checkpointing = model.checkpoints(number)
     routing = routing_of(causal_lm, model.experts)
     choose_trained(causal_lm, model, whole)  # before the cut: patterns and names are the whole model's
     if model.kernels == "liger":
@@ -203,9 +205,13 @@ def compile_layers(causal_lm: PreTrainedModel) -> None:
     layers of a kind share one graph; with dynamic shapes, since each micro-batch has its own length. Gradient
     checkpointing is compiled with the layer; attention with padded rows too. Parameters keep
     their names."""
-    for module in causal_lm.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.compile(dynamic=True, backend=BACKEND)
+    for layer in layers_of(causal_lm):
+        layer.compile(dynamic=True, backend=BACKEND)
+
+
+def layers_of(causal_lm: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """Return the decoder layers, in order."""
+    return [module for module in causal_lm.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def switch_off_dropout(causal_lm: PreTrainedModel) -> tuple[str, ...]:

@@ -72,9 +72,11 @@ def check_mlps(causal_lm: PreTrainedModel, model: Model) -> None:
 
 
 def chunk_mlps(causal_lm: PreTrainedModel, chunks: int, tokens: int | None = None) -> None:
-    """Let each MLP compute `tokens` rows in `chunks` chunks, and fewer rows in fewer chunks of the same size;
-    without `tokens` any number of rows in so many. Parameters and names stay."""
-    for module in mlps_of(causal_lm).values():
+    """Let the MLPs of checkpointed layers compute `tokens` rows in `chunks` chunks, and fewer rows in fewer
+    chunks of the same size; without `tokens` any number of rows in so many. Parameters and names stay."""
+    for name, module in mlps_of(causal_lm).items():
+        if not causal_lm.get_submodule(name.rpartition(".")[0]).gradient_checkpointing:
+            continue
         cls = type(module)
         members = {"forward": _forward_of(cls, chunks, tokens), CHUNKED: chunks}
         module.__class__ = type(f"Chunked{cls.__name__}", (cls,), members)

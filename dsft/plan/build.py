@@ -9,6 +9,7 @@ from pathlib import Path
 from dsft.errors import Problem, SpecError
 from dsft.plan.batch import BatchSizes
 from dsft.plan.census import Census, census
+from dsft.plan.checkpointing import Choice, Limits, choices, decided
 from dsft.plan.flops import memory_of
 from dsft.plan.layout import Layout, batch_on, layout_of
 from dsft.plan.memory import other_version
@@ -35,6 +36,7 @@ class Plan:
                smallest that works
     memory     memory of the policy, including a reference that runs beside it
     reference  memory of the reference alone
+    recomputation  what the choices of model.gradient_checkpointing cost; empty where it is false
     """
 
     spec: Spec
@@ -48,6 +50,7 @@ class Plan:
     reference: ReferenceMemory | None
     reference_census: Census
     traffic: tuple[Flow, ...]
+    recomputation: tuple[Choice, ...]
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,14 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     layout = layout_of(spec.parallel, sum(hosts.values()))
     batch = batch_on(spec, layout)
     counted = census(spec.model, cache)
+    is_other = has_engine(spec) and dpo_of(spec).reference_model is not None
+    of_reference = census(reference_model(spec), cache) if is_other else counted
+    asked, limits = spec.model.gradient_checkpointing, Limits(*memory_limits(spec))
+    spec = decided(spec, counted, of_reference, layout, hosts, limits)
     problems = group_problems(spec.optim, [p.name for p in counted.parameters if p.trained])
     if counted.max_positions is not None and spec.data.max_length > counted.max_positions:
         message = f"{spec.data.max_length} is over the model's {counted.max_positions} positions; lower it"
         problems = [*problems, Problem("data.max_length", message)]
-    is_other = has_engine(spec) and dpo_of(spec).reference_model is not None
-    of_reference = census(reference_model(spec), cache) if is_other else counted
     problems = [*problems, *_split_problems(spec, counted)]
     problems += _split_problems(spec, of_reference, " (of dpo.reference_model)") if is_other else ()
     if problems:
@@ -84,7 +89,21 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     assumed = spec.cluster is None and world_size is None
     found = (*warnings(spec), *other_version(), *_memory_warnings(spec, sizes, reference))
     flows = traffic(counted, spec, layout, hosts)
-    return Plan(spec, hosts, assumed, layout, batch, counted, sizes, found, reference, of_reference, flows)
+    recomputation = choices(spec, counted, of_reference, layout, hosts) if asked else []
+    return Plan(
+        spec,
+        hosts,
+        assumed,
+        layout,
+        batch,
+        counted,
+        sizes,
+        found,
+        reference,
+        of_reference,
+        flows,
+        tuple(recomputation),
+    )
 
 
 def _split_problems(spec: Spec, counted: Census, of: str = "") -> Iterator[Problem]:

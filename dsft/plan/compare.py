@@ -16,6 +16,7 @@ from typing import Any, Literal
 from dsft.errors import SpecError
 from dsft.plan.batch import BatchSizes
 from dsft.plan.build import Need, Plan, memory_limits, memory_needs
+from dsft.plan.checkpointing import ROOMY
 from dsft.plan.cost import Cost, cost
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.layout import Layout, batch_on, layout_of
@@ -33,8 +34,6 @@ Device = Literal["none", "cpu", "nvme"]
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 AS_FAST = 1.05  # micro-batch sizes within this factor of the fastest count as equally fast
 
-ROOMY = 0.95  # usable share of a memory limit; the rest is for the driver, fragmentation and the plan's error
-
 
 @dataclass(frozen=True)
 class LayoutKeys:
@@ -45,7 +44,7 @@ class LayoutKeys:
     pipeline_stages: int
     offload_optimizer: Device
     offload_parameters: Device
-    checkpointing: bool
+    checkpointing: bool | int | float | str
     reference: str | None
     sequence_parallel: int = 1
 
@@ -180,6 +179,8 @@ def _layouts(plan: Plan) -> Iterator[LayoutKeys]:
     """Yield all combinations, valid or not, with rows split as in the spec and whole; for each number of
     stages that does not divide the ranks only one."""
     spec, ranks = plan.spec, plan.layout.world_size
+    own = spec.model.gradient_checkpointing
+    recomputes = dict.fromkeys((False, True, own))
     splits = sorted({1, spec.parallel.sequence_parallel})
     references: tuple[str | None, ...] = (None,)
     if needs_reference(spec):
@@ -187,9 +188,9 @@ def _layouts(plan: Plan) -> Iterator[LayoutKeys]:
         references = tuple(dict.fromkeys(ways))  # the spec's own first
     for stages in range(1, min(ranks, plan.census.num_layers) + 1):
         if ranks % stages:
-            yield LayoutKeys(0, stages, "none", "none", spec.model.gradient_checkpointing, references[0])
+            yield LayoutKeys(0, stages, "none", "none", own, references[0])
             continue
-        for one in product(range(4), DEVICES, DEVICES, (False, True), references, splits):
+        for one in product(range(4), DEVICES, DEVICES, recomputes, references, splits):
             zero, optimizer, parameters, checkpointing, reference, split = one
             yield LayoutKeys(zero, stages, optimizer, parameters, checkpointing, reference, split)
 

@@ -86,7 +86,7 @@ def cost(
     tokens = batch.tokens_per_micro_batch or batch.micro_batch_size * spec.longest_example
     tokens = -(-tokens // batch.sequence_parallel)
     speed = speeds["tflops"] * 1e12 * REACHED * sum(hosts.values())
-    flops = _flops(census, spec) * batch.global_batch_size * spec.longest_example
+    flops = step_flops(census, spec) * batch.global_batch_size * spec.longest_example
     computing = flops * _slower(census, tokens) / speed
     share = bubble(spec.parallel.pipeline_stages, batch.accumulation_steps)
     shared = ("disk", "between hosts") if runs_on_cpu(spec) else ("disk",)  # by all ranks of a host
@@ -101,7 +101,7 @@ def cost(
     )
 
 
-def _flops(census: Census, spec: Spec) -> float:
+def step_flops(census: Census, spec: Spec) -> float:
     """Return FLOPs per token: of the model, of recomputation, of the pass that counts the tokens of experts,
     and of a reference's forward passes; a precomputed reference scores each pair once per run."""
     length = spec.data.max_length
@@ -110,8 +110,8 @@ def _flops(census: Census, spec: Spec) -> float:
     layers = sum(p.active for p in census.parameters if p.layer is not None)
     attention = needed.per_square * length / 3  # of the forward pass
     found = needed.per_token + needed.per_square * length
-    if spec.model.gradient_checkpointing:
-        found += 2 * layers + attention
+    recomputed = sum(map(spec.model.checkpoints, range(census.num_layers)))
+    found += (2 * layers + attention) * recomputed / census.num_layers
     if spec.model.experts.balance == "global_batch":
         found += 2 * whole + attention
     if needs_reference(spec):

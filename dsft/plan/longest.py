@@ -112,7 +112,7 @@ def hints(plan: Plan, rows: list[LongestRow]) -> Iterator[str]:
         return
     if max(row.batch.micro_batch_size for row in rows if row.batch) > 1:
         yield "train.micro_batch_size=1"
-    if not spec.model.gradient_checkpointing:
+    if spec.model.gradient_checkpointing is not True:
         yield "model.gradient_checkpointing=true"
     elif not spec.model.activation_offload and not runs_on_cpu(spec):
         yield "model.activation_offload=true"

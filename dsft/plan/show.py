@@ -75,6 +75,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
             "per_host": dict(plan.memory.hosts),
             "not_counted": NOT_COUNTED,
         },
+        "recomputation": [dataclasses.asdict(choice) for choice in plan.recomputation],
         "swapped": _swapped(plan),
         "bubble": bubble(plan.layout.pipeline_stages, plan.batch.accumulation_steps),
         "traffic": [dataclasses.asdict(flow) | {"bytes": flow.bytes} for flow in plan.traffic],
@@ -142,6 +143,7 @@ def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
     if spec.parallel.zero_stage == 3 and plan.layout.shards > 1:
         yield from map(Text, gather_line(plan.census, spec))
     yield Text(NOT_COUNTED)
+    yield from _recomputation(plan)
     yield heading("Step")
     stages, micro_batches = plan.layout.pipeline_stages, plan.batch.accumulation_steps
     if stages > 1:
@@ -268,6 +270,19 @@ def _memory(plan: Plan) -> Table:
     for label, size in _host_rows(plan.memory.hosts):
         table.add_row(f"{label}, with its processes", size, *[""] * (len(stages) - 1))
     return table
+
+
+def _recomputation(plan: Plan) -> Iterator[RenderableType]:
+    """Yield the table of what other choices of model.gradient_checkpointing cost, where it is set."""
+    if not plan.recomputation:
+        return
+    yield heading("Gradient checkpointing")
+    table = figures("value", "layers", "per GPU", "matrix products")
+    for choice in plan.recomputation:
+        here = "  (this plan)" if choice.value == plan.spec.model.gradient_checkpointing else ""
+        value = json.dumps(choice.value)
+        table.add_row(f"{value}{here}", str(choice.layers), size_text(choice.gpu), f"{choice.work - 1:+.0%}")
+    yield table
 
 
 def _swapped(plan: Plan) -> dict[str, int]:

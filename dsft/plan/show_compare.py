@@ -192,7 +192,8 @@ def label(keys: LayoutKeys) -> str:
         keys.offload_optimizer != "none" and f"optimizer on {where[keys.offload_optimizer]}",
         keys.offload_parameters != "none" and f"parameters on {where[keys.offload_parameters]}",
         keys.sequence_parallel > 1 and f"rows over {keys.sequence_parallel} ranks",
-        keys.checkpointing and "checkpointing",
+        keys.checkpointing
+        and "checkpointing" + f" {keys.checkpointing:.3g}" * (keys.checkpointing is not True),
         keys.reference is not None and f"{keys.reference} reference",
     ]
     return ", ".join(word for word in words if word)

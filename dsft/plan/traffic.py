@@ -74,6 +74,7 @@ class _Step:
     sharded        elements that ZeRO 3 gathers for each use; small parameters are whole on every rank
     tied           elements of a trained embedding that is tied to the head, on the first and the last stage
     layers         number of layers in the stage
+    recomputed     number of these that are checkpointed
     hidden         hidden size
     heads          attention heads of a layer
     micro_batches  micro-batches per step
@@ -88,6 +89,7 @@ class _Step:
     sharded: int
     tied: int
     layers: int
+    recomputed: int
     hidden: int
     heads: Heads | None
     micro_batches: int
@@ -148,6 +150,7 @@ def _step(
     census: Census, spec: Spec, layout: Layout, on: Sequence[str], part: tuple[Cut, int], tokens: int
 ) -> _Step:
     cut, stage = part
+    layers = cut.layers(stage)
     parameters = census.stage(stage, cut)
     return _Step(
         spec,
@@ -156,7 +159,8 @@ def _step(
         trained=sum(p.numel for p in parameters if p.trained),
         sharded=sum(p.numel for p in parameters if p.numel > PERSIST_BELOW),
         tied=sum(p.numel for p in parameters if p.embedding and p.aliases and p.trained),
-        layers=len(cut.layers(stage)),
+        layers=len(layers),
+        recomputed=sum(map(spec.model.checkpoints, layers)),
         hidden=hidden_size(census),
         heads=census.heads,
         micro_batches=batch_sizes(spec.train, layout.data_parallel).accumulation_steps,
@@ -196,8 +200,8 @@ def _gathered(step: _Step) -> int:
     ones, which stay between forward and backward if fewer than `stage3_max_reuse_distance` elements are used
     in between (partitioned_param_coordinator.py:634 __params_to_release). With gradient checkpointing,
     recomputation is one more use."""
-    uses_between = 3 if step.spec.model.gradient_checkpointing else 2
-    return 2 * step.sharded - min(step.sharded, LIVE // uses_between)
+    uses_between = 2 + step.recomputed / step.layers
+    return 2 * step.sharded - min(step.sharded, int(LIVE / uses_between))
 
 
 def _reference(step: _Step) -> Iterator[Flow]:
@@ -239,7 +243,7 @@ def _split_rows(step: _Step) -> Iterator[Flow]:
     again = needs_reference(spec) and dpo_of(spec).reference != "precomputed"
     counts = spec.model.experts.balance == "global_batch"
     if step.heads is not None:
-        times = (2 + spec.model.gradient_checkpointing + counts + again) * step.layers * step.micro_batches
+        times = ((2 + counts + again) * step.layers + step.recomputed) * step.micro_batches
         to_each = step.tokens * step.heads.exchanged(size) * weight_bytes(spec) // size
         on_hosts = Counter(step.on[rank] for rank in group).values()
         away = size - min(on_hosts)
@@ -277,8 +281,8 @@ def _to_host(step: _Step) -> Iterator[Flow]:
             yield Flow("updated parameters", "host memory", 1, step.share * width)
     if parallel.offload_parameters.device != "none":
         yield Flow("parameters for use", "host memory", step.micro_batches, _read(step))
-    if model.activation_offload and model.gradient_checkpointing:
-        inputs = step.layers * step.hidden_bytes
+    if model.activation_offload and step.recomputed:
+        inputs = step.recomputed * step.hidden_bytes
         yield Flow("inputs of layers", "host memory", step.micro_batches, 2 * inputs)
 
 

@@ -17,7 +17,6 @@ from dsft.engine.world import World
 from dsft.identity import Identity
 from dsft.inputs import Inputs
 from dsft.model.build import has_frozen
-from dsft.plan.census import Census
 from dsft.plan.memory.ranks import memory as memory_plan
 from dsft.plan.memory.reference import with_reference
 from dsft.plan.reference import has_engine, in_stages, reference_facts
@@ -29,6 +28,7 @@ from dsft.report.run import Report
 from dsft.run.build import Built
 from dsft.run.job import Config, Job
 from dsft.run.loop import Progress
+from dsft.run.resolve import Resolved
 from dsft.spec.load import dump_spec
 
 
@@ -112,10 +112,10 @@ def shown_config(job: Job, config: Config, loaded: RunData) -> dict[str, Any]:
     }
 
 
-def open_memory(job: Job, counted: Census, tokens: int, world: World) -> MemoryFile:
+def open_memory(resolved: Resolved, job: Job, tokens: int, world: World) -> MemoryFile:
     """Open the memory file, which shows the planned bytes of the fullest rank beside the measured ones.
     tokens: of one micro-batch."""
-    spec, on_gpu = job.spec, world.device.type != "cpu"
+    spec, counted, on_gpu = resolved.spec, resolved.counted, world.device.type != "cpu"
     alone = memory_plan(counted, spec, job.layout, {}, tokens)
     ranks = with_reference(alone, counted, spec, job.layout, {}, tokens)[0].stages
     figures: dict[Phase, Peaks] = {}

@@ -92,7 +92,7 @@ def build(
 ) -> Built:
     """Build the model from fresh or pretrained weights, then its engine and reference. A collective. stored:
     the precomputed log-probabilities of the reference, None where an engine computes them."""
-    spec, config, objective = job.spec, resolved.config, objective_of(job.spec)
+    spec, config, objective = resolved.spec, resolved.config, objective_of(job.spec)
     dtype = DTYPES[spec.train.precision]
     keep, exchange = sharding_for(config, world), exchange_of(world)
 
@@ -101,9 +101,8 @@ def build(
     attention: list[str] = []
 
     def part() -> Policy:
-        model = spec.model.model_copy(update={"mlp_chunks": resolved.mlp_chunks})
         policy = build_model(
-            model, inputs.facts, spec.train.seed, dtype, world.stage, resolved.cut, keep, resolved.tokens
+            spec.model, inputs.facts, spec.train.seed, dtype, world.stage, resolved.cut, keep, resolved.tokens
         )
         notes.extend(described(policy.causal_lm))
         if spec.model.lora is not None:

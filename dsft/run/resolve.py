@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import shutil
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from dsft.errors import StorageError
 from dsft.inputs import Inputs
 from dsft.model.census import take_census
 from dsft.plan.census import Census, census_from
+from dsft.plan.checkpointing import Limits, decided
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.ds_config import bucket_sizes, sized
 from dsft.plan.memory.layer import mlp_chunks
@@ -38,10 +40,11 @@ from dsft.plan.memory.offload import (
     with_pinning,
 )
 from dsft.plan.memory.ranks import most_tokens
-from dsft.plan.memory.sizes import saved_bytes
+from dsft.plan.memory.sizes import runs_on_cpu, saved_bytes
 from dsft.rank.swap import remove_stale_folders, shared_swap_folder
+from dsft.report.memory import room
 from dsft.run.job import Config, Job, Log
-from dsft.spec.schema import Model
+from dsft.spec.schema import Model, Spec
 from dsft.system.disk import GIB, check_disk, check_locked, check_swap_space
 from dsft.system.host import host_memory
 from dsft.system.run_folder import step_folders
@@ -49,14 +52,14 @@ from dsft.system.run_folder import step_folders
 
 @dataclass(frozen=True)
 class Resolved:
-    """The settings that follow from the hosts and the size of the model. config: the complete DeepSpeed
-    configuration; counted: the model's parameters; cut: the pipeline stage of each layer; mlp_chunks: in how
-    many chunks MLPs compute the `tokens` that a rank has of the largest micro-batch."""
+    """The settings that follow from the hosts and the size of the model. spec: with the keys of `model` that
+    the plan decides; config: the complete DeepSpeed configuration; counted: the model's parameters; cut: the
+    pipeline stage of each layer; tokens: that a rank has of the largest micro-batch."""
 
+    spec: Spec
     config: Config
     counted: Census
     cut: Cut
-    mlp_chunks: int
     tokens: int
 
 
@@ -78,11 +81,34 @@ def resolve(job: Job, inputs: Inputs, world: World, log: Log) -> Resolved:
     if job.cores is not None:
         log(job.cores.bind())
     config = with_pinned_memory(job, config, counted, cut, world, log)
-    tokens = job.layout.part(most_tokens(job.spec, job.layout))
-    chunks = mlp_chunks(job.spec, counted, tokens)
+    spec, tokens = (
+        with_checkpointing(job, counted, world, log),
+        job.layout.part(most_tokens(job.spec, job.layout)),
+    )
+    chunks = mlp_chunks(spec, counted, tokens)
     if chunks > 1:
         log(f"MLPs: computed in {chunks} chunks of up to {-(-tokens // chunks):,} tokens")
-    return Resolved(with_measured_swap(job, config, counted, world, log), counted, cut, chunks, tokens)
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"mlp_chunks": chunks})})
+    return Resolved(spec, with_measured_swap(job, config, counted, world, log), counted, cut, tokens)
+
+
+def with_checkpointing(job: Job, counted: Census, world: World, log: Log) -> Spec:
+    """Return the spec with the share of layers that model.gradient_checkpointing: auto means, by what the
+    fullest of all ranks can still allocate. A collective."""
+    if job.spec.model.gradient_checkpointing != "auto":
+        return job.spec
+    found = world.gather((socket.gethostname(), room(world.device)))
+    hosts = Counter(host for host, _ in found)
+    if world.device.type != "cpu":
+        limits = Limits(min(free for _, free in found), None)
+    elif runs_on_cpu(job.spec):  # the plan then counts the ranks' memory as that of their hosts
+        limits = Limits(None, min(free for _, free in found))
+    else:
+        limits = Limits(min(free // hosts[host] for host, free in found), None)
+    spec = decided(job.spec, counted, counted, job.layout, hosts, limits)
+    layers = sum(map(spec.model.checkpoints, range(counted.num_layers)))
+    log(f"gradient checkpointing: {layers} of {counted.num_layers} layers")
+    return spec
 
 
 def check_room(job: Job, counted: Census) -> None:

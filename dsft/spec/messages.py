@@ -23,6 +23,8 @@ def sentences(errors: Sequence[ErrorDetails], data: Any) -> list[tuple[KeyPath, 
             continue  # the key takes a word or a list, and the mistake is in an item of the list
         if error["type"] == "tuple_type" and path in found:
             found[path] += f", or {_LISTS.get(key_of(path), 'a list: [...]')}"
+        if (kinds := _KINDS.get(key_of(path))) is not None:
+            found[path] = f"{quote(error['input'])} is not a valid value; write {kinds}"
         found.setdefault(path, _sentence(error, path))
     return list(found.items())
 
@@ -143,6 +145,11 @@ _WAYS_OUT = {
 }
 _LISTS = {"parallel.pipeline_cut": "the number of layers of each stage, such as [8, 8]"}
 """Key that takes a word or a list -> what the list has."""
+_KINDS = {
+    "model.gradient_checkpointing": "true (every layer), false, N from 1 on for every N-th layer, a share of "
+    "the layers such as 0.5, or auto"
+}
+"""Key with values of several types -> what they are."""
 _TRUE = {"yes", "on", "1", "y", "true"}
 _FALSE = {"no", "off", "0", "n", "false"}
 

@@ -6,6 +6,7 @@ A default written here is the value that the run uses, except where the docstrin
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
@@ -22,6 +23,7 @@ Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Part = Annotated[float, Field(gt=0, lt=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -90,8 +92,10 @@ class Model(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "auto"
     """Attention implementation. auto: that of torch, for packed rows the fastest one that device, precision
     and model allow; sdpa: packed rows are computed segment by segment; the others: those of transformers."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass to save memory."""
+    gradient_checkpointing: bool | Count | Part | Literal["auto"] = False
+    """Recompute activations in the backward pass to save memory: true for every layer, N for every N-th one,
+    a number below 1 for that share of the layers, auto for as few as fit into memory by the plan. The result
+    is the same to the last bit."""
     trust_remote_code: bool = False
     """Not offered: code that comes with a model is never run."""
     add_tokens: Annotated[tuple[Text, ...], FromList] = ()
@@ -112,6 +116,15 @@ class Model(Section):
     mlp_chunks: Count | None = None
     """Number of chunks of tokens in which checkpointed layers compute their MLP, so that less of it is in
     memory at once; by default so many that a chunk takes at most 1 GiB, or 256 MiB on a CPU."""
+
+    def checkpoints(self, layer: int) -> bool:
+        """Return whether the layer of this number is checkpointed; all are for an auto that
+        `dsft.plan.checkpointing` has not replaced."""
+        value = self.gradient_checkpointing
+        if value == "auto" or isinstance(value, bool):
+            return bool(value)
+        share = 1 / value if isinstance(value, int) else value
+        return ceil((layer + 1) * share) > ceil(layer * share)
 
 
 class Source(Section):

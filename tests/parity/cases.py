@@ -141,7 +141,7 @@ class Case:
     optimizer: Literal["sgd", "adamw", "adamw_default_eps"]
     micro_batches: Literal["varying", "one", "four"]
     max_norm: float = 0.0
-    checkpointing: bool = False
+    checkpointing: bool | int | float = False
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     fault: bool = False
     stages: int = 1
@@ -170,7 +170,8 @@ class Case:
             "short" * self.short,
             "packed" * self.packed,
             "clipped" * (self.max_norm > 0),
-            "checkpointing" * self.checkpointing,
+            f"checkpointing{'' if self.checkpointing is True else self.checkpointing}"
+            * bool(self.checkpointing),
             f"mlp{self.mlp_chunks}" * (self.mlp_chunks > 1),
             self.precision * (self.precision != "fp32"),
             "fault" * self.fault,
@@ -383,6 +384,7 @@ def _cases(ranks: int) -> Iterator[Case]:
         yield from _mlp_chunks(ranks)
         yield from _offloaded(ranks)
         yield from _recurrent(ranks)
+        yield from _partly_recomputed(ranks)
     yield from _pipelines(ranks)
     yield from _mixtures(ranks)
     yield from _balanced(ranks)
@@ -688,6 +690,12 @@ def _pipelines(ranks: int) -> Iterator[Case]:
     yield zero1("sgd", "varying", shape="qwen2_tied")
     yield zero1("adamw", "varying", shape="gemma2_tied", packed=True)
     yield zero0("sgd", "varying", shape="gemma3_tied", packed=True, checkpointing=True)
+
+
+def _partly_recomputed(ranks: int) -> Iterator[Case]:
+    """Some layers checkpointed: the first, the third and the fourth; every other one, with MLPs in chunks."""
+    yield Case("zero3", ranks, "adamw", "varying", 0.1, checkpointing=0.75, packed=True)
+    yield Case("pipeline_zero1", ranks, "adamw", "varying", 0.1, checkpointing=2, stages=2, mlp_chunks=3)
 
 
 def _recurrent(ranks: int) -> Iterator[Case]:

@@ -280,8 +280,8 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
     backward of the layers, the gradient of the head's weight is not. tokens: that the rank has of a
     micro-batch; chunks: in which MLPs are computed.
 
-    With gradient checkpointing, a layer stores only its input, and one layer at a time is recomputed. In the
-    layer that the backward is in, the share BACKWARD of the activations has gradients at once.
+    A checkpointed layer stores only its input, and one layer at a time is recomputed. In the layer that the
+    backward is in, the share BACKWARD of the activations has gradients at once.
     """
     found: dict[int, list[Parameter]] = {}
     for parameter in census.stage(stage, cut_of(spec.parallel, census)):
@@ -289,23 +289,36 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
             found.setdefault(parameter.layer, []).append(parameter)
     token, hidden = tokens * weight_bytes(spec), _embedding(census)[1]
     scores, (moved, sent) = _scores(census, spec, tokens), _moved(census, spec)
+    recomputed = [spec.model.checkpoints(number) for number in found]
     layers = [
-        activations(own, hidden, spec, tokens, chunks) + each(moved, token) + one(scores)
-        for own in found.values()
+        activations(own, hidden, spec, tokens, chunks if again else 1) + each(moved, token) + one(scores)
+        for own, again in zip(found.values(), recomputed, strict=True)
     ]
     one_layer = max(layers, key=lambda layer: layer.total, default=NONE)
-    inputs = each([hidden] * len(layers) * in_flight, token)
+    inputs = each([hidden] * sum(recomputed) * in_flight, token)
     is_last = stage == spec.parallel.pipeline_stages - 1
     logits, gradient, scored = _head(census, spec, tokens) if is_last else (0, 0, 0)
     flowing = one(int(one_layer.total * BACKWARD)) + one(sent * token)
-    ahead, back, on_host = sum(layers * in_flight, NONE), sum(layers * in_flight, NONE), NONE
-    if spec.model.gradient_checkpointing:
-        ahead, back = inputs, one_layer + inputs
-        if spec.model.activation_offload:
-            ahead, back, on_host = NONE, one_layer, inputs
+    stored = [layer for layer, again in zip(layers, recomputed, strict=True) if not again]
+    ahead, on_host = sum(stored * in_flight, inputs), NONE
+    if spec.model.activation_offload:
+        ahead, on_host = sum(stored * in_flight, NONE), inputs
+    back = ahead + _recomputed_at_once(layers, recomputed)
     forward: Phase = {"activations": ahead, "head": one(logits) + one(gradient), "offloaded": on_host}
     backward: Phase = {"activations": back + flowing, "head": one(gradient), "offloaded": on_host}
     return _Work(forward, backward, one_layer.total, scored)
+
+
+def _recomputed_at_once(layers: Sequence[Tensors], recomputed: Sequence[bool]) -> Tensors:
+    """Return what recomputation adds to the stored activations where the backward has the most of both: the
+    backward frees the stored layers from the last one on, before it recomputes the layers before them."""
+    most, freed = NONE, 0
+    for layer, again in zip(reversed(layers), reversed(recomputed), strict=True):
+        if not again:
+            freed += layer.total
+        elif layer.total - freed > most.total:
+            most = layer if not freed else one(layer.total - freed)
+    return most
 
 
 def _moved(census: Census, spec: Spec) -> tuple[list[int], int]:

@@ -135,6 +135,7 @@ def test_a_scoring_pass_is_in_chunks_too() -> None:
     model, calls = small_model("llama"), list[int]()
     ids = torch.arange(TOKENS)[None]
     expected = model(input_ids=ids).logits
+    checkpoint_activations(model)
     chunk_mlps(model, TOKENS + 5)  # more than there are tokens
     linear: Any = model.get_submodule("model.layers.1.mlp.gate_proj")
     linear.register_forward_hook(lambda module, inputs, output: calls.append(len(output)))

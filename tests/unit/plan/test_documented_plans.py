@@ -47,6 +47,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")  # so that no line is wrapped
     monkeypatch.setattr("dsft.plan.build.census", _census)
+    monkeypatch.setenv("COLUMNS", "160")  # which pytest-xdist sets to another width
     return "llama8b.yaml"
 
 
