@@ -44,7 +44,7 @@ from dsft.model.config import config_around, on_meta, read_config
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.weights import DTYPES
 from dsft.model.whole import whole_of
-from dsft.plan.tables import size_text
+from dsft.system.disk import size_text
 from dsft.system.files import sync_folder
 from dsft.system.json_file import read_json
 

@@ -159,8 +159,8 @@ def _begin(folder: Path, name: str, needed: int) -> Path:
         free = shutil.disk_usage(folder).free
         if free < needed + SPARE:
             raise StorageError(
-                f"{folder} has {free:,} bytes free where this checkpoint needs {needed:,}: free space there, "
-                f"or {_INSTEAD}."
+                f"{folder} has {free:,} bytes free where this checkpoint needs {needed + SPARE:,}: free "
+                f"space there, or {_INSTEAD}."
             )
         aside.mkdir()
     except OSError as error:

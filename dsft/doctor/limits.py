@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.results import CheckResult, gib, passed
-from dsft.system.disk import may_lock_all
+from dsft.doctor.results import CheckResult, passed
+from dsft.system.disk import may_lock_all, size_text
 
 if TYPE_CHECKING:
     from dsft.doctor.results import ProbeResults
@@ -59,12 +59,13 @@ def _locked(host: str, limit: int | None, cards: list[str], needed: int | None) 
     if needed is not None and needed > limit:
         return CheckResult(
             "locked memory", host, "failure",
-            f"{gib(limit)}, and swap buffers need {gib(needed)} per process",
+            f"{size_text(limit, 2)}, and swap buffers need {size_text(needed, 2)} per process",
             "DeepSpeed locks this memory, and a process that may not lock it is aborted", do,
         )  # fmt: skip
     if cards:
         return CheckResult(
-            "locked memory", host, "warning", f"{gib(limit)}, and there is InfiniBand ({', '.join(cards)})",
+            "locked memory", host, "warning",
+            f"{size_text(limit, 2)}, and there is InfiniBand ({', '.join(cards)})",
             "NCCL locks the memory that it registers with the card, and fails if it may not", do,
         )  # fmt: skip
-    return passed("locked memory", host, gib(limit))
+    return passed("locked memory", host, size_text(limit, 2))

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from dsft.doctor.needs import Needs
 
 Level = Literal["pass", "warning", "failure"]
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,6 @@ class ProbeResults:
 
     def on_cpu(self, host: str) -> bool:
         return bool(self.answers.first[host].get("on_cpu"))
-
-
-def gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB" if size < 100 * GIB else f"{size / GIB:,.0f} GiB"
 
 
 def listed(hosts: list[str]) -> str:

@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsft.doctor.results import GIB, CheckResult, gib, passed
+from dsft.doctor.results import CheckResult, passed
 from dsft.errors import StorageError
-from dsft.system.disk import check_disk
+from dsft.system.disk import GIB, check_disk, size_text
 
 if TYPE_CHECKING:
     from dsft.doctor.needs import FolderNeeds
@@ -117,16 +117,16 @@ def _of_folder(host: str, key: str, folder: Mapping[str, Any], place: FolderNeed
     least = FLOOR if place.least is None else max(place.least, 1 << 20)
     if key in (EXTENSIONS, "data.cache_dir", HUB):
         least = min(least, 64 << 20)
-    value = f"{named} has {gib(free)} free"
+    value = f"{named} has {size_text(free, 2)} free"
     do = "free space, or set another folder"
     if free < least:
-        needs = f", and the run needs {gib(least)}" if place.least is not None else ""
+        needs = f", and the run needs {size_text(least, 2)}" if place.least is not None else ""
         return CheckResult(
             "space", host, "failure", f"{value}{needs}", f"{why}; a full disk ends the run", do
         )
     if place.wanted is not None and free < place.wanted:
         return CheckResult(
-            "space", host, "warning", f"{value}, and the run needs up to {gib(place.wanted)}",
+            "space", host, "warning", f"{value}, and the run needs up to {size_text(place.wanted, 2)}",
             f"{why}; a full disk ends the run", f"{do}, or lower checkpoint.keep_last",
         )  # fmt: skip
     if place.wanted is None and free < LITTLE and key != EXTENSIONS:
@@ -134,7 +134,7 @@ def _of_folder(host: str, key: str, folder: Mapping[str, Any], place: FolderNeed
             "space", host, "warning", f"{value}; the size of the run's files is not known", why,
             f"{do}; after dsft plan SPEC, which counts the model, the doctor knows the size",
         )  # fmt: skip
-    return passed("space", host, value + (f" of {gib(place.wanted)} needed" if place.wanted else ""))
+    return passed("space", host, value + (f" of {size_text(place.wanted, 2)} needed" if place.wanted else ""))
 
 
 def shared(probed: ProbeResults) -> Iterator[CheckResult]:
@@ -172,13 +172,14 @@ def shared_memory(probed: ProbeResults) -> Iterator[CheckResult]:
             )  # fmt: skip
         elif probed.on_cpu(host) and found["free"] < slots * SHM_OF_RANK:
             yield CheckResult(
-                "shm", host, "failure", f"/dev/shm has {gib(found['free'])} free for {slots} rank(s)",
+                "shm", host, "failure",
+                f"/dev/shm has {size_text(found['free'], 2)} free for {slots} rank(s)",
                 "DeepSpeed needs 69 MB per rank there, and ends with `bus error` without it", do,
             )  # fmt: skip
         elif not probed.on_cpu(host) and found["free"] < SHM_OF_NCCL:
             yield CheckResult(
-                "shm", host, "warning", f"/dev/shm has {gib(found['free'])} free",
+                "shm", host, "warning", f"/dev/shm has {size_text(found['free'], 2)} free",
                 "NCCL and data loaders share memory there, and end with `bus error` if it is full", do,
             )  # fmt: skip
         else:
-            yield passed("shm", host, f"/dev/shm has {gib(found['free'])} free")
+            yield passed("shm", host, f"/dev/shm has {size_text(found['free'], 2)} free")

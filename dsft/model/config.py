@@ -260,8 +260,8 @@ def read_whole_config(name_or_path: str | Path) -> PreTrainedConfig:
 
 def _reason(error: Exception) -> str:
     """Return what a config class says of a value; huggingface_hub's errors have the rest in their cause."""
-    is_field = isinstance(error, StrictDataclassError) and error.__cause__ is not None
-    return brief(error.__cause__ if is_field else error)
+    cause = error.__cause__ if isinstance(error, StrictDataclassError) else None
+    return brief(cause or error)
 
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:

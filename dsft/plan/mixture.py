@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from dsft.plan.census import Census
 from dsft.plan.memory.sizes import weight_bytes
-from dsft.plan.tables import size_text
 from dsft.spec.schema import Spec
+from dsft.system.disk import size_text
 
 
 def active_line(census: Census) -> Iterator[str]:

@@ -23,10 +23,11 @@ from dsft.plan.memory.reference import ReferenceMemory
 from dsft.plan.mixture import active_line, gather_line
 from dsft.plan.reference import has_engine, in_stages, reference_entries, reference_line
 from dsft.plan.schedule import batch_scale, scaling_equation
-from dsft.plan.tables import figures, heading, printed, size_text
+from dsft.plan.tables import figures, heading, printed
 from dsft.plan.traffic import bubble
 from dsft.spec.patterns import group_of
 from dsft.spec.schema import Spec
+from dsft.system.disk import size_text
 
 NOT_COUNTED = (
     "Peak memory of a run. Activations, logits and the memory of a GPU's driver are estimates; padding of "

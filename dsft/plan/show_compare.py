@@ -20,9 +20,10 @@ from dsft.plan.cost import assumed
 from dsft.plan.load import load
 from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.mixture import active_line, gather_line
-from dsft.plan.tables import figures, heading, printed, size_text
+from dsft.plan.tables import figures, heading, printed
 from dsft.spec.document import dotted
 from dsft.spec.findings import Finding
+from dsft.system.disk import size_text
 
 _VALUES = re.compile(r"\d+|'[^']*'")  # the values in a rule's message; its other words are always the same
 

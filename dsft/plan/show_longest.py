@@ -14,7 +14,8 @@ from dsft.plan.build import Plan, build_plan, memory_limits
 from dsft.plan.compare import ROOMY
 from dsft.plan.load import load
 from dsft.plan.longest import LongestRow, hints, longest_rows
-from dsft.plan.tables import figures, printed, size_text
+from dsft.plan.tables import figures, printed
+from dsft.system.disk import size_text
 
 
 def print_longest(

@@ -44,13 +44,3 @@ def figures(*columns: str) -> Table:
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")
     return table
-
-
-def size_text(count: int) -> str:
-    """Format a number of bytes in the unit (B to TiB) that leaves one to four digits before the point."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"

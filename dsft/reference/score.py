@@ -31,7 +31,6 @@ from dsft.inputs import Inputs
 from dsft.objective.answers import answer_logps
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.reference import reference_layout
-from dsft.plan.tables import size_text
 from dsft.reference import store
 from dsft.reference.check import check_rescored, check_weights
 from dsft.reference.key import Key
@@ -39,6 +38,7 @@ from dsft.reference.model import OpenReference, open_reference, proven
 from dsft.reference.store import StoreContents
 from dsft.report.memory import is_out_of_memory, resident
 from dsft.spec.schema import Spec
+from dsft.system.disk import size_text
 
 SHARD_SECONDS = 30.0
 _ROUND = 8  # micro-batches per rank in one round

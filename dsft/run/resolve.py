@@ -45,7 +45,7 @@ from dsft.rank.swap import remove_stale_folders, shared_swap_folder
 from dsft.report.memory import room
 from dsft.run.job import Config, Job, Log
 from dsft.spec.schema import Model, Spec
-from dsft.system.disk import GIB, check_disk, check_locked, check_swap_space
+from dsft.system.disk import check_disk, check_locked, check_swap_space, size_text
 from dsft.system.host import host_memory
 from dsft.system.run_folder import step_folders
 
@@ -119,8 +119,8 @@ def check_room(job: Job, counted: Census) -> None:
     needed, free = checkpoint + export * is_new, shutil.disk_usage(job.folder).free
     if free < needed:
         raise StorageError(
-            f"output_dir: {job.folder} has {free / GIB:.2f} GiB free, but a checkpoint takes "
-            f"{checkpoint / GIB:.2f} GiB and the export {export / GIB:.2f} GiB; free space there, or set "
+            f"output_dir: {job.folder} has {size_text(free, 2)} free, but a checkpoint takes "
+            f"{size_text(checkpoint, 2)} and the export {size_text(export, 2)}; free space there, or set "
             "another output_dir."
         )
 

@@ -59,13 +59,23 @@ def check_disk(folder: Path, key: str) -> None:
         raise StorageError(f"{here} cannot be written ({error.strerror}); name another folder.") from None
 
 
+def size_text(count: int, digits: int = 1) -> str:
+    """Format a number of bytes in the unit (B to TiB) that leaves one to four digits before the point."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.{digits}f} {unit}"
+        size /= 1024
+    return f"{size:.{digits}f} TiB"
+
+
 def check_swap_space(folder: Path, needed: int, key: str) -> None:
     """Check that the folder's disk has `needed` bytes free, for all ranks of this host together."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise StorageError(
-            f"{key}: {folder} on {socket.gethostname()} has {free / GIB:.2f} GiB free, but this run swaps "
-            f"up to {needed / GIB:.2f} GiB; free space, name another disk, or "
+            f"{key}: {folder} on {socket.gethostname()} has {size_text(free, 2)} free, but this run swaps "
+            f"up to {size_text(needed, 2)}; free space, name another disk, or "
             "spread the model over more hosts."
         )
 
@@ -77,8 +87,8 @@ def check_locked(needed: int) -> None:
     if limit == resource.RLIM_INFINITY or needed <= limit or may_lock_all():
         return
     raise StorageError(
-        f"Each process locks swap buffers of {needed / GIB:.2f} GiB in memory, but {socket.gethostname()} "
-        f"allows {limit / GIB:.2f} GiB (ulimit -l); raise it: ulimit -l unlimited, memlock in "
+        f"Each process locks swap buffers of {size_text(needed, 2)} in memory, but {socket.gethostname()} "
+        f"allows {size_text(limit, 2)} (ulimit -l); raise it: ulimit -l unlimited, memlock in "
         "/etc/security/limits.conf, or --ulimit memlock=-1 for a container."
     )
 

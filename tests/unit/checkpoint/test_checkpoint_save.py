@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -236,6 +237,18 @@ def test_a_full_disk_leaves_the_older_checkpoint(
         assert other.names() == {"step-1", "latest"}
         CheckpointReader.open(other.step(1)).verify()
         assert CheckpointReader.open(other.step(1)).digest == digest
+
+
+def test_figures_of_a_full_disk_make_sense(maker: Any, monkeypatch: Any) -> None:
+    """Some space beyond the checkpoint itself is needed, and counted."""
+    usage = namedtuple("usage", "total used free")
+    needed = sum(8 * tensor.numel() for tensor in maker.tensors.values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 0, needed + 1000))
+    for result in maker.save(1):
+        found = re.search(r"has ([\d,]+) bytes free where this checkpoint needs ([\d,]+)", str(result))
+        assert found is not None
+        free, wanted = (int(text.replace(",", "")) for text in found.groups())
+        assert free == needed + 1000 < wanted
 
 
 def test_a_disk_without_inodes_is_not_said_to_be_full(maker: Any, tmp_path: Path) -> None:

@@ -136,10 +136,10 @@ FAULTS: list[tuple[Callable[[Facts], None], str]] = [
     (put("network", "named", to="ib0"),
      "failure interface node2: ib0 does not exist; interfaces that are up: e0"),
     (put("storage", "folders", "output_dir", to={"path": "/x", "refused": None, "free": 2**20}),
-     "failure space node2: output_dir /x has 0.00 GiB free"),
+     "failure space node2: output_dir /x has 1.00 MiB free, and the run needs 12.28 MiB"),
     (put("storage", "folders", "output_dir", to={"path": "/x", "refused": "Read-only", "free": 0}),
      "failure space node2: output_dir /x cannot be written (Read-only)"),
-    (put("storage", "shm", to=shm(0.0625)), "warning shm node2: /dev/shm has 0.06 GiB free"),
+    (put("storage", "shm", to=shm(0.0625)), "warning shm node2: /dev/shm has 64.00 MiB free"),
     (put("storage", "shm", to=None), "failure shm node2: there is no /dev/shm"),
     (put("inputs", "the spec", to={"missing": "is not there"}), "failure files node2: the spec "),
     (put("inputs", "the spec", to={"files": {"/spec.yaml": [100, "abd"]}}), "failure files None: the spec "),
@@ -150,7 +150,7 @@ FAULTS: list[tuple[Callable[[Facts], None], str]] = [
     (put("limits", "files", to=[512, 4096]), "warning open files node2: 512, and 16 ranks may need 640"),
     (put("limits", "files", to=[128, 4096]), "failure open files node2: 128, "),
     (put("limits", to={"files": [65536, 65536], "locked": 2**16, "infiniband": ["mlx5_0"]}),
-     "warning locked memory node2: 0.00 GiB, and there is InfiniBand (mlx5_0)"),
+     "warning locked memory node2: 64.00 KiB, and there is InfiniBand (mlx5_0)"),
     (put("storage", to={"fault": "OSError: it broke"}), "warning storage node2: could not be examined"),
 ]  # fmt: skip
 

@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_reached(tmp_path: Path) -> None:
 
 def test_space_is_held_against_what_all_ranks_swap(tmp_path: Path) -> None:
     disk.check_swap_space(tmp_path, 1, "nvme_path")
-    with pytest.raises(StorageError, match=r"free, but this run swaps up to 1048576\.00 GiB"):
+    with pytest.raises(StorageError, match=r"free, but this run swaps up to 1024\.00 TiB"):
         disk.check_swap_space(tmp_path, 2**50, "nvme_path")
 
 
