@@ -41,5 +41,7 @@ def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         check_room(job, COUNTED)
     free(0.005)
     small = Census("X", 1, None, (Parameter("w", (1 << 20,), 0, False, ()),))
-    with pytest.raises(StorageError, match=r"has 5.12 MiB free, but a checkpoint takes 12.00 MiB and the export 2"):
+    with pytest.raises(
+        StorageError, match=r"has 5.12 MiB free, but a checkpoint takes 12.00 MiB and the export 2"
+    ):
         check_room(job, small)
