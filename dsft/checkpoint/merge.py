@@ -49,7 +49,8 @@ class Adapter:
         shapes = {**checkpoint.shapes, **{name: tuple(t.shape) for name, t in self._frozen.items()}}
         first_names = {name: name for name in shapes} | _tied(meta)
         targets = _targets(meta, checkpoint, model.lora, whole) if whole else {}
-        made = inject(meta, model.lora)
+        in_file = whole.name if whole else str
+        made = inject(meta, model.lora, in_file)
         self.is_misread = misread(whole.model if whole else meta, made)
         config = made.to_dict() | {
             "base_model_name_or_path": model.name_or_path,
@@ -58,7 +59,6 @@ class Adapter:
             **targets,
         }
         self.config = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
-        in_file = whole.name if whole else str
         self._names = {
             PREFIX + in_file(name): first for name, first in sorted(first_names.items()) if first in shapes
         }
@@ -78,7 +78,7 @@ def _targets(
     adapter_config.json. Last parts of names could mean modules of its towers too."""
     modules = dict(whole.model.named_modules())
     adapted = [name.removesuffix(LORA_A) for name in checkpoint.shapes if name.endswith(LORA_A)]
-    saved = [name for name, _ in saved_modules(meta, lora)[0]]
+    saved = [name for name, _ in saved_modules(meta, lora, whole.name)[0]]
     target, in_full = (sorted(condensed([*map(whole.name, n)], modules)) for n in (adapted, saved))
     return {"target_modules": target, "modules_to_save": in_full or None}
 

@@ -126,8 +126,9 @@ def choose_trained(causal_lm: PreTrainedModel, model: Model, whole: Whole | None
     """Add adapters or freeze parameters, as the spec says. whole: the multimodal model around it. Raises
     SpecError for names that match nothing."""
     if model.lora is not None:
-        inject(causal_lm, model.lora)
-        check_saved(causal_lm, model.lora, whole.name if whole else str)
+        names = whole.name if whole else str
+        inject(causal_lm, model.lora, names)
+        check_saved(causal_lm, model.lora, names)
     elif model.trainable is not None:
         train_only(causal_lm, model.trainable)
     if model.experts.freeze_router:

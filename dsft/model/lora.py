@@ -42,17 +42,17 @@ def scale(lora: Lora) -> float:
     return lora.alpha / (math.sqrt(lora.rank) if lora.use_rslora else lora.rank)
 
 
-def inject(causal_lm: PreTrainedModel, lora: Lora) -> Any:
+def inject(causal_lm: PreTrainedModel, lora: Lora, names: Names = str) -> Any:
     """Add adapters to every target, without memory or values yet, and freeze all parameters but theirs and
-    those of `modules_to_save`. Returns peft's LoraConfig.
+    those of `modules_to_save`. Returns peft's LoraConfig. names: that modules may have in `lora` too.
 
     Raises SpecError for a name that matches no module, or a module that can have no adapter.
     """
     from peft import inject_adapter_in_model
 
-    saved, problems = saved_modules(causal_lm, lora)
+    saved, problems = saved_modules(causal_lm, lora, names)
     modules = [module for _, module in saved]
-    targets, more = _targets(causal_lm, lora, modules)
+    targets, more = _targets(causal_lm, lora, modules, names)
     _refuse([*problems, *more])
     _check_ties(causal_lm, modules)
     config = _config(causal_lm, lora, targets)
@@ -239,7 +239,7 @@ def _config(causal_lm: PreTrainedModel, lora: Lora, targets: list[str]) -> Any:
 
 
 def _targets(
-    causal_lm: PreTrainedModel, lora: Lora, saved: Collection[nn.Module]
+    causal_lm: PreTrainedModel, lora: Lora, saved: Collection[nn.Module], names: Names
 ) -> tuple[list[str], list[Problem]]:
     """Return the full names of the modules that get an adapter, and what is wrong with the spec's names.
     all-linear: every linear layer but the output head, `modules_to_save` and the routers of experts."""
@@ -256,7 +256,7 @@ def _targets(
     targets: list[str] = []
     problems: list[Problem] = []
     for index, wanted in enumerate(lora.target_modules):
-        found = [name for name in modules if _named(name, wanted)]
+        found = [name for name in modules if _named(name, wanted, names)]
         for name in found:
             in_experts = of_experts(causal_lm, wanted, name)
             if reason := (f"is {NO_ADAPTERS}" if in_experts else _unfit(modules[name], head, saved)):
@@ -288,14 +288,14 @@ def _unfit(module: nn.Module, head: nn.Module | None, saved: Collection[nn.Modul
 
 
 def saved_modules(
-    causal_lm: PreTrainedModel, lora: Lora
+    causal_lm: PreTrainedModel, lora: Lora, names: Names = str
 ) -> tuple[list[tuple[str, nn.Module]], list[Problem]]:
     """Return name and module of what is trained in full, and what is wrong with the spec's names."""
     modules = {name: module for name, module in causal_lm.named_modules() if name}
     problems: list[Problem] = []
     saved: dict[str, nn.Module] = {}
     for index, wanted in enumerate(lora.modules_to_save):
-        found = {name: module for name, module in modules.items() if _named(name, wanted)}
+        found = {name: module for name, module in modules.items() if _named(name, wanted, names)}
         where = f"model.lora.modules_to_save.{index}"
         if not found:
             problems.append(Problem(where, no_match(wanted, _last_parts(modules))))
@@ -333,9 +333,10 @@ def condensed(targets: Sequence[str], modules: Mapping[str, nn.Module]) -> Colle
     return last_parts if len(meant) == len(targets) else targets
 
 
-def _named(name: str, wanted: str) -> bool:
-    """Whether a name matches, by peft's rule: the whole name, or its last parts."""
-    return name == wanted or name.endswith(f".{wanted}")
+def _named(name: str, wanted: str, names: Names) -> bool:
+    """Whether a module's name, or that which `names` gives it, matches by peft's rule: the whole name, or its
+    last parts. An adapter's file for a multimodal model has the names of that model."""
+    return any(f".{one}".endswith(f".{wanted}") for one in (name, names(name)))
 
 
 def _refuse(problems: list[Problem]) -> None:

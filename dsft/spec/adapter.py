@@ -88,10 +88,11 @@ def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _same(ours: Any, theirs: Any) -> bool:
-    """Return whether two values agree. The order of names does not matter; all-linear is compared later, when
-    the model is built."""
+    """Return whether two values agree. The order of names does not matter, and the adapter may have longer
+    names than the spec. Which modules names and all-linear mean is compared when the model is built."""
     if isinstance(ours, tuple) and isinstance(theirs, tuple):
-        return set(ours) == set(theirs)
+        found = {name: {one for one in ours if f".{name}".endswith(f".{one}")} for name in theirs}
+        return all(found.values()) and set().union(*found.values()) == set(ours)
     return bool(ours == theirs) or (ours == "all-linear" and isinstance(theirs, tuple))
 
 

@@ -24,15 +24,18 @@ from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, check_trainable
 from dsft.model.config import TokenFacts, on_meta, resolve_config
 from dsft.model.files import fingerprint
+from dsft.model.lora import CONFIG
 from dsft.model.policy import Policy
 from dsft.model.split_check import check_can_split
 from dsft.model.split_points import find_split_points
 from dsft.model.whole import text_config, whole_of
 from dsft.model.whole_proof import apart, check_text
+from dsft.spec.load import load_spec
 from dsft.spec.schema import Checkpoint, Lora, Model
 from tests.architectures.test_folders import Alone, tensors_of
 from tests.architectures.wholes import VOCABULARY, WHOLES, small_whole
 from tests.in_threads import Threads
+from tests.integration.runs import write_spec
 from tests.selected import tiered
 
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -45,7 +48,9 @@ MTP = {"mtp.layers.0.weight": torch.arange(6).to(torch.float8_e4m3fn)}
 
 ADAPTED = {
     "gemma3": ("q_proj", "down_proj"),
+    "mistral3": ("q_proj", "down_proj"),
     "qwen2_5_vl": ("q_proj", "down_proj"),
+    "llava": ("q_proj", "down_proj"),
     "qwen3_5_moe": ("q_proj", "down_proj"),  # of the shared expert
     "qwen3_vl_moe": ("q_proj", "o_proj"),
 }
@@ -165,11 +170,20 @@ def test_an_adapter_fits_the_whole_and_can_be_merged_into_it(kind: str, tmp_path
     assert all(any(part in key for part in (*ADAPTED[kind], "lm_head")) for key in changed)
     assert not any("vis" in key or ".experts." in key for key in changed)
     assert len(changed) == (4 if kind == "qwen3_5_moe" else 5)  # which has attention in one of its layers
-    again = build_model(
-        Model(name_or_path=str(given), lora=lora.model_copy(update={"path": str(tmp_path / "adapter")})),
-        FACTS, seed=1, dtype=torch.float32,
-    )  # fmt: skip
-    assert all(torch.equal(p, policy.named_trained()[n]) for n, p in again.named_trained().items())
+    more = {"target_modules": [*ADAPTED[kind]], "modules_to_save": ["lm_head"]}
+    for keys in (
+        {},
+        more,
+    ):  # as a user goes on with it: the folder alone, or the spec that trained it as well
+        named = {"lora": {"path": str(tmp_path / "adapter"), **keys}, "tokenizer": "of/another"}
+        given_again = f"model={json.dumps(named | {'name_or_path': str(given)})}"
+        again = load_spec(write_spec(tmp_path), [given_again, "data.max_length=64"]).model
+        values = build_model(again, FACTS, seed=1, dtype=torch.float32).named_trained()
+        assert values.keys() == policy.named_trained().keys()
+        assert all(torch.equal(values[name], p) for name, p in policy.named_trained().items())
+    export_checkpoint(saved(policy, again, tmp_path / "more", "fp32"), tmp_path / "second")
+    first, second = (json.loads((tmp_path / out / CONFIG).read_text()) for out in ("adapter", "second"))
+    assert first == second
 
 
 @pytest.mark.parametrize("kind", tiered(WHOLES, USUAL))

@@ -11,7 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.integration.runs import records, trained, write_spec
+from dsft.data.tokenizer.load import byte_level_tokenizer, num_ids
+from tests.architectures.wholes import WHOLES, small_whole
+from tests.integration.runs import TRAIN, records, trained, write_spec
+from tests.launching import alone
 
 STEPS, MIDDLE = 6, 3
 METRICS = (
@@ -97,6 +100,29 @@ def test_its_export_is_another_model_that_loads_and_says_what_it_was_made_of(
     card = (export / "README.md").read_text()
     assert supervised.name in card and "loss sigmoid" in card and f"{STEPS} steps of 8 pairs" in card
     assert "unchanged at the end of training" in card, "the reference's weights"
+
+
+def test_one_adapter_over_a_multimodal_model_is_supervised_and_then_preferred(tmp_path: Path) -> None:
+    """The second run names the first one's export and nothing else of the adapter."""
+    tokenizer = byte_level_tokenizer()
+    keys = {"vocab_size": num_ids(tokenizer), "max_position_embeddings": 256}
+    text = WHOLES["gemma3"]["text_config"] | keys
+    small_whole("gemma3", text_config=text).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    base = f"model.name_or_path={tmp_path / 'base'}"
+    export = tmp_path / "runs" / "small" / "export"
+    for args in (
+        [write_spec(tmp_path), "model.from_config=null", "model.lora={rank: 4}", "train.max_steps=2"],
+        [write_dpo(tmp_path, export), f"model.lora={{path: {export}}}", "data.packing=true"],
+    ):
+        done = alone(TRAIN, [*map(str, args), base])
+        assert done.returncode == 0, done.stdout + done.stderr
+        write_pairs(export.parent / "pairs.jsonl")
+    preferred = tmp_path / "runs" / "preferred"
+    losses = records(preferred, "train/loss")
+    assert losses[1] == pytest.approx(0.6931471805599453, abs=1e-5) and losses[STEPS] < losses[1]
+    before, after = (load_file(out / "adapter_model.safetensors") for out in (export, preferred / "export"))
+    assert before.keys() == after.keys() and not any(torch.equal(before[name], after[name]) for name in after)
 
 
 def gone_on(preferred: Path, supervised: Path, folder: Path, *overrides: str) -> Path:

@@ -33,6 +33,17 @@ def test_what_is_left_out_is_taken_from_the_saved_adapter(write: Write) -> None:
     assert lora is not None
     assert (lora.rank, lora.alpha, lora.use_rslora, lora.modules_to_save) == (8, 12.0, True, ())
     assert (lora.dropout, lora.target_modules) == (0.5, ("q_proj", "v_proj"))  # of the training; in any order
+    full = {
+        "target_modules": ["model.layers.0.q_proj", "model.layers.1.q_proj"],
+        "modules_to_save": ["m.head"],
+    }
+    path = f"model.lora.path={save(**full)}"
+    short = load_spec(
+        write(), [path, "model.lora.target_modules=[q_proj]", "model.lora.modules_to_save=[head]"]
+    )
+    assert short.model.lora and short.model.lora.target_modules == ("q_proj",)
+    for wrong in ("[q_proj, v_proj]", "[model.layers.0.q_proj]", "[proj]"):
+        assert f"{wrong} differs" in " ".join(messages(write(), path, f"model.lora.target_modules={wrong}"))
 
 
 def test_what_contradicts_it_is_told_with_both_values(write: Write) -> None:
