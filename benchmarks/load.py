@@ -54,12 +54,13 @@ VARIANTS = ("zero3", "zero3_offload", "pipeline", "zero0", "from_pretrained", "f
 
 
 def make_folder(folder: Path, keys: dict[str, Any], shard: str = SHARD) -> None:
-    """A Llama with random bf16 weights, as transformers saves it."""
+    """A model with random bf16 weights, as transformers saves it: a Llama where `keys` has no model_type."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**keys)).bfloat16()
+        config = AutoConfig.for_model(**{"model_type": "llama"} | keys)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.to_empty(device="cpu").tie_weights()
     for parameter in model.parameters():
         parameter.data.normal_(std=0.02)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from dsft.data.cache.store import Cache, cache_folder
 from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import choose_template
-from dsft.data.sets.dataset import Dataset
+from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.sets.load import HeldOutSet, RunData, load_data
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import longest_micro_batch
@@ -59,13 +59,14 @@ class Inputs:
     @cached_property
     def turn_end(self) -> int | None:
         """The token with which the chat template ends an answer; None where rows are not trained on it, as in
-        plain texts. Checks about SAMPLE_ROWS rows, spread over all sources."""
+        plain texts."""
         token = Renderer(self.tokenizer).turn_end()
-        every = max(1, len(self.train) // SAMPLE_ROWS)
-        rows = (self.train[index] for index in range(0, len(self.train), every))
-        return (
-            token if token is not None and any(token in row.input_ids[row.trained] for row in rows) else None
-        )
+        is_trained = token is not None and any(token in row.input_ids[row.trained] for row in self.sample())
+        return token if is_trained else None
+
+    def sample(self) -> Iterator[Example]:
+        """Yield about SAMPLE_ROWS training examples, spread over all sources."""
+        return map(self.train.__getitem__, range(0, len(self.train), max(1, len(self.train) // SAMPLE_ROWS)))
 
 
 def read_inputs(spec: Spec, log: Callable[[str], None], *, first: bool = True) -> Inputs:

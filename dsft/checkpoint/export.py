@@ -39,6 +39,7 @@ from dsft.checkpoint.files import (
 from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of, rows_of
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.tensors import BESIDE, NAMES, FileTensors, TensorSource, TensorsWithExtras, read_names
+from dsft.data.tokenizer.load import AUTO_MAP, is_unchanged
 from dsft.errors import CheckpointError, LockedError, StorageError
 from dsft.model.config import config_around, on_meta, read_config
 from dsft.model.lora import CONFIG, WEIGHTS
@@ -54,7 +55,9 @@ SHARD = 4 * 2**30
 ORIGIN = "dsft_export.json"
 """File of an export that names its checkpoint, and lists the export's files with their sizes and SHA-256."""
 
-BY_HAND = (CARD, "generation_config.json", "chat_template.jinja")
+TEMPLATE = "chat_template.jinja"
+
+BY_HAND = (CARD, "generation_config.json", TEMPLATE)
 """Files of an export that people edit; an edit does not make the export count as damaged."""
 
 NOT_AN_ADAPTERS = ("config.json", BESIDE, NAMES)
@@ -90,10 +93,11 @@ def write_model_folder(
         generation_config.eos_token_id = stops
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (BESIDE, NAMES, *PROCESSORS):  # of an earlier start, from another model
+        for name in (BESIDE, NAMES, TEMPLATE, *PROCESSORS):  # of an earlier start, from another model
             (folder / name).unlink(missing_ok=True)
         config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        one_template = not isinstance(tokenizer.chat_template, dict)
+        tokenizer.save_pretrained(folder, save_jinja_files=one_template)  # several: in tokenizer_config.json
         generation_config.save_pretrained(folder)
         for name, content in files_around(name_or_path, config).items():
             (folder / name).write_bytes(content)
@@ -203,6 +207,8 @@ def _write_export(
         place.parent.mkdir(parents=True, exist_ok=True)
         write_files(aside, read_files(checkpoint.model_folder))
         large = write(aside)
+        if is_unchanged(aside):
+            notes = [*notes, f"; its {AUTO_MAP}"]
         (aside / CARD).write_text(model_card(checkpoint.state, form), encoding="utf-8")
         files = {file.name: large.get(file.name) or digest_of(file) for file in aside.iterdir()}
         found = {"from": origin, "files": {name: asdict(f) for name, f in files.items()}, "notes": [*notes]}

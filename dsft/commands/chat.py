@@ -19,7 +19,6 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
-    AutoTokenizer,
     GenerationConfig,
     TextStreamer,
 )
@@ -29,7 +28,7 @@ from dsft.checkpoint.export import ORIGIN
 from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import prepare_messages, template_of
 from dsft.data.rows import BadRowError
-from dsft.data.tokenizer.load import num_ids
+from dsft.data.tokenizer.load import load_tokenizer, num_ids
 from dsft.errors import DsftError, MissingInputError, brief, printable
 from dsft.model.config import config_around, read_config
 from dsft.model.lora_experts import own_names
@@ -151,7 +150,7 @@ def load(folder: Path, sampling: Sampling) -> ChatModel:
     if unfit := unfit_file(folder):
         raise MissingInputError(f"{unfit}; export it again with dsft export.")
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer: Any = load_tokenizer(folder)
         if getattr(tokenizer, "chat_template", None) is None:
             raise MissingInputError(
                 f"{folder}: the tokenizer has no chat template, so it cannot chat; put a "

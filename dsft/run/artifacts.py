@@ -13,6 +13,7 @@ from dsft.checkpoint.export import write_model_folder
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.save import CheckpointState
 from dsft.data.sets.load import RunData
+from dsft.data.tokenizer.load import keep_tokens
 from dsft.engine.world import World
 from dsft.identity import Identity
 from dsft.inputs import Inputs
@@ -30,6 +31,9 @@ from dsft.run.job import Config, Job
 from dsft.run.loop import Progress
 from dsft.run.resolve import Resolved
 from dsft.spec.load import dump_spec
+
+SAMPLE_TOKENS = 512
+"""Most tokens of a row that the exported tokenizer is compared on."""
 
 
 def open_report(job: Job, config: Config, loaded: RunData, world: World, last_step: int, step: int) -> Report:
@@ -75,9 +79,9 @@ def facts_of(
 
 def describe(job: Job, config: Config, inputs: Inputs, start: CheckpointReader | None) -> list[str]:
     """Write the files in the run's folder that document how it was made, and the files that an export needs
-    beside the weights. Return lines to print: one for a token that was added to those that end an answer, and
-    a warning for each key of generation_config.json that differs from `start`, since only the export will
-    have it."""
+    beside the weights. Return lines to print: one for a token that was added to those that end an answer, one
+    where AutoTokenizer would make other tokens, and a warning for each key of generation_config.json that
+    differs from `start`, since only the export will have it."""
     spec, account = job.spec, inputs.loaded.account
     by_deepspeed = has_engine(spec) and not in_stages(spec)
     reference = config_of(spec, inputs.facts) if by_deepspeed else None
@@ -96,7 +100,8 @@ def describe(job: Job, config: Config, inputs: Inputs, start: CheckpointReader |
             f"export: answers end with {names[0]!r}, so generation_config.json stops at it too: eos_token_id "
             f"{listed}"
         )
-    return lines
+    rows = (row.input_ids[:SAMPLE_TOKENS] for row in inputs.sample())
+    return [*lines, *keep_tokens(tokenizer, job.model_folder, rows)]
 
 
 def shown_config(job: Job, config: Config, loaded: RunData) -> dict[str, Any]:

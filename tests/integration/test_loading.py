@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.load import TINY, make_folder
 from dsft.data.tokenizer.load import byte_level_tokenizer
@@ -78,16 +78,19 @@ def test_what_three_ranks_hold_is_what_the_files_hold(folders: Path) -> None:
 
 def test_in_and_out_nothing_changes(tmp_path: Path) -> None:
     """Tied, bf16, in several files; under ZeRO 3, which cuts some tensors and keeps others whole, with a
-    learning rate that moves no weight."""
+    learning rate that moves no weight. The tokens are those of tokenizer.json, for which AutoTokenizer (5.23)
+    takes another pre-tokenizer in the given folder of a qwen2 model."""
     folder = tmp_path / "model"
     tokenizer = byte_level_tokenizer()
     keys = MEDIUM | {"tie_word_embeddings": True, "vocab_size": 4_000, "max_position_embeddings": 256}
-    keys |= {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 2}
+    keys |= {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 2, "model_type": "qwen2"}
     make_folder(folder, keys, shard="2MB")
     tokenizer.save_pretrained(folder)
     same = ("optim.learning_rate=1.0e-42", "optim.warmup_steps=0", "optim.weight_decay=0.0")
     layout = ("parallel.zero_stage=3", "train.precision=bf16", "train.max_steps=1")
-    trained(write_spec(tmp_path), f"model={{name_or_path: {folder}}}", *same, *layout)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "What?", "completion": "cafe\u0301"}\n' * 24)
+    rows = (f"data.train=[{{path: {tmp_path / 'rows.jsonl'}}}]",)
+    trained(write_spec(tmp_path), f"model={{name_or_path: {folder}}}", *same, *layout, *rows)
     out = tmp_path / "runs" / "small" / "export"
     given, written = held_in(folder), held_in(out)
     assert len(list(folder.glob("*.safetensors"))) > 3
@@ -99,6 +102,10 @@ def test_in_and_out_nothing_changes(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval() for path in (folder, out)
     )
     assert torch.equal(before(ids).logits, after(ids).logits)
+    replaced, read = (
+        AutoTokenizer.from_pretrained(path)("cafe\u0301")["input_ids"] for path in (folder, out)
+    )
+    assert read == tokenizer("cafe\u0301")["input_ids"] != replaced
 
 
 def held_in(folder: Path) -> dict[str, torch.Tensor]:

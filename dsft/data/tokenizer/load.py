@@ -5,7 +5,8 @@ transformers is imported only when it is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,13 +114,21 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
         raise MissingInputError(_no_tokenizer(str(name_or_path), error)) from error
 
 
-PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Names of the class that uses `tokenizer.json` unchanged."""
+CONFIG = "tokenizer_config.json"
 
-NOT_PLAIN = (
-    "hyperclovax_vision_v2", "qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp", "siglip2",
-)  # fmt: skip
-"""Model types for which AutoTokenizer (5.23) uses another class even if the folder names a plain one."""
+PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Names of the class that uses `tokenizer.json` unchanged. For some model types (qwen2, qwen3_5 and others)
+AutoTokenizer (5.23) uses another class even if the folder names this one, and so makes other tokens."""
+
+UNCHANGED = {"AutoTokenizer": ["no_code.UseTokenizerJson", None]}
+"""A value of auto_map in tokenizer_config.json. With it AutoTokenizer uses the class that this file names for
+each of these model types. There is no such code, so trust_remote_code=True is an error."""
+
+AUTO_MAP = (
+    'tokenizer_config.json has "auto_map", with which AutoTokenizer uses tokenizer.json as it is; load it '
+    "without trust_remote_code=True"
+)
+"""What to tell users about UNCHANGED."""
 
 OWN_CLASS = {
     "Qwen2Tokenizer": ("qwen2", "qwen3"),
@@ -132,10 +141,11 @@ OWN_CLASS = {
 
 
 def _without_torch(folder: Path) -> str | None:
-    """Return the class that AutoTokenizer would choose for a folder, if that follows from the folder's files
-    alone, else None. AutoTokenizer itself imports torch and every model's config."""
+    """Return the class for a folder, if that follows from the folder's files alone, else None: the one that
+    AutoTokenizer would choose, or that of PLAIN where the folder names it. AutoTokenizer itself imports torch
+    and every model's config."""
     try:
-        config = read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / CONFIG)
         name = config["tokenizer_class"]
         model: dict[str, Any] = {"model_type": ""}
         if (folder / "config.json").exists():
@@ -149,9 +159,46 @@ def _without_torch(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if name in PLAIN:
-        return None if kind in NOT_PLAIN else PLAIN[0]
+        return PLAIN[0]
     own = str(name).removesuffix("Fast")
     return own if own in OWN_CLASS and kind in ("", *OWN_CLASS[own]) else None
+
+
+def keep_tokens(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, rows: Iterable[Sequence[int]]
+) -> Iterator[str]:
+    """Compare the tokenizer that AutoTokenizer reads from `folder` with `tokenizer`, which was saved there,
+    on the texts of `rows`. If it makes other tokens, write UNCHANGED into the folder, and yield a line for
+    the user."""
+    texts = [tokenizer.decode(row) for row in rows]
+    differ = _num_different(tokenizer, folder, texts)
+    if not differ:
+        return
+    path = folder / CONFIG
+    before = read_json(path)
+    path.write_text(json.dumps(before | {"auto_map": UNCHANGED}, indent=2), encoding="utf-8")
+    found = f"export: AutoTokenizer would read other tokens from {differ} of {len(texts)} rows than this run"
+    if _num_different(tokenizer, folder, texts):
+        path.write_text(json.dumps(before, indent=2), encoding="utf-8")
+        yield f"warning: {found}; use the tokenizer that this run was given"
+    else:
+        yield f"{found}; so {AUTO_MAP}"
+
+
+def is_unchanged(folder: Path) -> bool:
+    """Return whether UNCHANGED was written into the folder."""
+    path = folder / CONFIG
+    return path.is_file() and read_json(path).get("auto_map") == UNCHANGED
+
+
+def _num_different(tokenizer: PreTrainedTokenizerBase, folder: Path, texts: Sequence[str]) -> int:
+    from transformers import AutoTokenizer
+
+    try:
+        read = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return sum(read(text)["input_ids"] != tokenizer(text)["input_ids"] for text in texts)
+    except Exception:  # of the libraries, for a tokenizer that they cannot read
+        return len(texts)
 
 
 def _no_tokenizer(name: str, error: Exception) -> str:

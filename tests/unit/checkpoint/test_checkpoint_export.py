@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ from transformers import (
 from dsft.checkpoint.export import export, export_checkpoint, write_model_folder
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.tensors import write_beside
+from dsft.data.tokenizer.load import load_tokenizer
 from dsft.errors import CheckpointError, LockedError, StorageError
 from dsft.model.conversion import persistent_buffers
 
@@ -57,6 +59,19 @@ def test_tokenizer_template_and_generation_config_come_with_it(maker: Any, tmp_p
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "w3"}], tokenize=False) == "w3"
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 0
+
+
+def test_all_chat_templates_of_a_tokenizer_come_with_it(maker: Any, tokenizer: Any, tmp_path: Path) -> None:
+    several = {"tool_use": "{{ tools }}", "rag": "{{ documents }}", "default": "{{ messages }}"}
+    own, config = tokenizer.chat_template, LlamaConfig.from_pretrained(maker.model_folder)
+    for templates in (own, several, {"rag": "r"}, own):  # into the folder of the start before
+        tokenizer.chat_template = templates
+        write_model_folder(maker.model_folder, config, tokenizer)
+        maker.save(6)
+        export(CheckpointReader.open(maker.step(6)), tmp_path / "out")
+        assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == templates
+        assert load_tokenizer(tmp_path / "out").chat_template == templates
+        shutil.rmtree(maker.step(6))
 
 
 def test_in_shards_with_an_index(maker: Any, tmp_path: Path) -> None:

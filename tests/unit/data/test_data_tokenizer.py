@@ -12,16 +12,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers
 
 from dsft.data.render.renderer import Renderer, tokenizer_text
 from dsft.data.rows import Text
 from dsft.data.tokenizer.load import (
     BYTE_LEVEL_VOCAB_SIZE,
-    NOT_PLAIN,
     OWN_CLASS,
     SPECIAL_TOKENS,
     _without_torch,
     byte_level_tokenizer,
+    is_unchanged,
+    keep_tokens,
     load_tokenizer,
     pad_id,
 )
@@ -114,7 +116,6 @@ def test_the_vocabulary_size_costs_no_import() -> None:
         ("TokenizersBackend", "llama", "PreTrainedTokenizerFast"),
         ("TokenizersBackend", "qwen3", "PreTrainedTokenizerFast"),
         ("PreTrainedTokenizerFast", "mistral", "PreTrainedTokenizerFast"),
-        ("PreTrainedTokenizerFast", "qwen2", None),
         ("Qwen2Tokenizer", "qwen2", "Qwen2Tokenizer"),
         ("Qwen2TokenizerFast", "qwen3", "Qwen2Tokenizer"),
         ("Qwen2Tokenizer", None, "Qwen2Tokenizer"),
@@ -147,19 +148,48 @@ def test_without_torch_as_autotokenizer(
     assert ours.chat_template == theirs.chat_template
 
 
-def test_which_models_get_another_class_than_their_folder_names() -> None:
-    """As the installed transformers has it."""
+def test_classes_of_model_types_are_those_of_the_installed_transformers() -> None:
     from transformers.models.auto import tokenization_auto as auto
 
-    plain = {"TokenizersBackend", "PreTrainedTokenizerFast", "PythonBackend", "MistralCommonBackend", None}
-    other = {
-        kind
-        for kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
-        if auto.TOKENIZER_MAPPING_NAMES.get(kind) not in plain
-    }
-    assert set(NOT_PLAIN) == other
     for name, kinds in OWN_CLASS.items():
         assert {auto.TOKENIZER_MAPPING_NAMES[kind].removesuffix("Fast") for kind in kinds} == {name}
+
+
+def test_autotokenizer_makes_the_tokens_of_tokenizer_json_from_an_export_of_any_model(tmp_path: Path) -> None:
+    """It takes its own class, which composes characters, for the model types that are collected here."""
+    from transformers import CONFIG_MAPPING, AutoTokenizer
+    from transformers.models.auto import tokenization_auto as auto
+
+    text, replaced = "cafe\u0301", []
+    row = TOKENIZER(text)["input_ids"]
+    named = {"llama", "qwen3", *auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS}
+    for kind in sorted(named & set(CONFIG_MAPPING)):
+        folder, again = tmp_path / kind, tmp_path / f"{kind} again"
+        TOKENIZER.save_pretrained(folder)
+        (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+        assert load_tokenizer(folder)(text)["input_ids"] == row, kind
+        if lines := list(keep_tokens(TOKENIZER, folder, [row, row[:3]])):
+            assert "rows than this run; so tokenizer_config.json has" in lines[0]
+            assert kind != "qwen2" or "AutoTokenizer would read other tokens from 1 of 2 rows" in lines[0]
+            replaced.append(kind)
+        assert is_unchanged(folder) == bool(lines)
+        assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == row, kind
+        shutil.copytree(folder, again)
+        load_tokenizer(folder).save_pretrained(again)
+        list(keep_tokens(load_tokenizer(folder), again, [row]))
+        assert AutoTokenizer.from_pretrained(again)(text)["input_ids"] == row, kind
+    assert {"qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"} <= set(replaced)
+    assert not {"llama", "qwen3"} & set(replaced)
+
+
+def test_a_tokenizer_that_autotokenizer_cannot_read_alike_is_told(tmp_path: Path) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    other = byte_level_tokenizer()
+    other.backend_tokenizer.normalizer = normalizers.Lowercase()
+    before = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    [line] = keep_tokens(other, tmp_path, [TOKENIZER("A row")["input_ids"]])
+    assert line.startswith("warning: export:") and "use the tokenizer that this run was given" in line
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == before
 
 
 def test_code_that_comes_with_it_is_never_run(tmp_path: Path) -> None:
