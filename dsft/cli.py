@@ -198,7 +198,7 @@ def validate(
         from dsft.data.cache.store import check_first_rows
 
         check_first_rows(checked)
-    for warning in warnings(checked):
+    for warning in warnings(checked, check_files=not no_files):
         _print(f"warning: {warning}", error=True)
     _print(f"valid: {spec}")
     _print(summary(checked))

@@ -21,6 +21,11 @@ _ATTENTION = {
 _FLASH = (
     "auto takes FlashAttention, also without the package flash-attn, where GPU, precision and model allow it"
 )
+BALANCE = (
+    "transformers' balance loss of a mixture of experts depends on how a step is divided and is not offered; "
+    "the nearest is model.experts.balance: global_batch with balance_weight: the coefficient × the experts "
+    "per token (docs/experts.md)"
+)
 _QUANTIZED = "load_in_4bit load_in_8bit quantization_bit quantization_method quant_bits quant_method".split()
 _STEPS = "counted in steps here, and dsft preview prints the steps of an epoch"
 PACKED = (
@@ -32,6 +37,7 @@ PACKED = (
 def training(draft: Draft) -> None:
     """Convert batch sizes, length, precision, optimizer, schedule, evaluation, checkpoints and reports."""
     _batch(draft)
+    _balance(draft)
     _optimizer(draft)
     _schedule(draft)
     _when(draft)
@@ -64,6 +70,17 @@ def _batch(draft: Draft) -> None:
     else:
         draft.leave("num_train_epochs", "max_steps decides the length")
         draft.leave("num_epochs", "max_steps decides the length")
+
+
+def _balance(draft: Draft) -> None:
+    """Leave what asks for transformers' balance loss of a mixture of experts, with the reason."""
+    for name in ("router_aux_loss_coef", "moe_aux_loss_coef", "moe_aux_loss_coeff"):
+        if draft.get(name) != 0:
+            draft.leave(name, BALANCE)
+    for name in ("model_config", "overrides_of_model_config"):  # Axolotl's
+        keys = draft.given.get(name)
+        if isinstance(keys, Mapping) and keys.get("output_router_logits"):
+            draft.left[f"{name}.output_router_logits"] = BALANCE
 
 
 def _optimizer(draft: Draft) -> None:

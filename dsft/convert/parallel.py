@@ -19,6 +19,8 @@ _SPLIT = {
 }  # fmt: skip
 """Key that splits rows over GPUs -> what it does otherwise there."""
 
+_CHUNKS = "checkpointed layers (model.gradient_checkpointing: true) compute long MLPs in chunks by themselves"
+
 
 def parallel(draft: Draft) -> None:
     """Convert `deepspeed` (a JSON, its path, or ms-swift's name of one), `fsdp`, and what splits rows."""
@@ -34,8 +36,11 @@ def parallel(draft: Draft) -> None:
             draft.left[where] = (
                 "tensor parallelism is not offered; parallel.zero_stage: 3 shards every weight"
             )
-    draft.carry("model.mlp_chunks", "tiled_mlp_num_shards", to=positive)
-    draft.leave("tiled_mlp", "checkpointed layers compute long MLPs in chunks by themselves")
+    if draft.is_on("tiled_mlp") and draft.spec["model"]["gradient_checkpointing"]:
+        draft.carry("model.mlp_chunks", "tiled_mlp_num_shards", to=positive)
+        draft.leave("tiled_mlp", _CHUNKS)
+    else:
+        draft.leave("tiled_mlp_num_shards", _CHUNKS)
     _shards(draft)
 
 

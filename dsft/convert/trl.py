@@ -33,6 +33,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
         draft.defaults = {**draft.defaults, **_OF_TASK[task]}
     draft.put("task", task, "choose another one with --task sft, pretrain or dpo")
     draft.carry("model.name_or_path", "model_name_or_path")
+    if trl and draft.get("router_aux_loss_coef") is None:
+        draft.left["router_aux_loss_coef"] = f"on by default in TRL, for mixtures: {arguments.BALANCE}"
     arguments.attention(draft)
     arguments.checkpointing(draft, by_default=trl)
     arguments.quantization(draft)

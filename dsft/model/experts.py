@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dsft.errors import Problem, SpecError
+from dsft.spec.architecture import unused_loss
 
 ROUTERS = ("gate", "router")
 """transformers' names of the module that chooses the experts of each token."""
@@ -106,11 +107,12 @@ def _obstacle(causal_lm: PreTrainedModel, layers: list[ExpertLayer]) -> str:
 
 
 def described(causal_lm: PreTrainedModel) -> Iterator[str]:
-    """Yield the line for the start of a run that says what computes the experts."""
+    """Yield lines for the start of a run: what computes the experts, and a loss that is not trained."""
     if layers := expert_layers(causal_lm):
         kinds = sorted({(layer.top_k, layer.num_experts) for layer in layers})
         counts = " or ".join(f"{top_k} of {num_experts}" for top_k, num_experts in kinds)
         yield f"experts: {counts} for each token, computed by {causal_lm.config._experts_implementation}"
+        yield from unused_loss(vars(causal_lm.config))
 
 
 def _error(where: str, message: str) -> SpecError:

@@ -127,6 +127,15 @@ def _expert_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]
             yield value_finding(spec, f"model.experts.{key}", message, *MODEL)
 
 
+def unused_loss(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line if a model's config asks for transformers' loss that balances experts."""
+    if config.get("output_router_logits"):
+        yield (
+            "the model's config.json has output_router_logits, with which transformers trains a loss that "
+            "balances experts; dsft does not train it, but that of model.experts.balance (docs/experts.md)"
+        )
+
+
 def _pipeline_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
     key, stages, counts = (
         "parallel.pipeline_stages",

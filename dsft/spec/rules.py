@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from dsft.spec.architecture import text_part, unused_loss
 from dsft.spec.document import quote
+from dsft.spec.files import model_config
 from dsft.spec.findings import Finding, finding, value_at
 from dsft.spec.schema import Spec
 from dsft.spec.usual import rate_warnings, text_warnings
@@ -154,8 +156,10 @@ def rule_findings(spec: Spec) -> Iterator[Finding]:
             yield finding(rule.keys[0], rule.message(spec), *rule.keys[1:])
 
 
-def warnings(spec: Spec) -> tuple[str, ...]:
-    """Return the warnings for this spec, one sentence each."""
+def warnings(spec: Spec, *, check_files: bool = True) -> tuple[str, ...]:
+    """Return the warnings for this spec and for the config.json of its model, one sentence each."""
     warned = (rule for rule in RULES if rule.verdict == "warned" and rule.applies(spec))
+    config, _ = model_config(spec, check_files=check_files)
+    of_model = unused_loss(text_part(config)) if config is not None else ()
     of_rules = (f"{rule.keys[0]}: {rule.message(spec)}" for rule in warned)
-    return (*of_rules, *rate_warnings(spec), *text_warnings(spec))
+    return (*of_rules, *rate_warnings(spec), *text_warnings(spec), *of_model)

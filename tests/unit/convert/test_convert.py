@@ -325,6 +325,32 @@ def test_rows_that_are_split(config: dict[str, Any], batch: tuple[int | None, ..
     assert (tensor_parallel in done.left) == ("parallelism_config" in config)
 
 
+def test_chunks_of_mlps_need_checkpointed_layers() -> None:
+    for more in ({"gradient_checkpointing": False}, {"tiled_mlp": False}):
+        spec, done = converted({**AXOLOTL, "tiled_mlp": True, "tiled_mlp_num_shards": 2, **more})
+        assert spec.model.mlp_chunks is None
+        assert "model.gradient_checkpointing: true" in done.left["tiled_mlp_num_shards"]
+
+
+def test_the_balance_loss_of_transformers_is_named() -> None:
+    """TRL (1.7 and newer) adds it to every mixture of experts; the others where the config asks for it."""
+    trl = {"model_name_or_path": "a/b", "dataset_name": "x/y"}
+    swift = {"model": "a/b", "dataset": "data/pairs.json"}
+    for config, name in (
+        (trl, "router_aux_loss_coef"),
+        ({**trl, "router_aux_loss_coef": 0.02}, "router_aux_loss_coef"),
+        ({**LLAMA_FACTORY, "moe_aux_loss_coef": 1}, "moe_aux_loss_coef"),
+        ({**swift, "router_aux_loss_coef": 1e-3}, "router_aux_loss_coef"),
+        ({**AXOLOTL, "model_config": {"output_router_logits": True}}, "model_config.output_router_logits"),
+    ):
+        spec, done = converted(config)
+        assert "model.experts.balance: global_batch with balance_weight" in done.left[name]
+        assert ("on by default in TRL" in done.left[name]) == (config is trl)
+        assert name in done.path.read_text() and spec.model.experts.balance == "none"
+    for config in (LLAMA_FACTORY, swift, AXOLOTL, {**trl, "router_aux_loss_coef": 0.0}):
+        assert "balance" not in str(converted(config)[1].left)
+
+
 def test_rows_that_are_not_split() -> None:
     spec, done = converted({**AXOLOTL, "context_parallel_size": 1, "sequence_parallel": True})
     assert spec.parallel.sequence_parallel == 1

@@ -31,6 +31,7 @@ def test_layers_are_found_by_their_modules() -> None:
     assert expert_layers(on_meta("llama", num_hidden_layers=1)) == []
 
 
+MIXTRAL = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
 SMALL = {
     "num_hidden_layers": 1,
     "hidden_size": 64,
@@ -45,6 +46,12 @@ def chosen(choice: str, kind: str = "qwen3_moe", **keys: object) -> str:
     choose_experts(model, choice)
     (line,) = described(model)
     return line
+
+
+def test_a_loss_that_the_config_asks_for_is_told() -> None:
+    assert len(list(described(on_meta("mixtral", **MIXTRAL)))) == 1
+    line = list(described(on_meta("mixtral", **MIXTRAL, output_router_logits=True)))[1]
+    assert line.startswith("the model's config.json has output_router_logits") and "does not train it" in line
 
 
 def test_the_widths_decide_what_computes_the_experts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,21 @@ data: {train: [{path: "builtin:quickstart"}], max_length: 128}
 train: {micro_batch_size: 2, accumulation_steps: 4}
 optim: {learning_rate: 1e-5}
 """
+
+
+def test_a_loss_that_the_models_config_asks_for_is_told(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC.replace("a/b", f"{tmp_path}, tokenizer: a/b"))
+    for keys, count in (
+        ({"model_type": "mixtral", "output_router_logits": True}, 1),
+        ({"model_type": "mixtral", "output_router_logits": False}, 0),
+        ({"model_type": "qwen3_vl_moe", "text_config": {"output_router_logits": True}}, 1),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(keys))
+        found = warnings(load_spec(tmp_path / "spec.yaml"))
+        assert [warning.startswith("the model's config.json has output_router") for warning in found] == [
+            True
+        ] * count
+        assert warnings(load_spec(tmp_path / "spec.yaml"), check_files=False) == ()
 
 
 def rate_warnings(task: str, model: dict[str, Any], rate: float, optimizer: str = "adamw") -> list[str]:
