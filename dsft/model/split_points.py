@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from dsft.errors import Problem, SpecError
+from dsft.model.experts import choose_experts
 from dsft.model.policy import Policy
 from dsft.model.stage import SplitPoints, cut_to_stage
 from dsft.plan.cut import Cut
@@ -120,7 +121,7 @@ def narrow(config: PreTrainedConfig) -> PreTrainedConfig:
             setattr(small, name, 2 if getattr(config, name) == heads else 1)
     changed = {"hidden_size": width, "num_attention_heads": 2, "vocab_size": VOCABULARY, "pad_token_id": 0}
     changed |= {"intermediate_size": WIDTH, "ffn_hidden_size": WIDTH, "sliding_window": WINDOW}
-    changed |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    changed |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_num_heads": 2}
     changed |= {"moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": WIDTH}
     changed |= {"vocab_size_per_layer_input": VOCABULARY}
     if getattr(config, "first_k_dense_replace", 0):
@@ -135,12 +136,9 @@ def small_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the small model in float32 on the CPU; every parameter is perturbed, so that a zero or a one
     hides nothing."""
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        narrow(config),
-        dtype=torch.float32,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        trust_remote_code=False,
+        narrow(config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
+    choose_experts(model, "auto")  # one after the other, each adds its gradient to that of all experts
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))

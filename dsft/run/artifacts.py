@@ -100,7 +100,7 @@ def describe(job: Job, config: Config, inputs: Inputs, start: CheckpointReader |
             f"export: answers end with {names[0]!r}, so generation_config.json stops at it too: eos_token_id "
             f"{listed}"
         )
-    rows = (row.input_ids[:SAMPLE_TOKENS] for row in inputs.sample())
+    rows = (row.input_ids[:SAMPLE_TOKENS].tolist() for row in inputs.sample())
     return [*lines, *keep_tokens(tokenizer, job.model_folder, rows)]
 
 

@@ -4,12 +4,13 @@ the log-probabilities and the gradients of the whole, of padded and of packed ro
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.model.attention import attend_per_segment
@@ -21,6 +22,7 @@ from dsft.older import checkpoint_activations
 from dsft.plan.cut import Cut
 from dsft.spec.architecture import PIPELINE_MODEL_TYPES
 from tests.architectures.cases import ARCHITECTURES, PACKED, USUAL, deeper, small_config, small_model
+from tests.launching import allowed
 from tests.selected import tiered
 
 BOUND = 1e-6
@@ -104,6 +106,13 @@ def test_stages_are_the_whole(kind: str) -> None:
         for policy in (whole, *two):
             attend_per_segment(policy.causal_lm, attention, 64)
         check(whole, two, packed())
+
+
+def test_a_model_with_many_experts_is_searched_in_seconds() -> None:
+    """512 experts; computed one after the other they took 70 seconds."""
+    start = time.perf_counter()
+    assert isinstance(find_split_points(CONFIG_MAPPING["qwen3_next"]()), SplitPoints)
+    assert time.perf_counter() - start < allowed(10)
 
 
 def test_what_can_be_cut_is_listed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,11 @@ def test_in_and_out_nothing_changes(tmp_path: Path) -> None:
     takes another pre-tokenizer in the given folder of a qwen2 model."""
     folder = tmp_path / "model"
     tokenizer = byte_level_tokenizer()
-    keys = MEDIUM | {"tie_word_embeddings": True, "vocab_size": 4_000, "max_position_embeddings": 256}
+    keys: dict[str, Any] = MEDIUM | {
+        "tie_word_embeddings": True,
+        "vocab_size": 4_000,
+        "max_position_embeddings": 256,
+    }
     keys |= {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 2, "model_type": "qwen2"}
     make_folder(folder, keys, shard="2MB")
     tokenizer.save_pretrained(folder)

@@ -164,13 +164,11 @@ def _without_torch(folder: Path) -> str | None:
     return own if own in OWN_CLASS and kind in ("", *OWN_CLASS[own]) else None
 
 
-def keep_tokens(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, rows: Iterable[Sequence[int]]
-) -> Iterator[str]:
+def keep_tokens(tokenizer: PreTrainedTokenizerBase, folder: Path, rows: Iterable[list[int]]) -> Iterator[str]:
     """Compare the tokenizer that AutoTokenizer reads from `folder` with `tokenizer`, which was saved there,
     on the texts of `rows`. If it makes other tokens, write UNCHANGED into the folder, and yield a line for
     the user."""
-    texts = [tokenizer.decode(row) for row in rows]
+    texts = [str(tokenizer.decode(row)) for row in rows]
     differ = _num_different(tokenizer, folder, texts)
     if not differ:
         return
