@@ -23,6 +23,7 @@ from dsft.model.config import TokenFacts, on_meta, resolve_config, token_facts
 from dsft.model.experts import choose_experts, expert_layers
 from dsft.model.mlp_chunks import check_mlps, mlps_of
 from dsft.model.names import plain_name
+from dsft.model.recurrence import saved_bytes
 from dsft.model.split_check import query_heads
 from dsft.model.split_points import find_split_points
 from dsft.model.stage import SplitPoints
@@ -70,6 +71,11 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, 
     embedding = causal_lm.get_input_embeddings().weight
     layers = _layers(causal_lm, num_layers)
     mixtures = {id(p): one for one in expert_layers(causal_lm) for p in _of(causal_lm, one.experts)}
+    recurrent = {
+        id(p): saved if number == 0 else (0, 0)
+        for name, saved in saved_bytes(causal_lm).items()
+        for number, p in enumerate(_of(causal_lm, name))
+    }
     mlps = {id(p): plain_name(name) for name, mlp in mlps_of(causal_lm).items() for p in mlp.parameters()}
     found: dict[int, dict[str, Any]] = {}
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
@@ -87,6 +93,8 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, 
         }
         if id(parameter) in mlps:
             found[id(parameter)]["mlp"] = mlps[id(parameter)]
+        if id(parameter) in recurrent:
+            found[id(parameter)]["saved"] = list(recurrent[id(parameter)])
         if id(parameter) in mixtures:
             mixture = mixtures[id(parameter)]
             found[id(parameter)] |= {"experts": mixture.num_experts, "top_k": mixture.top_k}

@@ -14,6 +14,7 @@ on: with and without these packages rows are padded.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections import defaultdict
@@ -100,6 +101,40 @@ def mix_per_segment(causal_lm: PreTrainedModel) -> bool:
     return found
 
 
+def saved_bytes(causal_lm: PreTrainedModel) -> dict[str, tuple[int, int]]:
+    """Return for each module with a recurrence, by name, the bytes per token that its backward needs, in 16
+    bits and in float32: of its matrices and of transformers' torch functions, which compute in float32 and
+    keep many times as much as they return. `causal_lm` is on the meta device, where this is counted."""
+    counted: dict[str, tuple[int, int]] = {}  # of modules that are alike
+    found = {}
+    for name, module in causal_lm.named_modules():
+        if _mixers(type(module)) & RECURRENCES:
+            alike = repr([(p.shape, p.requires_grad) for p in module.parameters()])
+            if alike not in counted:
+                counted[alike] = _saved(module, torch.bfloat16), _saved(module, torch.float32)
+            found[name] = counted[alike]
+    return found
+
+
+def _saved(module: nn.Module, dtype: torch.dtype) -> int:
+    tokens, kept = 4 * CHUNK, dict[int, torch.UntypedStorage]()
+    module = copy.deepcopy(module).to(dtype)
+    forward: Any = inspect.unwrap(type(module).forward)
+    names = {name: inspect.unwrap(forward.__globals__[name]) for name in _mixers(type(module))}
+    parameters = {p.untyped_storage()._cdata for p in module.parameters()}
+    hidden = torch.empty(1, tokens, module.hidden_size, dtype=dtype, device="meta", requires_grad=True)  # type: ignore[arg-type]
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with_globals(forward, names)(module, hidden)
+    return sum(storage.nbytes() for storage in kept.values()) // tokens
+
+
 def _mixers(kind: type[nn.Module]) -> frozenset[str]:
     """Return the functions that mix tokens, by name, that the forward of a module's class calls."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
@@ -108,15 +143,15 @@ def _mixers(kind: type[nn.Module]) -> frozenset[str]:
 
 def with_globals(function: FunctionType, names: dict[str, Any]) -> FunctionType:
     """Return a copy of `function` for which these names mean something else."""
-    copy = FunctionType(
+    made = FunctionType(
         function.__code__,
         function.__globals__ | names,
         function.__name__,
         function.__defaults__,
         function.__closure__,
     )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def _per_segment(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

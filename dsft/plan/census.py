@@ -26,7 +26,7 @@ from dsft.system.files import cache_folder, cache_json, cached_json
 if TYPE_CHECKING:  # dsft.plan.cut imports this module
     from dsft.plan.cut import Cut
 
-VERSION = 9
+VERSION = 10
 """Version of cached censuses. Increase it when the same model section, files and library versions give
 another census (parameters, names, layers, reasons) or another JSON format. Checked by
 tests/unit/plan/test_census_version.py."""
@@ -53,6 +53,8 @@ class Parameter:
     experts    number of experts whose weights it has; 1 outside a mixture of experts
     top_k      number of these experts that each token passes through
     mlp        name of the MLP that it belongs to, of those that can be computed in chunks of tokens
+    saved      of the parameters of a recurrent module: at its first one the bytes per token that the module's
+               backward needs, in 16 bits and in fp32, at the others zeros; empty outside such modules
     """
 
     name: str
@@ -65,6 +67,7 @@ class Parameter:
     experts: int = 1
     top_k: int = 1
     mlp: str | None = None
+    saved: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -217,7 +220,7 @@ def _count(model: Model) -> dict[str, Any]:
 def census_from(answer: Mapping[str, Any]) -> Census:
     """Build a census from the JSON answer of `dsft.model.census.take_census`."""
     parameters = tuple(
-        Parameter(**{**p, "shape": tuple(p["shape"]), "aliases": tuple(p["aliases"])})
+        Parameter(**{key: tuple(value) if isinstance(value, list) else value for key, value in p.items()})
         for p in answer["parameters"]
     )
     heads = Heads(**answer["heads"]) if answer["heads"] else None

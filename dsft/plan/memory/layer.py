@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsft.plan.census import Census, Parameter
-from dsft.plan.memory.phases import Tensors, each
+from dsft.plan.memory.phases import Tensors, each, one
 from dsft.plan.memory.sizes import FP32, chunk_limit, runs_on_cpu, weight_bytes
 from dsft.spec.schema import Spec
 
@@ -34,12 +34,19 @@ def mlp_chunks(spec: Spec, census: Census, tokens: int) -> int:
 
 def activations(own: Sequence[Parameter], hidden: int, spec: Spec, tokens: int, chunks: int) -> Tensors:
     """Return what the backward needs of a layer with these parameters: of its MLP one of `chunks` chunks, the
-    sums of its gradients in float32, and those of a chunk."""
+    sums of its gradients in float32, and those of a chunk; of a recurrence what was counted."""
     token = tokens * weight_bytes(spec)
+    recurrent = one(tokens * sum(p.saved[weight_bytes(spec) == FP32] for p in own if p.saved))
+    own = [parameter for parameter in own if not parameter.saved]
     mlp = [parameter for parameter in own if chunks > 1 and parameter.mlp]
     others = [parameter for parameter in own if not (chunks > 1 and parameter.mlp)]
     sums = each((p.numel for p in mlp if p.trained), FP32 + weight_bytes(spec))
-    return each(_saved(others, hidden, spec), token) + each(_saved(mlp, 0, spec), -(-token // chunks)) + sums
+    return (
+        each(_saved(others, hidden, spec), token)
+        + each(_saved(mlp, 0, spec), -(-token // chunks))
+        + sums
+        + recurrent
+    )
 
 
 def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:

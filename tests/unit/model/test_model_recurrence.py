@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +24,14 @@ from dsft.model.attention import (
     use,
 )
 from dsft.model.attention_choice import VARLEN
+from dsft.model.census import take_census
+from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy, target_logps
 from dsft.model.recurrence import CHUNK, recurrent_layers, segment_rows
 from dsft.older import checkpoint_activations
+from dsft.plan.census import census_from
+from dsft.plan.memory.layer import activations
+from dsft.spec.schema import Model, Spec
 from tests import varlen_on_cpu
 from tests.selected import tiered
 
@@ -327,3 +333,35 @@ def test_other_layers_are_refused(kind: str, said: str) -> None:
     """Another linear attention, and another layer beside a gated delta rule."""
     with pytest.raises(SpecError, match=f"has layers of type {said}, which see"):
         check_can_pack(CONFIG_MAPPING[kind](), 64)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next", "bailing_hybrid"])
+def test_the_plan_counts_what_the_backward_of_a_recurrent_layer_needs(kind: str, tmp_path: Path) -> None:
+    """Compared with the storages that autograd really saves in a layer on the CPU, without its parameters."""
+    keys = SMALL | {"hidden_size": 128, "intermediate_size": 256, "layer_types": ["linear_attention"] * 3}
+    keys |= {"linear_key_head_dim": 32, "linear_value_head_dim": 64, "linear_head_dim": 64}
+    config = CONFIG_MAPPING[kind](**keys | KINDS[kind])
+    config.save_pretrained(tmp_path)
+    model = Model(name_or_path=str(tmp_path))
+    counted = census_from(take_census(model, TokenFacts(100, 1, 2, 0), cuts=False))
+    for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        spec = Spec.model_validate({
+            "name": "small", "task": "sft", "model": model, "data": {"train": [{"path": "rows.jsonl"}]},
+            "train": {"micro_batch_size": 1, "accumulation_steps": 1, "precision": precision},
+            "optim": {"learning_rate": 1e-3},
+        })  # fmt: skip
+        layer = AutoModelForCausalLM.from_config(config, dtype=dtype).model.layers[0]
+        hidden = torch.randn(1, 4 * CHUNK, 128, dtype=dtype, requires_grad=True)
+        kept: dict[int, Tensor] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, Tensor] = kept) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            layer(hidden, position_embeddings=None)
+        for parameter in layer.parameters():
+            kept.pop(parameter.untyped_storage().data_ptr(), None)
+        saved = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        own = [parameter for parameter in counted.parameters if parameter.layer == 0]
+        assert activations(own, 128, spec, 4 * CHUNK, 1).total == pytest.approx(saved, rel=0.1)
