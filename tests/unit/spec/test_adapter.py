@@ -35,11 +35,11 @@ def test_what_is_left_out_is_taken_from_the_saved_adapter(write: Write) -> None:
     assert (lora.dropout, lora.target_modules) == (0.5, ("q_proj", "v_proj"))  # of the training; in any order
     full = {
         "target_modules": ["model.layers.0.q_proj", "model.layers.1.q_proj"],
-        "modules_to_save": ["m.head"],
+        "modules_to_save": ["m.lm_head"],
     }
     path = f"model.lora.path={save(**full)}"
     short = load_spec(
-        write(), [path, "model.lora.target_modules=[q_proj]", "model.lora.modules_to_save=[head]"]
+        write(), [path, "model.lora.target_modules=[q_proj]", "model.lora.modules_to_save=[lm_head]"]
     )
     assert short.model.lora and short.model.lora.target_modules == ("q_proj",)
     for wrong in ("[q_proj, v_proj]", "[model.layers.0.q_proj]", "[proj]"):
