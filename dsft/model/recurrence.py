@@ -122,7 +122,8 @@ def _saved(module: nn.Module, dtype: torch.dtype) -> int:
     forward: Any = inspect.unwrap(type(module).forward)
     names = {name: inspect.unwrap(forward.__globals__[name]) for name in _mixers(type(module))}
     parameters = {p.untyped_storage()._cdata for p in module.parameters()}
-    hidden = torch.empty(1, tokens, module.hidden_size, dtype=dtype, device="meta", requires_grad=True)  # type: ignore[arg-type]
+    width: Any = module.hidden_size
+    hidden = torch.empty(1, tokens, width, dtype=dtype, device="meta", requires_grad=True)
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

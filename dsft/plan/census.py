@@ -220,7 +220,7 @@ def _count(model: Model) -> dict[str, Any]:
 def census_from(answer: Mapping[str, Any]) -> Census:
     """Build a census from the JSON answer of `dsft.model.census.take_census`."""
     parameters = tuple(
-        Parameter(**{key: tuple(value) if isinstance(value, list) else value for key, value in p.items()})
+        Parameter(**{**p, **{key: tuple(p.get(key, ())) for key in ("shape", "aliases", "saved")}})
         for p in answer["parameters"]
     )
     heads = Heads(**answer["heads"]) if answer["heads"] else None
