@@ -135,7 +135,7 @@ def programs(probed: ProbeResults) -> Iterator[CheckResult]:
     cluster = probed.needs.spec.cluster
     if cluster is None or len(cluster.hosts) < 2:
         return
-    program = {"dsft": "pdsh", "deepspeed": "pdsh", "slurm": "srun"}.get(cluster.launcher)
+    program = {"deepspeed": "pdsh", "slurm": "srun"}.get(cluster.launcher)
     if program is None:
         return
     if shutil.which(program) is None:

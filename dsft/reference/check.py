@@ -40,7 +40,7 @@ from dsft.spec.schema import Dpo, Spec
 EXACT = 1e-5  # bound for rewards, margins and the loss in fp32, and the smallest bound for any type
 FACTOR = 4.0  # the reference's layout may differ from the two in which rounding is measured
 NUM_BATCHES = 2  # micro-batches of the first step to check
-ALONE = 4  # pairs that are also scored alone
+PAIRS_ALONE = 4  # pairs that are also scored alone
 SHOWN = 3  # pairs that an error names
 ANSWERS = ("chosen", "rejected")
 PIECE = 2**24  # elements of a weight that are copied to the host at a time
@@ -137,9 +137,9 @@ def _score_pairs(start: StartCheck, engine: Engine, policy: Policy, world: World
     plain = engine.score(batches, answer_logps)
     training = engine.score(batches, answer_logps, training=True)
     numbers = [int(number) for batch in batches if batch.pairs is not None for number in batch.pairs.ids]
-    rows = [answer for number in numbers[:ALONE] for answer in whole_rows(start.dataset[number])]
+    rows = [answer for number in numbers[:PAIRS_ALONE] for answer in whole_rows(start.dataset[number])]
     filled = [collate_padded([row], start.pad_id) for row in rows]
-    filled += [collate_padded([], start.pad_id)] * (2 * ALONE - len(rows))
+    filled += [collate_padded([], start.pad_id)] * (2 * PAIRS_ALONE - len(rows))
     with own_attention(policy.causal_lm):
         alone = engine.score(filled, log_probabilities)
     if not plain or not numbers or world.sequence_rank:

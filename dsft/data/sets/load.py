@@ -34,7 +34,6 @@ from dsft.data.sets.selection import (
 from dsft.errors import DataError, Problem
 from dsft.spec.preferences import shares_prompts
 from dsft.spec.schema import Data, Source, Spec
-from dsft.spec.task import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,7 +134,7 @@ def _sets(
     spec: Spec, tokenizer: PreTrainedTokenizerBase, cache: Cache, options: CutOptions
 ) -> list[list[Selection]]:
     """Return the sets, the training set first, with their rows cut to examples."""
-    data, is_pairs = spec.data, TASKS[spec.task].unit == "pair"
+    data, is_pairs = spec.data, spec.task_kind.unit == "pair"
     renderer = Renderer(tokenizer, train_on=data.train_on, name=data.chat_template, thinking=data.thinking)
 
     def rows_of(source: Source) -> TokenRows | PairRows:
@@ -156,7 +155,7 @@ _SETTINGS = {
 
 def on_too_long(spec: Spec) -> OnTooLong:
     """Return how rows over max_length are treated: "fill" for packed pretraining, else data.on_too_long."""
-    return "fill" if spec.data.packing and not TASKS[spec.task].answers else spec.data.on_too_long
+    return "fill" if spec.data.packing and not spec.task_kind.answers else spec.data.on_too_long
 
 
 def _unit(selections: Sequence[Selection]) -> str:

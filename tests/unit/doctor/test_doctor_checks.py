@@ -97,9 +97,26 @@ def test_two_hosts_in_order(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     assert told(seen(facts)) == []
     assert {finding.check for finding in findings_of(seen(facts))} == {
-        "reach", "versions", "devices", "hostfile", "programs", "names", "interface", "connection", "port",
+        "reach", "versions", "devices", "hostfile", "names", "interface", "connection", "port",
         "shared", "space", "shm", "files", "compiler", "open files", "locked memory",
     }  # fmt: skip
+
+
+def test_the_programs_of_the_launcher_are_needed(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dsft launch` itself needs neither pdsh nor srun."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    missing = {
+        launcher: [
+            line for line in told(seen(facts, (f"cluster.launcher={launcher}",))) if "programs" in line
+        ]
+        for launcher in ("dsft", "deepspeed", "slurm")
+    }
+    assert missing == {
+        "dsft": [],
+        "deepspeed": ["warning programs None: pdsh is not on PATH here"],
+        "slurm": ["warning programs None: srun is not on PATH here"],
+    }
 
 
 def put(*path: str, to: Any) -> Callable[[Facts], None]:
