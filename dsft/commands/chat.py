@@ -33,7 +33,7 @@ from dsft.errors import DsftError, MissingInputError, brief, printable
 from dsft.model.config import config_around, read_config
 from dsft.model.lora_experts import own_names
 from dsft.model.read import load_whole
-from dsft.system.json_file import read_json, unfit_file
+from dsft.system.json_file import read_json
 from dsft.system.run_folder import named_export
 
 Message = dict[str, str]
@@ -147,8 +147,6 @@ def load(folder: Path, sampling: Sampling) -> ChatModel:
     folder = named_export(folder)
     adapter = (folder / ADAPTER_CONFIG).is_file()
     logging.disable_progress_bar()
-    if unfit := unfit_file(folder):
-        raise MissingInputError(f"{unfit}; export it again with dsft export.")
     try:
         tokenizer: Any = load_tokenizer(folder)
         if getattr(tokenizer, "chat_template", None) is None:

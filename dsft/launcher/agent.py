@@ -14,7 +14,6 @@ From it:  {"hello": {addresses, port}}, {"started": {rank: pid}}, {"heartbeats":
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -36,6 +35,7 @@ from dsft.launcher.processes import JOB, code_of_ended, is_alive, is_stopped, jo
 from dsft.rank.heartbeat import LOGS, SOCKET
 from dsft.remote import Lines, Message, own_connection
 from dsft.system.host import free_port
+from dsft.system.json_file import parse_json
 from dsft.system.process import die_with
 
 PING = 1.0  # seconds
@@ -158,7 +158,7 @@ class ReceivedHeartbeat:
 def read_heartbeat(datagram: bytes, now: float) -> ReceivedHeartbeat | None:
     """Parse a datagram; None if it is not a heartbeat."""
     try:
-        fields = json.loads(datagram)
+        fields = parse_json(datagram.decode())
         ended, message = fields.get("ended"), fields.get("message")
         return ReceivedHeartbeat(
             int(fields["rank"]),

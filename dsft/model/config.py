@@ -36,9 +36,9 @@ from dsft.model.vocabulary import NewRows
 from dsft.model.whole import text_config
 from dsft.older import can_use_sdpa
 from dsft.spec.architecture import quantization
+from dsft.spec.files import unfit_model
 from dsft.spec.schema import Model
 from dsft.system.hub import hub_obstacle, is_hub_id
-from dsft.system.json_file import unfit_file
 
 WHERE = "model.from_config"
 
@@ -230,7 +230,7 @@ def read_whole_config(name_or_path: str | Path) -> PreTrainedConfig:
 
     Raises MissingInputError where there is no config that can be read, or it names a kernel of the hub.
     """
-    if unfit := unfit_file(Path(name_or_path)):
+    if unfit := unfit_model(name_or_path):
         raise MissingInputError(f"{unfit}; give a folder of a model's files.")
     is_id = is_hub_id(str(name_or_path))
     obstacle = hub_obstacle() if is_id else None

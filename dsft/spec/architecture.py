@@ -41,6 +41,8 @@ MIXTURES = frozenset(
 )
 """Those of PIPELINE_MODEL_TYPES that are mixtures of experts, whatever their config says."""
 
+MOST_MODULES = 10_000
+
 PER_LAYER_INPUTS = ("gemma3n_text", "gemma4_text")
 
 
@@ -70,6 +72,17 @@ def quantization(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def too_many(config: object) -> str | None:
+    """Return a clause about a number of layers or experts, also in a part of a config, that no model has: to
+    build so many would take hours. None if there is none."""
+    if not isinstance(config, Mapping):
+        return None
+    for key, value in config.items():
+        if _is_count(value) and value > MOST_MODULES and ("layer" in str(key) or "expert" in str(key)):
+            return f"{key} is {quote(value)}, and no model has more than {MOST_MODULES:,}"
+    return next(filter(None, map(too_many, config.values())), None)
+
+
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keys of the text model in the config.json of a multimodal model; other configs as they are.
     Older ones of Qwen-VL have these keys at the top, beside vision_config."""
@@ -82,6 +95,8 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def model_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield findings that follow from the model's config: quantized weights, too few positions, a pipeline
     that is impossible."""
+    if clause := too_many(config):
+        yield Finding(("model",), f"{clause}; correct the config", MODEL)
     config = text_part(config)
     quantized = quantization(config)
     if quantized is not None:

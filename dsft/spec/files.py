@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.errors import CheckpointError
+from dsft.spec.architecture import too_many
 from dsft.spec.document import KeyPath, quote
 from dsft.spec.findings import Finding, finding, value_at, value_finding
 from dsft.spec.listing import NoDataFileError, local_files
@@ -167,7 +168,7 @@ def _templates_in(folder: str) -> set[str]:
 
 def _folder(path: KeyPath, name: str, one_of: tuple[str, ...], *, hub: bool = True) -> Iterator[Finding]:
     folder = Path(name)
-    if unfit := unfit_file(folder):
+    if unfit := unfit_file(folder):  # a config of too many layers is reported with the model
         yield Finding(path, f"{unfit}; give a folder of files")
     elif isdir(folder):
         if not any(isfile(folder / file) for file in one_of):
@@ -187,6 +188,18 @@ def _folder(path: KeyPath, name: str, one_of: tuple[str, ...], *, hub: bool = Tr
     elif not (hub and _HUB_ID.fullmatch(name)):
         kind = "neither a folder nor a hub id such as owner/name" if hub else "not a folder"
         yield Finding(path, f"{quote(name)} is {kind}{_searched(name)}; correct the path")
+
+
+def unfit_model(name: str | Path) -> str | None:
+    """Return a clause on why a model's folder cannot be given to transformers, which would hang or run out of
+    memory; None if it can, or is no folder."""
+    if unfit := unfit_file(Path(name)):
+        return unfit
+    try:
+        clause = too_many(read_json(Path(name, "config.json")))
+    except (OSError, ValueError):  # there is none, or transformers says what is wrong with it
+        return None
+    return clause and f"in {Path(name, 'config.json')} {clause}"
 
 
 def lacks_tokenizer(name: str) -> bool:

@@ -62,7 +62,7 @@ def test_every_call_is_told_to_run_no_code() -> None:
         tree = ast.parse(source)
         found += [f"{path.relative_to(ROOT)} {one}" for one in (*untold(tree), *given_true(tree))]
     assert not found
-    assert calls >= 7, "the calls were not found, so this test looks for them in the wrong place"
+    assert calls >= 5, "the calls were not found, so this test looks for them in the wrong place"
 
 
 @pytest.mark.parametrize(

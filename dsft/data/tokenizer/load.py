@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from dsft.data.render.template import named_template
 from dsft.data.tokenizer.spm import MODEL_FILE, bare_model, load_sentencepiece
 from dsft.errors import MissingInputError
-from dsft.spec.files import NO_TOKENIZER, lacks_tokenizer
+from dsft.spec.files import NO_TOKENIZER, lacks_tokenizer, unfit_model
 from dsft.spec.schema import Model
 from dsft.system.hub import hub_obstacle, is_hub_id
-from dsft.system.json_file import read_json, unfit_file
+from dsft.system.json_file import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,6 +28,8 @@ TURN_END_TOKEN = "<|im_end|>"
 SPECIAL_TOKENS = (PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN)
 BYTE_LEVEL_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 """Size of the byte-level vocabulary: byte b is token b; the special tokens follow."""
+MOST_IDS = 2**24
+"""The largest vocabularies have 2^18 tokens; the tokenizers library allocates memory for each id."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     """
     if (model := bare_model(name_or_path)) is not None:
         return load_sentencepiece(model)
-    if unfit := unfit_file(Path(name_or_path)):
+    if unfit := unfit_model(name_or_path):
         raise MissingInputError(f"tokenizer {name_or_path}: {unfit}; give a folder of a tokenizer's files")
     if lacks_tokenizer(str(name_or_path)):
         raise MissingInputError(f"tokenizer {name_or_path}: the folder {NO_TOKENIZER}")
@@ -105,13 +107,20 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
         if (light := _without_torch(Path(name_or_path))) is not None:
             import transformers
 
-            light_class: Any = getattr(transformers, light)
-            return light_class.from_pretrained(str(name_or_path), trust_remote_code=False)  # type: ignore[no-any-return]
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
+            tokenizer_class: Any = getattr(transformers, light)
+        else:
+            from transformers import AutoTokenizer as tokenizer_class
+        tokenizer: PreTrainedTokenizerBase = tokenizer_class.from_pretrained(
+            str(name_or_path), trust_remote_code=False
+        )
     except Exception as error:  # errors of the libraries for damaged files have no common class
         raise MissingInputError(_no_tokenizer(str(name_or_path), error)) from error
+    if num_ids(tokenizer) > MOST_IDS:
+        raise MissingInputError(
+            f"tokenizer {name_or_path}: it has the token id {num_ids(tokenizer) - 1:,}, and a model has a "
+            f"row for each id up to it; at most {MOST_IDS:,} are supported: repair its vocabulary"
+        )
+    return tokenizer
 
 
 CONFIG = "tokenizer_config.json"

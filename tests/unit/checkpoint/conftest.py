@@ -144,6 +144,10 @@ class Maker:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
     words = {"<eos>": 0} | {f"w{i}": i for i in range(1, 50)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="w1")), eos_token="<eos>"

@@ -292,9 +292,7 @@ def test_only_regular_files_of_a_folder_are_read(export: Path, tmp_path: Path) -
     folder = copied(export, tmp_path / "pipe", "config.json")
     (folder / "tokenizer.json").unlink()
     os.mkfifo(folder / "tokenizer.json")
-    with pytest.raises(
-        MissingInputError, match=r"tokenizer\.json is a named pipe, not a file; export it again"
-    ):
+    with pytest.raises(MissingInputError, match=r"tokenizer\.json is a named pipe, not a file"):
         load(folder, GREEDY)
     (folder / "tokenizer.json").unlink()
     with (folder / "tokenizer.json").open("wb") as file:

@@ -73,6 +73,17 @@ def test_pad_id_without_special_tokens() -> None:
     assert pad_id(tokenizer) == 0
 
 
+def test_token_id_beyond_every_vocabulary_is_refused(tmp_path: Path) -> None:
+    """The tokenizers library would allocate memory for each id up to it, and end the process."""
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(path.read_text().replace('"a": 97', '"a": 2147483648'))
+    with pytest.raises(
+        MissingInputError, match="has the token id 2,147,483,648, and a model has a row for each"
+    ):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

@@ -77,6 +77,18 @@ def test_config_json_is_looked_at_too(write: Write, tmp_path: Path) -> None:
         load_spec("spec.yaml")
 
 
+def test_layers_and_experts_without_number_are_refused(write: Write) -> None:
+    """Building them would take hours, or all memory."""
+    path = write(model="{from_config: {model_type: llama, num_hidden_layers: 9223372036854775808}}")
+    with pytest.raises(
+        SpecError, match=r"num_hidden_layers is 9223372036854775808, and no model has more than 10,000"
+    ):
+        load_spec(path)
+    path = write(model="{from_config: {model_type: gemma3, text_config: {num_local_experts: 10001}}}")
+    with pytest.raises(SpecError, match="num_local_experts is 10001, and no model has more"):
+        load_spec(path)
+
+
 def test_transformers_is_not_imported(write: Write) -> None:
     path = write(model=LLAMA.format("llama", "q_proj"))
     code = f"import sys; from dsft.spec.load import load_spec; load_spec({str(path)!r}); print(*sys.modules)"
