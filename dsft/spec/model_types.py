@@ -25,7 +25,7 @@ SHOWN = 4
 def model_type_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield findings for a model type that transformers does not know, and for names of adapters' modules
     that do not occur in its source. config: from_config, or the content of config.json."""
-    kind, known = config.get("model_type"), _table()
+    kind, known = config.get("model_type"), model_types()
     if not known or not isinstance(kind, str):  # no transformers here; no type, which is refused elsewhere
         return
     if kind not in known:
@@ -34,7 +34,8 @@ def model_type_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Findi
         key = "model.name_or_path" if spec.model.from_config is None else "model.from_config.model_type"
         yield finding(key, f"{quote(kind)} is not a model type of transformers; {meant}")
         return
-    source = _source(str(text_part(config).get("model_type"))) or _source(kind)
+    text = text_part(config).get("model_type")
+    source = source_of(text if text in known else kind)
     for key, names in _adapted(spec).items():
         for name in names if source else ():
             last = name.rpartition(".")[2]
@@ -54,25 +55,30 @@ def _adapted(spec: Spec) -> dict[str, tuple[str, ...]]:
     return {"model.lora.target_modules": targets, "model.lora.modules_to_save": lora.modules_to_save}
 
 
-@cache
-def _table() -> dict[str, str]:
-    """Return model type -> config class, and, with the suffix `/`, the folder of its module where that has
-    another name."""
-    found: dict[str, str] = {}
-    for name in ("auto_mappings.py", "configuration_auto.py"):
-        path = _models() / "auto" / name
-        for kind, value in _ENTRY.findall(path.read_text(encoding="utf-8") if path.is_file() else ""):
-            if value.endswith("Config") or value.islower():  # else another class of the same model type
-                found[kind if value.endswith("Config") else f"{kind}/"] = value
-    found.pop("CONFIG_MAPPING", None)  # a name that the module exports
-    return found
+def model_types() -> list[str]:
+    """Return the model types of transformers; none where it is not installed."""
+    return [kind for kind, value in _table() if value.endswith("Config") and kind != "CONFIG_MAPPING"]
 
 
 @cache
-def _source(kind: str) -> str:
-    """Return the source of a model type's modules; "" where it is not where transformers has it."""
-    folder = _models() / _table().get(f"{kind}/", kind.replace("-", "_"))
+def source_of(kind: str) -> str:
+    """Return the source of a model type's modules; "" where they are another type's."""
+    folders = {kind: value for kind, value in _table() if value.islower()}
+    folder = _models() / folders.get(kind, kind.replace("-", "_"))
     return "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("modeling_*.py")))
+
+
+@cache
+def _table() -> list[tuple[str, str]]:
+    """Return pairs of a model type and its config class, of one and the folder of its module where that has
+    another name, and of one and other classes."""
+    paths = (_models() / "auto" / name for name in ("auto_mappings.py", "configuration_auto.py"))
+    return [
+        entry
+        for path in paths
+        if path.is_file()
+        for entry in _ENTRY.findall(path.read_text(encoding="utf-8"))
+    ]
 
 
 def _models() -> Path:

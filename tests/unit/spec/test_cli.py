@@ -70,6 +70,7 @@ def test_validate(dsft, write: Write) -> None:  # noqa: ANN001
     assert "rows of at most" in out
     _, out, _ = dsft("validate", str(write()), "task=dpo", "data.eval_count=5", "--no-files")
     assert "5 held-out pairs; a prompt and an answer of at most" in out
+    assert "; evaluated on 1 held-out row; " in dsft("validate", str(write()), "data.eval_count=1")[1]
 
 
 def test_validate_prints_warnings_and_the_batch_of_a_cluster(dsft, write: Write) -> None:  # noqa: ANN001

@@ -12,7 +12,7 @@ import pytest
 from dsft.errors import SpecError
 from dsft.spec.architecture import PIPELINE_MODEL_TYPES
 from dsft.spec.load import load_spec
-from dsft.spec.model_types import _source, _table
+from dsft.spec.model_types import model_types, source_of
 from tests.unit.spec.conftest import Write
 
 LLAMA = "{{from_config: {{model_type: {}}}, lora: {{rank: 8, target_modules: [{}]}}}}"
@@ -21,9 +21,9 @@ LLAMA = "{{from_config: {{model_type: {}}}, lora: {{rank: 8, target_modules: [{}
 def test_table_has_the_model_types_of_transformers() -> None:
     from transformers import CONFIG_MAPPING
 
-    assert {kind for kind in _table() if not kind.endswith("/")} == set(CONFIG_MAPPING)
+    assert set(model_types()) == set(CONFIG_MAPPING)
     without = {"internlm3", "iquestcoder"}  # they have Llama's modules
-    assert not {kind for kind in PIPELINE_MODEL_TYPES if not _source(kind)} - without
+    assert not {kind for kind in PIPELINE_MODEL_TYPES if not source_of(kind)} - without
 
 
 @pytest.mark.parametrize(
