@@ -21,6 +21,7 @@ from dsft.model.conversion import ConvertedTensors, read_map
 from dsft.model.tensor_types import DTYPES
 from dsft.model.weights import Shape
 from dsft.model.whole import Whole
+from dsft.system.json_file import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model*.bin",)
@@ -167,9 +168,9 @@ def weight_files(name_or_path: str) -> list[Path]:
     if not (folder / INDEX).exists():
         return []
     try:
-        names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
         absent = [name for name in names if not (folder / name).exists()]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise MissingInputError(
             f"{folder / INDEX} is damaged: it does not say which file has which tensor; copy or download it "
             "again."

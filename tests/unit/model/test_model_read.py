@@ -273,7 +273,11 @@ def test_a_shard_that_is_not_there(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 5}}'])
+INDEXES = ["{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 5}}', "[" * 50_000]
+INDEXES.append('{"weight_map": {"a": "' + "b" * 300 + '"}}')  # longer than the name of a file may be
+
+
+@pytest.mark.parametrize("content", INDEXES)
 def test_a_damaged_index(content: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(MissingInputError, match="index.json is damaged: .* download it again"):
