@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 from dsft.rank.process_setup import has_ninja
 from dsft.rank.software import version_of
@@ -56,11 +57,13 @@ def needed_ops(spec: Spec) -> list[str]:
 
 def build_folder() -> Path:
     """Return dsft's own folder of ops for this Python, torch and DeepSpeed, in TORCH_EXTENSIONS_DIR or where
-    torch puts extensions by default. No other program builds in it."""
+    torch puts extensions by default. No other program builds in it, nor does another environment, whose
+    DeepSpeed has its sources elsewhere: ninja would compile everything again in each start of either."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cache / "torch_extensions")
     python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
-    return root / f"dsft-{python}-torch{version_of('torch')}-deepspeed{version_of('deepspeed')}"
+    sources = crc32(str(package_file("deepspeed", "__init__.py")).encode())
+    return root / f"dsft-{python}-torch{version_of('torch')}-deepspeed{version_of('deepspeed')}-{sources:08x}"
 
 
 def is_compiled(op: str, accelerator: str) -> bool:
