@@ -195,7 +195,10 @@ def commit() -> str:
     here = Path(__file__).parent
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True).stdout.strip()
+        try:
+            return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True).stdout.strip()
+        except OSError:  # there is no git
+            return ""
 
     changed = git("status", "--porcelain", "--untracked-files=no")
     return (git("rev-parse", "--short", "HEAD") or "no commit") + ("+" if changed else "")
