@@ -92,7 +92,9 @@ def test_equals_the_plain_loop(case: Case, found: Callable[[int], dict[str, Any]
     # Processors round differently: two float32 gradients that are each 1e-6 from the exact one may be farther
     # than that from each other. The engine's may be no more than twice as far from it as the plain loop's.
     if 0 < result["farther"] <= FARTHER:
-        beyond.pop("gradient")
+        beyond.pop("gradient", None)
+    if 0 < result["norm_exact"] <= case.bounds()["norm"]:  # the weights of the two loops have drifted apart
+        beyond.pop("norm", None)
     assert not beyond, f"bounds {case.bounds()}, found {result}"
     assert not result["finite_when_skipped"], "a step whose norm is reported as finite was skipped"
 

@@ -12,6 +12,8 @@ gradient     |gradient − plain| ÷ the tensor's largest |element|, over tensor
 farther      where that is beyond the case's bound, in fp32: the same of the engine against the plain loop in
              float64 ÷ the same of the plain loop itself; 0 where it is within
 norm         |gradient norm − plain| ÷ plain, over the steps
+norm_exact   where that is beyond the case's bound, in fp32: the same against the plain loop in float64 at the
+             engine's weights of that step; 0 where it is within
 weights      |final weight − plain| ÷ the tensor's largest |element|, over tensors
 change       ‖final weights − plain‖ ÷ ‖final weights − first weights‖
 evaluation   |held-out loss after training − plain|, absolute
@@ -227,14 +229,14 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     *batches, held_out_batches = task.shares([*steps, held_out])
     refer = task.refer(policy, engine)
     before, sums, norms, balances = [], [], [], []
-    if not case.of_pairs:
-        check(case, engine, policy, proof_rows(steps), world)
+    check(case, engine, policy, steps, world)
     gathers.clear()
     for number, step in enumerate(steps):
         before.append(assemble(world, engine))
         BROKEN["now"] = case.fault and number == FAULTY_STEP
-        take_step = engine.step if number else engine.first_step
-        result = take_step(refer(batches[number]), task.counts(step), RATES[case.optimizer])
+        result = (engine.step if number else engine.first_step)(
+            refer(batches[number]), task.counts(step), RATES[case.optimizer]
+        )
         assert result.applied is not BROKEN["now"], f"rank {world.rank}, step {number}: {result.applied}"
         sums.append(world.sum(result.sums))
         norms.append(float(result.grad_norm))
@@ -257,22 +259,27 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     records = [means(task.objective, s, task.counts(step), "") for s, step in zip(sums, steps, strict=True)]
     expected, expected_evaluation = expect(case, model, task, steps, held_out)
     evaluation = means(task.objective, evaluated, task.counts(held_out), "")["/loss"]
-    gradient_apart, metrics_apart, balance_apart, farther = [], [], [0.0], 0.0
+    gradient_apart, metrics_apart, balance_apart, exactly = [], [], [0.0], []
+    norm_apart = {i: abs(norms[i] - expected.norms[i]) / expected.norms[i] for i in applied}
     for i in applied:
         gradient = known(i, task, expected) or plain.gradient(model, task.losses, before[i], steps[i])
         gradient_apart.append(relative(gathered[i], gradient))
         if isinstance(task.losses, plain.Balanced):
             balance_apart.append(abs(balances[i] - task.losses.found) / task.losses.found)
         metrics_apart.append(metrics_differ(records[i], task.losses))
-        if case.precision == "fp32" and gradient_apart[-1] > case.bounds()["gradient"]:
+        if case.precision == "fp32" and (
+            gradient_apart[-1] > case.bounds()["gradient"] or norm_apart[i] > case.bounds()["norm"]
+        ):
             exact = plain.gradient(copy.deepcopy(model).double(), task.losses, before[i], steps[i])
-            farther = max(farther, relative(gathered[i], exact) / relative(gradient, exact))
+            exactly.append(from_exact(exact, gathered[i], gradient, norms[i]))
+    farther, norm_exact = map(max, zip((0.0, 0.0), *exactly, strict=True))
     return {
         "fresh": max(float((first[n] - w).abs().max()) for n, w in start.items()),
         "loss": max(abs(a["/loss"] - b) for a, b in zip(records, expected.losses, strict=True)),
         "gradient": max(gradient_apart),
         "farther": farther,
-        "norm": max(abs(norms[i] - expected.norms[i]) / expected.norms[i] for i in applied),
+        "norm": max(norm_apart.values()),
+        "norm_exact": norm_exact,
         "weights": relative(final, expected.weights),
         "change": distance(final, expected.weights) / distance(expected.weights, start),
         "evaluation": abs(evaluation - expected_evaluation),
@@ -284,6 +291,15 @@ def compare(case: Case, world: World) -> dict[str, Any]:
         "busy": float(case.shape == "qwen3_moe_idle" and not idle_experts(gathered)),
         "finite_when_skipped": any(torch.isfinite(torch.tensor(norms[i])) for i in skipped),
     }
+
+
+def from_exact(
+    exact: dict[str, Tensor], found: dict[str, Tensor], gradient: dict[str, Tensor], norm: float
+) -> tuple[float, float]:
+    """Return `farther` and `norm_exact` of a step. exact: the plain loop's gradient in float64; found, norm:
+    the engine's; gradient: the plain loop's."""
+    expected = float(torch.stack([part.norm() for part in exact.values()]).norm())
+    return relative(found, exact) / relative(gradient, exact), abs(norm - expected) / expected
 
 
 def known(step: int, task: Task, expected: plain.Outcome) -> dict[str, Tensor]:
@@ -564,8 +580,11 @@ def proof_rows(steps: list[plain.Step]) -> Dataset:
     return dataset_of(examples)
 
 
-def check(case: Case, engine: Any, policy: Policy, dataset: Dataset, world: World) -> None:
+def check(case: Case, engine: Any, policy: Policy, steps: list[plain.Step], world: World) -> None:
     """As every start does."""
+    if case.of_pairs:
+        return
+    dataset = proof_rows(steps)
     if case.packed:
         check_packing(engine, policy, dataset, world, case.precision, pad_id=7)
     if case.sequence_parallel > 1:
