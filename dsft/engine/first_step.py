@@ -38,7 +38,7 @@ _SHOWN = 3
 class GradientSamples:
     """The samples of this rank's gradients.
 
-    positions  of the sampled elements in the flattened parameter, (SAMPLES,) int64, by name
+    positions  of the sampled elements in the flattened parameter, (SAMPLES,) int64 on the device, by name
     sums       by name, (2, SAMPLES) float64: sum of the gradients, and of their squares
     """
 
@@ -46,7 +46,7 @@ class GradientSamples:
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, name: str, gradient: Tensor) -> None:
-        index = torch.unravel_index(self.positions[name].to(gradient.device), gradient.shape)
+        index = torch.unravel_index(self.positions[name], gradient.shape)
         sampled = gradient.detach()[index].double()
         added = torch.stack([sampled, sampled.square()])
         self.sums[name] = self.sums[name] + added if name in self.sums else added
@@ -54,10 +54,11 @@ class GradientSamples:
 
 @contextmanager
 def sampled_gradients(
-    trained: Mapping[str, nn.Parameter], shapes: Mapping[str, tuple[int, ...]]
+    trained: Mapping[str, nn.Parameter], shapes: Mapping[str, tuple[int, ...]], device: torch.device
 ) -> Iterator[GradientSamples]:
-    """Sample the gradients of all backward passes in the block. shapes: full ones, by name."""
-    samples = GradientSamples({name: _positions(name, shape) for name, shape in shapes.items()})
+    """Sample the gradients of all backward passes in the block. shapes: full ones, by name; device: of the
+    gradients."""
+    samples = GradientSamples({name: _positions(name, shape).to(device) for name, shape in shapes.items()})
     with ExitStack() as hooks:
         for name, parameter in trained.items():
             hooks.callback(parameter.register_hook(functools.partial(samples.add, name)).remove)
@@ -68,16 +69,17 @@ def check_moments(samples: GradientSamples, fragments: Iterable[Fragment], world
     """Compare the samples with the first moments in `fragments`. A collective. Raises WorldError with the
     names of the parameters whose moments do not follow from their gradients."""
     names = list(dict.fromkeys(name for given in world.gather(list(samples.positions)) for name in given))
+    index = {name: number for number, name in enumerate(names)}
     compared = torch.zeros(len(names), 3, SAMPLES, dtype=torch.float64, device=world.device)
     for name, sums in samples.sums.items():
-        compared[names.index(name), :2] += sums.to(world.device)
+        compared[index[name], :2] += sums
     for fragment in fragments:
         if fragment.kind == "exp_avg":
-            row = compared[names.index(fragment.name), 2]
+            row = compared[index[fragment.name], 2]
             positions = samples.positions[fragment.name] - fragment.start
             here = ((positions >= 0) & (positions < len(fragment.data))).nonzero().flatten()
             values = fragment.data[positions[here].to(fragment.data.device)]
-            row[here.to(row.device)] = values.to(row)
+            row[here] = values.to(row)
     gradients, squares, moments = world.sum(compared).cpu().unbind(1)
     faulty = [names[index] for index in mismatches(gradients, squares, moments)]
     if faulty:

@@ -103,7 +103,7 @@ class TrainingEngine(ABC):
     def first_step(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
     ) -> StepResult:
-        with sampled_gradients(self._trained, self._shapes) as samples:
+        with sampled_gradients(self._trained, self._shapes, self._world.device) as samples:
             result = self.step(micro_batches, counts, learning_rate)
         if result.applied and "betas" in self._deepspeed.optimizer.defaults:
             check_moments(samples, self.owned_fragments(), self._world)

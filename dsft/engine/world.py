@@ -85,12 +85,16 @@ class World:
 
     def gather(self, mine: T) -> list[T]:
         """Return every rank's value, by rank, on every rank."""
+        if self.world_size == 1:
+            return [mine]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, mine)
         return values
 
     def broadcast(self, mine: T) -> T:
         """Return rank 0's value on every rank."""
+        if self.world_size == 1:
+            return mine
         box = [mine]
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
