@@ -29,6 +29,7 @@ LONGEST = (
     "integration/test_killed.py", "integration/test_resume.py", "unit/launcher/test_attempt.py",
     "parity/test_state.py", "lab/test_typed_faults.py", "integration/test_flipped.py",
     "integration/test_loading.py", "parity/test_frozen.py", "integration/test_memory.py",
+    "standin/test_jobs.py", "standin/test_memory.py",
 )  # fmt: skip
 """Files that take more than some fifteen seconds, the longest first."""
 
@@ -125,11 +126,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             shorten(item)
         if LAUNCHED & set(item.path.parts):  # the launch is given up first, which says what its ranks wrote
             item.add_marker(pytest.mark.timeout(2 * LATE))
-        if item.get_closest_marker("standin"):
-            if reason := why_not():
-                item.add_marker(pytest.mark.skip(reason=reason))
-            elif "standin" not in config.option.markexpr:
-                item.add_marker(pytest.mark.long)
+        if item.get_closest_marker("standin") and (reason := why_not()):
+            item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("long") and not is_long:
             item.add_marker(pytest.mark.skip(reason="takes many minutes: asked for with -m long"))
         if item.get_closest_marker("gpu") and GPUS == 0:

@@ -51,5 +51,5 @@ def memory() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    planted = {f.__name__: f for f in (loss, left_on_cpu, waited_for)}
-    tell(memory() if sys.argv[1] == "memory" else tried(planted[sys.argv[1]]))
+    passes = (loss, left_on_cpu, waited_for)
+    tell(memory() if sys.argv[1] == "memory" else {planted.__name__: tried(planted) for planted in passes})

@@ -3,6 +3,8 @@ counts."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,12 +15,18 @@ pytestmark = pytest.mark.standin
 WORKER = "tests.standin.finding_worker"
 
 
-def test_a_tensor_left_on_the_cpu_is_refused() -> None:
-    assert "same device" in answer(WORKER, "left_on_cpu", mode="numbers")["error"]
+@pytest.fixture(scope="module")
+def tried() -> Any:
+    """What was found in each pass, by its name."""
+    return answer(WORKER, "passes", mode="numbers")
 
 
-def test_a_wait_is_found_at_its_line() -> None:
-    clean, waiting = (answer(WORKER, name, mode="numbers") for name in ("loss", "waited_for"))
+def test_a_tensor_left_on_the_cpu_is_refused(tried: Any) -> None:
+    assert "same device" in tried["left_on_cpu"]["error"]
+
+
+def test_a_wait_is_found_at_its_line(tried: Any) -> None:
+    clean, waiting = tried["loss"], tried["waited_for"]
     assert clean["error"] is waiting["error"] is None
     assert clean["waits"] == {} and clean["counts"]["stream_syncs"] == clean["counts"]["to_host"] == 0
     [place] = waiting["waits"]
@@ -26,12 +34,12 @@ def test_a_wait_is_found_at_its_line() -> None:
     assert waiting["counts"]["stream_syncs"] == waiting["counts"]["to_host"] == 1
 
 
-def test_gradients_are_those_of_the_cpu() -> None:
+def test_gradients_are_those_of_the_cpu(tried: Any) -> None:
     torch.manual_seed(0)
     weights, rows = torch.randn(8, 16, requires_grad=True), torch.randn(4, 8)
     finding_worker.loss(weights, rows, (torch.arange(16) % 3 == 0).expand(4, 16)).backward()
     assert weights.grad is not None
-    assert answer(WORKER, "loss", mode="numbers")["gradient"] == weights.grad.double().sum().item()
+    assert tried["loss"]["gradient"] == weights.grad.double().sum().item()
 
 
 @pytest.mark.parametrize(

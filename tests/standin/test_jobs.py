@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from tests.integration.runs import records, write_spec
 from tests.integration.test_preference import DPO, write_pairs
 from tests.launching import LATE, ROOT
+from tests.selected import selected, tiered
 from tests.standin.gpu import environ
 
 pytestmark = pytest.mark.standin
@@ -33,16 +35,20 @@ CASES: dict[str, tuple[str, ...]] = {
     "lora": ("model.lora={rank: 4, alpha: 8}",),
 }
 """Runs of tests/integration/runs.py's spec. The quickstart, its resumed half and DPO stand beside them."""
+ALWAYS = ("zero1", "zero2-packed", "dpo")
+"""DPO begins with what zero1 has trained."""
 KEYS = ("train/loss", "train/grad_norm", "eval/loss")
 
 
-def jobs(folder: Path) -> list[dict[str, Any]]:
-    """All runs, in the order in which they need each other; each in a folder of its name under `folder`."""
+def jobs(folder: Path, names: Collection[str]) -> list[dict[str, Any]]:
+    """Return these runs, in the order in which they need each other; each in a folder of its name under
+    `folder`."""
     made = []
 
     def add(name: str, *args: str, **more: str) -> None:
         place = f"output_dir={folder / name}"
-        made.append({"args": [*args, place], "log": str(folder / f"{name}.log"), **more})
+        if name in names:
+            made.append({"args": [*args, place], "log": str(folder / f"{name}.log"), **more})
 
     quickstart = [str(ROOT / "specs" / "quickstart.yaml"), *SHORT]
     add("quickstart", *quickstart)
@@ -59,11 +65,11 @@ def jobs(folder: Path) -> list[dict[str, Any]]:
     return made
 
 
-def done(folder: Path, variables: dict[str, str]) -> Path:
-    """Runs the jobs in a process with these variables."""
+def done(folder: Path, variables: dict[str, str], names: Collection[str]) -> Path:
+    """Run the jobs in a process with these variables."""
     (folder / "zero1" / "small").mkdir(parents=True)
     file = folder / "jobs.json"
-    file.write_text(json.dumps(jobs(folder)))
+    file.write_text(json.dumps(jobs(folder, names)))
     command = [sys.executable, "-m", "tests.standin.jobs_worker", str(file)]
     ended = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=LATE)
     assert ended.returncode == 0, ended.stderr[-6000:]
@@ -71,14 +77,18 @@ def done(folder: Path, variables: dict[str, str]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """The folders of all runs on the stand-in GPU and on the CPU."""
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, Path]]:
+    """The folders of all selected runs on the stand-in GPU and on the CPU."""
+    names = selected(request, "name")
+    names += ["quickstart", "resumed"] if len(names) > len(ALWAYS) else []
     places = {"gpu": environ("numbers"), "cpu": dict(os.environ)}
     for variables in places.values():
         Path(variables["TORCH_EXTENSIONS_DIR"]).mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor() as pool:
         folders = [tmp_path_factory.mktemp(name) for name in places]
-        gpu, cpu = pool.map(done, folders, places.values())
+        gpu, cpu = pool.map(functools.partial(done, names=names), folders, places.values())
     yield gpu, cpu
 
 
@@ -97,6 +107,7 @@ def losses(folder: Path, name: str) -> list[str]:
     return re.findall(r"loss ([\d.]+)", (folder / f"{name}.log").read_text())
 
 
+@pytest.mark.long
 def test_the_quickstart_prints_the_losses_of_the_cpu(both: tuple[Path, Path]) -> None:
     gpu, cpu = (losses(folder, "quickstart") for folder in both)
     assert gpu == cpu and len(gpu) >= 6
@@ -104,6 +115,7 @@ def test_the_quickstart_prints_the_losses_of_the_cpu(both: tuple[Path, Path]) ->
     assert memory["phases"]["first_step"]["device_allocated"]["measured"] > 0, "it did not run on the device"
 
 
+@pytest.mark.long
 def test_a_run_goes_on_from_its_checkpoint(both: tuple[Path, Path]) -> None:
     folder, _ = both
     assert "going on from step 2" in (folder / "resumed.log").read_text()
@@ -114,7 +126,7 @@ def test_a_run_goes_on_from_its_checkpoint(both: tuple[Path, Path]) -> None:
     assert weights.keys() == again.keys() and all(weights[name].equal(again[name]) for name in weights)
 
 
-@pytest.mark.parametrize("name", [*CASES, "dpo"])
+@pytest.mark.parametrize("name", tiered([*CASES, "dpo"], ALWAYS))
 def test_a_run_records_what_it_does_on_the_cpu(name: str, both: tuple[Path, Path]) -> None:
     gpu, cpu = (run_of(folder, name) for folder in both)
     keys = (*KEYS, "train/rewards/margins", "eval/rewards/margins") if name == "dpo" else KEYS

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.selected import selected, tiered
 from tests.standin.gpu import answer
 
 pytestmark = pytest.mark.standin
@@ -20,26 +21,29 @@ PAGEABLE = 1
 
 
 @pytest.fixture(scope="module")
-def told() -> Any:
-    return answer("tests.standin.step_worker", mode="numbers")
+def told(request: pytest.FixtureRequest) -> Any:
+    names = [f"{task} {zero_stage}" for task, zero_stage in selected(request, "step")]
+    return answer("tests.standin.step_worker", *names, mode="numbers")
 
 
 CASES = [(task, zero_stage) for task in ("sft", "dpo") for zero_stage in (1, 2, 3)]
+ALWAYS = [("sft", 1), ("sft", 2), ("dpo", 3)]
 
 
-@pytest.mark.parametrize(("task", "zero_stage"), CASES)
-def test_a_step_waits_for_nothing_but_what_deepspeed_does(told: Any, task: str, zero_stage: int) -> None:
+@pytest.mark.parametrize("step", tiered(CASES, ALWAYS), ids=str)
+def test_a_step_waits_for_nothing_but_what_deepspeed_does(told: Any, step: tuple[str, int]) -> None:
+    task, zero_stage = step
     case = told[f"{task}, ZeRO {zero_stage}"]
     assert case["tensors"] >= MICRO_BATCHES * (6 if task == "dpo" else 3)
     assert not [place for place in case["waits"] if place.startswith("dsft/")], case["waits"]
     in_transformers = sum(n for place, n in case["waits"].items() if place.startswith("transformers/"))
     assert in_transformers <= MICRO_BATCHES
-    for step in case["steps"]:
-        assert step["stream_syncs"] == SYNCS[zero_stage] + in_transformers
-        assert step["device_syncs"] == DEVICE_SYNCS[zero_stage]
-        assert step["pageable"] == PAGEABLE
+    for counts in case["steps"]:
+        assert counts["stream_syncs"] == SYNCS[zero_stage] + in_transformers
+        assert counts["device_syncs"] == DEVICE_SYNCS[zero_stage]
+        assert counts["pageable"] == PAGEABLE
         # beside the micro-batches the factors on their sums, and this rank's row of the record
-        assert step["to_device"] == case["tensors"] + 2 + PAGEABLE
+        assert counts["to_device"] == case["tensors"] + 2 + PAGEABLE
 
 
 def test_a_record_costs_one_collective_and_two_copies_that_have_arrived_when_they_are_read(told: Any) -> None:

@@ -140,9 +140,14 @@ class Numbers(TorchDispatchMode):
         return native
 
 
+ENTERED: list[Numbers] = []
+"""The mode of the first thread, which torch 2.10 loses when a tensor is printed."""
+
+
 def start() -> None:
-    """Enters the mode, and has every thread that is made from now on enter it."""
-    Numbers().__enter__()
+    """Enter the mode, and have every thread that is made from now on enter it."""
+    ENTERED.append(Numbers())
+    ENTERED[0].__enter__()
     begin = threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
 
     def run(thread: threading.Thread) -> None:

@@ -2,10 +2,12 @@
 STANDIN_MODE=numbers the mode of `numbers_mode.py` is entered as soon as torch has been imported. Imports no
 torch itself."""
 
+import atexit
 import importlib.abc
 import importlib.machinery
 import os
 import sys
+import time
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -31,5 +33,8 @@ class _AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         numbers_mode.start()
 
 
+# At its end a process waits for the threads of its last backward pass: one that releases a Python object (a
+# mode, say) while the interpreter is finalized aborts the process.
+atexit.register(time.sleep, 0.2)
 if os.environ.get("STANDIN_MODE") == "numbers":
     sys.meta_path.insert(0, _AfterTorch())
