@@ -76,6 +76,11 @@ def test_the_text_model_is_trained_and_the_rest_stays(kind: str, tmp_path: Path)
         assert found[key].dtype == (torch.bfloat16 if key in text else tensor.dtype)
         same = (2 * tensor).bfloat16() if key in text else tensor
         assert torch.equal(found[key].view(torch.uint8), same.view(torch.uint8)), key
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (given, out))
+    assert after == before | {
+        "dtype": "bfloat16",
+        "text_config": before["text_config"] | {"dtype": "bfloat16"},
+    }
     again, report = AutoModelForMultimodalLM.from_pretrained(
         out, dtype=torch.bfloat16, output_loading_info=True
     )
@@ -194,6 +199,18 @@ def test_the_small_text_model_agrees_with_the_whole(kind: str) -> None:
     assert text is not None
     stages = find_split_points(text)
     assert isinstance(stages, str) == kind.startswith("gemma4"), stages
+
+
+@pytest.mark.parametrize("kind", tiered(WHOLES, USUAL))
+def test_the_whole_decides_whether_embeddings_are_tied(kind: str) -> None:
+    """Not the key of its text config, which says the opposite here."""
+    for tied in (True, False):
+        config = small_whole(kind, tied=tied).config
+        config.get_text_config().tie_word_embeddings = not tied
+        whole = type(small_whole(kind))._from_config(copy.deepcopy(config))
+        text = text_config(config)
+        assert text is not None
+        assert text.tie_word_embeddings == (whole.lm_head.weight is whole.get_input_embeddings().weight)
 
 
 def test_new_tokens_go_into_the_whole(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ PIPELINES = ("pipeline_zero0", "pipeline_zero1")
 PAIRED = ("mode", "precision", "packed", "trains", "stages", "ranks")
 SPLIT = (
     "zero0-2ranks-sgd-varying-split2-clipped",
-    "zero2-2ranks-adamw-varying-split2-packed-clipped-checkpointing-lora",
+    "zero3-2ranks-adamw-varying-split2-packed-clipped-checkpointing-lora",
     "zero3-2ranks-adamw-four-split2-clipped-bf16-fault",
     "zero3-2ranks-adamw-varying-split2-packed-clipped-llama_6heads",
     "zero3-2ranks-adamw-varying-split2-short-clipped-checkpointing-gemma2_tied",
@@ -433,7 +433,7 @@ def _split_in_two(case: functools.partial[Case]) -> Iterator[Case]:
     for mode in MODES:
         yield varying(mode, fault=True, packed=mode in ("zero1", "zero3"))
         yield case(mode, optimizer="adamw", micro_batches="four", precision="bf16", fault=True)
-        yield varying(mode, trains="lora", packed=mode in ("zero0", "zero2"), checkpointing=mode == "zero2")
+        yield varying(mode, trains="lora", packed=mode in ("zero0", "zero3"), checkpointing=mode == "zero3")
     shapes = ("llama_tied", "llama_6heads", "qwen2_tied", "qwen3", "gemma2_tied", "gemma3_tied")
     for shape, packed in itertools.product(shapes, (False, True)):
         yield varying("zero3" if packed else "zero2", shape=shape, packed=packed)
@@ -616,8 +616,8 @@ def _mlp_chunks(ranks: int) -> Iterator[Case]:
     yield case("zero3_both", optimizer="adamw", trains="lora")
     yield case("zero3", optimizer="adamw", trains="trainable")
     yield case("zero3", optimizer="adamw", packed=True, shape="gemma2_tied", reference="live")
-    yield case("zero2", optimizer="adamw", shape="glm4_moe", trains="lora", reference="adapter")
-    yield case("zero2", optimizer="adamw", trains="dora", packed=True, sequence_parallel=2)
+    yield case("zero3", optimizer="adamw", shape="glm4_moe", trains="lora", reference="adapter")
+    yield case("zero3", optimizer="adamw", trains="dora", packed=True, sequence_parallel=2)
     yield case("pipeline_zero1", optimizer="adamw", stages=2, packed=True)
     yield case("pipeline_zero0", optimizer="sgd", stages=2, shape="deepseek_v3_groups")
 
@@ -722,7 +722,8 @@ def _partly_trained(ranks: int) -> Iterator[Case]:
         if not mode.endswith("offload"):
             yield Case(mode, ranks, "adamw", "one", checkpointing=stages > 1, stages=stages, trains="dora")
             yield Case(mode, ranks, "sgd", "varying", 0.1, stages=stages, trains="trainable")
-    yield Case("zero2", ranks, "adamw", "varying", 0.1, packed=True, trains="lora")
+    for mode in ("zero2", "zero3"):
+        yield Case(mode, ranks, "adamw", "varying", 0.1, mode == "zero3", packed=True, trains="lora")
     yield from _adapted_mixtures(ranks)
 
 

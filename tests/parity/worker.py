@@ -245,7 +245,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     most_gathers = max(gathers.values(), default=0) / sum(map(len, steps))
     evaluated = world.sum(engine.evaluate(refer(held_out_batches)))
     final = assemble(world, engine)
-    changed = changed_while_frozen(world, policy, whole)
+    changed = changed_while_frozen(world, engine, policy, whole)
     apart = copies_apart(case, world, engine)
     gathered = [merge(world.gather(g)) for g in gradients]
     engine._engine.destroy()
@@ -484,8 +484,12 @@ def with_adapter(case: Case, spec: Spec, world: World) -> Spec:
     return spec.model_copy(update={"model": spec.model.model_copy(update={"lora": lora})})
 
 
-def changed_while_frozen(world: World, policy: Policy, whole: Policy) -> int:
-    """Elements of frozen parameters that are other than at the start, over all ranks."""
+def changed_while_frozen(world: World, engine: Any, policy: Policy, whole: Policy) -> int:
+    """Elements of frozen parameters that are other than at the start, over all ranks. Under ZeRO 3 parameters
+    that were prefetched for a backward may still be on their way after an evaluation, and cannot be gathered
+    once more: they are released first, as dsft does before it exchanges values (`Snapshot`)."""
+    if engine._engine.zero_optimization_stage() == 3:
+        engine._engine.optimizer.empty_partition_cache()
     start = dict(whole.causal_lm.named_parameters())
     changed = 0
     for name, parameter in policy.causal_lm.named_parameters():

@@ -17,7 +17,7 @@ from dsft.data.cache.store import Cache
 from dsft.data.render.masks import TrainOn
 from dsft.data.render.renderer import Renderer, pair_mistake
 from dsft.data.render.template import choose_template, named_template
-from dsft.data.render.thoughts import Thinking
+from dsft.data.render.thoughts import Thinking, split_thought
 from dsft.data.rows import Conversation, Message, Rendered
 from dsft.data.sets.load import load_data
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
@@ -134,6 +134,12 @@ NONE, OPENED = "<think>\n\n</think>\n\n", "<think>\n"
 def test_the_values_are_those_of_the_spec() -> None:
     assert get_args(Data.model_fields["thinking"].annotation) == get_args(Thinking)
     assert Data.model_fields["thinking"].default == Renderer(tokens()).thinking == "empty"
+
+
+def test_only_line_breaks_are_taken_from_the_ends_of_a_thought() -> None:
+    written = {"role": "assistant", "content": "<think>\n  I count. \n\n</think>\n\nTwelve."}
+    for message in (written, reasoned("Twelve.", "\n  I count. \n")):
+        assert split_thought(message) == ("  I count. ", {"role": "assistant", "content": "Twelve."})
 
 
 # --- rows without thoughts --------------------------------------------------------------------------------

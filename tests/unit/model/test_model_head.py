@@ -195,6 +195,21 @@ def test_bf16_has_statistics_in_float32(uniform: bool) -> None:
         assert_near(gradient, leaf.grad, 2e-2)
 
 
+def test_the_weights_gradient_in_bf16_adds_up_in_float32_over_chunks() -> None:
+    """As near to that in float64 in 64 chunks as in one."""
+    hidden, targets = torch.randn(1, 4096, HIDDEN).bfloat16(), torch.randint(0, VOCABULARY, (1, 4096))
+
+    def error(rows_at_once: int) -> float:
+        head = make(dtype=torch.bfloat16, uniform=True, rows_at_once=rows_at_once)[0]
+        head(hidden, targets).sum().backward()
+        whole, (_, weight) = reference(head, hidden, targets)
+        whole.sum().backward()
+        assert head.weight.grad is not None and weight.grad is not None
+        return float((head.weight.grad - weight.grad).norm() / weight.grad.norm())
+
+    assert error(64) < 1.3 * error(4096)
+
+
 def test_gradients_are_ready_in_the_same_order_however_many_targets_a_rank_has() -> None:
     """DeepSpeed adds them up over ranks in that order."""
     orders = list[list[str]]()
