@@ -30,12 +30,25 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 300  # seconds
 OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 DATA, ENGINE = "tests/unit/data/test_data_", "tests/unit/engine/test_engine_"
+MODEL, FOLDERS = "tests/unit/model/test_", "tests/architectures/test_folders.py"
+SPLIT_ROWS = f"tests/architectures/test_wholes.py tests/unit/test_self_check.py {MODEL}model_routing.py"
 SUBJECTS: dict[str, str] = {
     "dsft/objective/answers.py": "tests/unit/objective tests/unit/reference/test_reference_check.py",
     "dsft/objective/api.py": "tests/unit/objective",
     "dsft/objective/next_token.py": "tests/unit/objective",
     "dsft/objective/preference.py": "tests/unit/objective",
     "dsft/model/head.py": "tests/unit/model/test_model_head.py tests/unit/model/test_model_policy.py",
+    "dsft/model/routing.py": f"{MODEL}model_routing.py",
+    "dsft/model/experts.py": f"{MODEL}experts.py {MODEL}model_lora_experts.py",
+    "dsft/model/attention_split.py": SPLIT_ROWS,
+    "dsft/model/mlp_chunks.py": f"{MODEL}model_mlp_chunks.py",
+    "dsft/model/whole.py": "tests/architectures/test_wholes.py",
+    "dsft/model/conversion.py": f"{MODEL}conversion.py {MODEL}model_read.py {FOLDERS}",
+    "dsft/model/recurrence.py": f"{MODEL}model_recurrence.py",
+    "dsft/engine/replicas.py": f"{ENGINE}replicas.py",
+    "dsft/engine/split.py": SPLIT_ROWS,
+    "dsft/data/steps/split.py": SPLIT_ROWS,
+    "dsft/data/render/thoughts.py": f"{DATA}thoughts.py",
     "dsft/engine/gradients.py": f"{ENGINE}clip.py {ENGINE}norm.py tests/unit/run/test_loss_scale.py",
     "dsft/engine/optimizer.py": f"{ENGINE}groups.py {ENGINE}clip.py",
     "dsft/engine/frozen.py": "tests/unit/reference",
