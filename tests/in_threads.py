@@ -54,7 +54,13 @@ class Threads(split.RankExchange):
                 raise
 
         with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(one, range(self.size)))
+            found = [pool.submit(one, number) for number in range(self.size)]
+        failures = [failure for future in found if (failure := future.exception())]
+        for failure in sorted(
+            failures, key=lambda failure: isinstance(failure, threading.BrokenBarrierError)
+        ):
+            raise failure  # not that of a thread that waited for the one that failed
+        return [future.result() for future in found]
 
     def scored(self, policy: Policy, batch: MicroBatch) -> Tensor:
         """Return the log-probabilities (B, T) of a whole micro-batch, to the thread of one rank with its

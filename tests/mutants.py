@@ -47,7 +47,7 @@ SUBJECTS: dict[str, str] = {
     "dsft/model/recurrence.py": f"{MODEL}model_recurrence.py",
     "dsft/engine/replicas.py": f"{ENGINE}replicas.py",
     "dsft/engine/split.py": SPLIT_ROWS,
-    "dsft/data/steps/split.py": SPLIT_ROWS,
+    "dsft/data/steps/split.py": f"{SPLIT_ROWS} {DATA}steps.py",
     "dsft/data/render/thoughts.py": f"{DATA}thoughts.py",
     "dsft/engine/gradients.py": f"{ENGINE}clip.py {ENGINE}norm.py tests/unit/run/test_loss_scale.py",
     "dsft/engine/optimizer.py": f"{ENGINE}groups.py {ENGINE}clip.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from dsft.data.sets.order import epoch_order
 from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch
 from dsft.data.steps.collate import collate_packed, collate_padded
 from dsft.data.steps.pack import assign_padded
+from dsft.data.steps.split import part_of
 from dsft.data.steps.steps import TrainSteps, evaluation
 from dsft.plan.batch import BatchSizes
 from tests.examples import dataset_of
@@ -159,6 +161,20 @@ def test_tensors_of_a_micro_batch() -> None:
     assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
     assert {t.dtype for t in (batch.input_ids, batch.targets, batch.position_ids)} == {torch.int64}
     assert all(t.is_contiguous() for t in (batch.input_ids, batch.targets, batch.position_ids))
+
+
+def test_parts_of_a_micro_batch_know_its_padding_and_their_own() -> None:
+    """Two rows of 3 and 2 tokens in 4 parts of 2: the last two places fill up the last part."""
+    is_padding = torch.tensor([[False, False, False], [False, False, True]])
+    ids = torch.arange(6).view(2, 3)
+    batch = MicroBatch(ids, torch.arange(3).repeat(2, 1), ids, is_padding=is_padding).to(torch.device("cpu"))
+    for whole, expected in (
+        (batch, is_padding.flatten().tolist()),
+        (replace(batch, is_padding=None), [False] * 6),
+    ):
+        parts = [part_of(whole, number, 4).is_padding for number in range(4)]
+        assert torch.cat([p for p in parts if p is not None], 1).tolist() == [[*expected, True, True]]
+    assert part_of(replace(batch, is_padding=None), 0, 3).is_padding is None
 
 
 def test_noise_goes_by_an_examples_own_length_padded_or_packed() -> None:

@@ -182,6 +182,19 @@ def test_a_template_that_opens_no_thought() -> None:
     assert shown("Qwen 3", "keep", PLAINS) == f"U q. A ⟦{NONE}one.⟧ U r. A ⟦{NONE}two.⟧"
 
 
+def test_templates_that_write_no_empty_thought_or_only_begin_one() -> None:
+    """keep writes an empty thought as the template writes others; an opened one is ended."""
+    never_empty = TURNS.replace("THOUGHT", "message.reasoning_content or ''").replace("WRITES", "thought")
+    never_empty = never_empty.replace("PROMPT", "")
+    assert shown(never_empty, "keep", PLAINS) == f"U q. A ⟦{NONE}one.⟧ U r. A ⟦{NONE}two.⟧"
+    only_begins = (
+        r"{% for m in messages %}"
+        r"{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        r"{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+    )
+    assert shown(only_begins, "empty", PLAIN) == f"U q. A {OPENED}⟦</think>\n\none.⟧"
+
+
 @pytest.mark.parametrize("row", [PLAINS, IN_CONTENT, APART], ids=["plain", "content", "apart"])
 def test_strip(row: Conversation) -> None:
     """A template with a switch prompts with an empty thought, which is then no target; without one, the model

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
-from dsft.model.conversion import Conversion, ConvertedTensors, PartRange
+from dsft.model.conversion import Conversion, ConvertedTensors, PartRange, read_map
+from tests.architectures.cases import small_model
 
 GATE, UP = "mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"
 MODEL = SimpleNamespace(config=None)
@@ -54,6 +55,16 @@ def test_whole_rows_are_moved_in_runs() -> None:
         PartRange("mlp.experts.0.up_proj.weight", 0, 8),
         PartRange("mlp.experts.1.gate_proj.weight", 0, 8),
     ]
+
+
+def test_names_as_in_memory_are_read_as_they_are() -> None:
+    """Also those that an entry of transformers' table would change into names that no module has."""
+    for kind in ("axk1", "laguna"):
+        model = small_model(kind)
+        names = [name for name in model.state_dict() if ".experts." not in name]
+        found = read_map(model, names)
+        assert found.unexpected == []
+        assert [found.unchanged.get(name) for name in names] == names
 
 
 def test_what_is_transposed_is_converted_whole() -> None:

@@ -58,6 +58,7 @@ def test_the_widths_decide_what_computes_the_experts() -> None:
     assert chosen("auto") == "experts: 2 of 4 for each token, computed by grouped_mm"
     assert chosen("auto", moe_intermediate_size=12).endswith("by eager")
     assert chosen("batched_mm").endswith("by batched_mm") and chosen("eager").endswith("by eager")
+    assert chosen("auto", num_experts_per_tok=1).startswith("experts: 1 of 4")
 
 
 @pytest.mark.parametrize(

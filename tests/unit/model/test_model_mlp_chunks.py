@@ -73,6 +73,13 @@ def test_chunks_compute_what_the_whole_does(kinds: tuple[str, ...]) -> None:
     assert wrong == {}
 
 
+def test_a_single_matrix_is_no_mlp() -> None:
+    model: Any = small_model("llama")
+    model.model.layers[0].gate = nn.Linear(16, 16)
+    assert model.config.hidden_size == 16
+    assert set(mlps_of(model)) == {"model.layers.0.mlp", "model.layers.1.mlp"}
+
+
 def test_experts_routers_and_attention_are_no_mlps() -> None:
     kinds = ("llama", "gemma3n_text", "glm4_moe", "lfm2")
     names = {kind: set(mlps_of(small_model(kind, hidden_size=24))) for kind in kinds}

@@ -335,6 +335,11 @@ def test_other_layers_are_refused(kind: str, said: str) -> None:
         check_can_pack(CONFIG_MAPPING[kind](), 64)
 
 
+def test_whether_a_model_has_recurrent_layers() -> None:
+    assert recurrence.mix_per_segment(small("qwen3_5_text"))
+    assert not recurrence.mix_per_segment(AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**SMALL)))
+
+
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next", "bailing_hybrid"])
 def test_the_plan_counts_what_the_backward_of_a_recurrent_layer_needs(kind: str, tmp_path: Path) -> None:
     """Compared with the storages that autograd really saves in a layer on the CPU, without its parameters."""
