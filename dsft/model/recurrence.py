@@ -111,13 +111,18 @@ def saved_bytes(causal_lm: PreTrainedModel) -> dict[str, tuple[int, int]]:
         if _mixers(type(module)) & RECURRENCES:
             alike = repr([(p.shape, p.requires_grad) for p in module.parameters()])
             if alike not in counted:
-                counted[alike] = _saved(module, torch.bfloat16), _saved(module, torch.float32)
+                counted[alike] = _per_token(module, torch.bfloat16), _per_token(module, torch.float32)
             found[name] = counted[alike]
     return found
 
 
-def _saved(module: nn.Module, dtype: torch.dtype) -> int:
-    tokens, kept = 4 * CHUNK, dict[int, torch.UntypedStorage]()
+def _per_token(module: nn.Module, dtype: torch.dtype) -> int:
+    few, more = (_saved(module, dtype, chunks * CHUNK) for chunks in (4, 8))
+    return (more - few) // (4 * CHUNK)  # some tensors have the size of a weight
+
+
+def _saved(module: nn.Module, dtype: torch.dtype, tokens: int) -> int:
+    kept: dict[int, torch.UntypedStorage] = {}
     module = copy.deepcopy(module).to(dtype)
     forward: Any = inspect.unwrap(type(module).forward)
     names = {name: inspect.unwrap(forward.__globals__[name]) for name in _mixers(type(module))}
@@ -133,7 +138,7 @@ def _saved(module: nn.Module, dtype: torch.dtype) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         with_globals(forward, names)(module, hidden)
-    return sum(storage.nbytes() for storage in kept.values()) // tokens
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def _mixers(kind: type[nn.Module]) -> frozenset[str]:

@@ -26,7 +26,7 @@ from dsft.system.files import cache_folder, cache_json, cached_json
 if TYPE_CHECKING:  # dsft.plan.cut imports this module
     from dsft.plan.cut import Cut
 
-VERSION = 10
+VERSION = 11
 """Version of cached censuses. Increase it when the same model section, files and library versions give
 another census (parameters, names, layers, reasons) or another JSON format. Checked by
 tests/unit/plan/test_census_version.py."""
