@@ -133,8 +133,10 @@ def try_config(random: Random, folder: Path, sources: Path) -> None:
     given: Any = random.choice([LLAMA_FACTORY, AXOLOTL, TRL, SWIFT, DEEPSPEED])
     info = folder / "dataset_info.json"
     info.write_text(json.dumps(DATASETS))
-    path = folder / random.choice(["config.json", "config.json", "config.yaml"])
-    path.write_text(json.dumps(given) if path.suffix == ".json" else yaml.safe_dump(given))
+    path = folder / random.choice(["config.json", "config.yaml", "config.sh"])
+    options = " ".join(f"--{name} {json.dumps(value)!r}" for name, value in given.items())
+    written = {".json": json.dumps(given), ".yaml": yaml.safe_dump(given), ".sh": f"trl sft {options}\n"}
+    path.write_text(written[path.suffix])
     damage(random, random.choice([path, path, info]))
     named = "--model", "a/b", "--data", "x.json", "--dataset-info", info, "--out", folder / "spec.yaml"
     dsft("convert", path, *named)
