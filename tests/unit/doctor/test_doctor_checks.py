@@ -153,7 +153,7 @@ FAULTS: list[tuple[Callable[[Facts], None], str]] = [
     (put("network", "named", to="ib0"),
      "failure interface node2: ib0 does not exist; interfaces that are up: e0"),
     (put("storage", "folders", "output_dir", to={"path": "/x", "refused": None, "free": 2**20}),
-     "failure space node2: output_dir /x has 1.00 MiB free, and the run needs 12.28 MiB"),
+     "failure space node2: output_dir /x has 1.00 MiB free"),
     (put("storage", "folders", "output_dir", to={"path": "/x", "refused": "Read-only", "free": 0}),
      "failure space node2: output_dir /x cannot be written (Read-only)"),
     (put("storage", "shm", to=shm(0.0625)), "warning shm node2: /dev/shm has 64.00 MiB free"),
