@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from benchmarks.gpu import runs
 from benchmarks.gpu.cases import CASES, Case
 from benchmarks.gpu.runs import ROOT, Run, base_spec, device, given_of, peer, train, write_rows, write_spec
 
-WARM, TIMED = 4, 20  # steps
+WARM, TIMED = 4, 21  # steps
+PARTS = 3
+"""The steps that count are divided into so many parts of equally many steps, whose times are compared."""
 Figures = dict[str, Any]
 
 
@@ -148,6 +151,37 @@ def doctor(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
     return {}
 
 
+# --- kernels ------------------------------------------------------------------------------------------------
+
+
+def kernels(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
+    from benchmarks.gpu.kernels import measure
+
+    return measure(is_rehearsal)
+
+
+def profile(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
+    """Milliseconds of one step of packed documents by kind of kernel."""
+    from benchmarks.gpu.trace import by_kind, only_trace
+
+    spec = large_set(case, folder, is_rehearsal, steps=5)
+    run = train(spec, "--profile", "4", until=5).must_end_well()
+    return {"step": by_kind(only_trace(run.folder / "logs"))}
+
+
+def large_set(case: Case, folder: Path, is_rehearsal: bool, steps: int, **keys: Any) -> Path:
+    """A spec of packed documents, four in each step's only micro-batch; its file."""
+    model = runs.model_folder(folder, "small" if is_rehearsal else case.settings["model"])
+    max_length, batch = (128, 2) if is_rehearsal else (4096, 4)
+    rows = folder / f"rows-{case.name}.jsonl"
+    write_rows(rows, "documents", (steps + 2) * batch, max_length)
+    told = base_spec(model, rows, "documents", max_length) | {
+        "train.precision": "bf16", "train.micro_batch_size": batch, "train.accumulation_steps": 1,
+        "train.max_steps": steps, **keys,
+    }  # fmt: skip
+    return write_spec(clear(folder / case.name) / "spec.yaml", told)
+
+
 # --- the same numbers ---------------------------------------------------------------------------------------
 
 
@@ -162,11 +196,12 @@ def attention(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
 
 def small_set(case: Case, folder: Path, is_rehearsal: bool, **more: Any) -> Path:
     """A spec of ten short steps on a model of 100 million parameters; its file."""
-    model = runs.model_folder(folder, "small" if is_rehearsal else "100m")
+    named = case.settings.get("model", "100m")
+    model = runs.model_folder(folder, "small" if is_rehearsal and named == "100m" else named)
     max_length = 128 if is_rehearsal else 1024
     rows = folder / f"rows-{'pairs' if 'pairs' in more else 'short'}.jsonl"
     kind = "pairs" if more.pop("pairs", False) else "short"
-    steps, batch = more.pop("steps", 4 if is_rehearsal else 10), 4
+    steps, batch = more.pop("steps", 4 if is_rehearsal else case.settings.get("steps", 10)), 4
     write_rows(rows, kind, (steps + 1) * batch, max_length)
     keys = base_spec(model, rows, kind, max_length) | {
         "data.on_too_long": "truncate",
@@ -197,7 +232,7 @@ def parity(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
     """Against a plain PyTorch loop on this device over the same rows, padded, with SGD."""
     spec = small_set(case, folder, is_rehearsal)
     precision = case.settings["spec"]["train.precision"]
-    losses = folder / f"plain-{precision}.json"
+    losses = folder / f"plain-{precision}-{case.settings.get('steps', 10)}.json"
     if not losses.exists():
         work = plain_work(spec)
         losses.write_text(json.dumps(peer("sft_loops", "plain", work)["losses"]))
@@ -270,6 +305,37 @@ def references(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
     return worst | {"first_margin": abs(found[0].records[0]["train/rewards/margins"])}
 
 
+def whole_run(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
+    """A run to its end: evaluation, a checkpoint and the export too. phase_error: the largest error of the
+    plan in a phase, of what torch allocates; planned_device: the plan's bytes of the whole GPU with its
+    driver."""
+    rows = folder / f"rows-{case.name}-held-out.jsonl"
+    held_out = {"data.eval": [{"path": str(rows)}], "train.eval_every": 3, "checkpoint.every": 3}
+    spec = large_set(case, folder, is_rehearsal, 6, **held_out)
+    write_rows(rows, "documents", 8, 128 if is_rehearsal else 4096)
+    run = train(spec).must_end_well()
+    phases = json.loads((run.folder / "memory.json").read_text())["phases"]
+    errors = {
+        name: abs(of["measured"] / of["planned"] - 1)
+        for name, phase in phases.items()
+        if isinstance(of := phase.get("device_allocated"), dict) and of.get("planned")
+    }
+    name = "H100" if is_rehearsal else gpu_name()
+    words = [sys.executable, "-c", "from dsft.cli import main; main()", "plan", str(spec), "--json"]
+    words.append(f"cluster={{hosts: {{localhost: 1}}, accelerator: {{name: {json.dumps(name)}}}}}")
+    done = subprocess.run(words, cwd=ROOT, env=runs.environment(), capture_output=True, text=True, check=True)
+    planned = json.loads(done.stdout)["memory"]["per_gpu"][0]["gpu"]
+    found: Figures = {"losses": run.losses, "phases": phases, "planned_device": planned}
+    found |= {f"error of {name}": error for name, error in errors.items()}
+    return found | ({"phase_error": max(errors.values())} if errors else {})
+
+
+def gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
+
+
 def out_of_memory(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
     """A micro-batch that cannot fit ends with exit code 71 and advises fewer tokens, which then fit."""
     model = runs.model_folder(folder, "small" if is_rehearsal else "1b")
@@ -335,7 +401,7 @@ def speed(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
         run = train(spec, until=steps).must_end_well()
         if len(run.records) < steps:
             raise RuntimeError(f"{len(run.records)} of {steps} steps: {runs.last_words(run.printed)}")
-        seconds = sum(record["perf/step_time"] for record in run.records[warm:steps])
+        spent = [record["perf/step_time"] for record in run.records[warm:steps]]
         found = {"losses": run.losses[:steps], **memory_of(run)}
     else:
         work = clear(spec.parent / "peer")
@@ -346,11 +412,13 @@ def speed(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
         )
         result = peer(module, told["way"], work)
         ends = result["ends"]
-        seconds = (
-            (ends[-1] - ends[warm - 1]) * timed / (len(ends) - warm)
-        )  # TRL's packing makes its own steps
+        measured = [after - before for before, after in pairwise(ends[warm - 1 :])]
+        spent = [sum(measured) / len(measured)] * timed  # TRL's packing makes its own steps
+        spent = measured if len(measured) == timed else spent
         found = {key: result[key] for key in ("losses", "peaks", "reference_seconds") if key in result}
-    return found | pace(given, told, model, warm, steps, seconds)
+    parts = [sum(spent[i::PARTS]) for i in range(PARTS)] if timed >= PARTS else [sum(spent)]
+    apart = {"spread": (max(parts) - min(parts)) / (sum(parts) / len(parts))}
+    return found | apart | pace(given, told, model, warm, steps, sum(spent))
 
 
 def pace(given: Mapping[str, Any], told: Mapping[str, Any], model: Path, warm: int, steps: int,
@@ -447,7 +515,8 @@ def killed_rank(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
 
 
 BODIES: dict[str, Callable[[Case, Path, bool], Figures]] = {
-    "environment": environment, "ceilings": ceilings, "doctor": doctor, "attention": attention,
+    "environment": environment, "ceilings": ceilings, "doctor": doctor, "kernels": kernels,
+    "profile": profile, "whole_run": whole_run, "attention": attention,
     "quickstart": quickstart, "parity": parity, "resume": resume, "same_losses": same_losses,
     "references": references, "out_of_memory": out_of_memory, "speed": speed, "ranks": ranks,
     "killed_rank": killed_rank,

@@ -173,6 +173,8 @@ def given_of(spec_path: Path, ranks: int = 1) -> dict[str, Any]:
     from dsft.spec.load import load_spec
 
     spec = load_spec(spec_path)
+    if spec.task == "dpo":  # a loop that is not dsft's has the prompt before each answer
+        spec = load_spec(spec_path, ["dpo.share_prompts=false"])
     tokenizer = open_tokenizer(spec.model)[0]
     dataset = load_data(spec, tokenizer).train
     batch = batch_sizes(spec.train, ranks, spec.data, spec.task)

@@ -32,7 +32,20 @@ def test_cases_are_rehearsed_from_a_bare_clone(tmp_path: Path, cases: tuple[str,
     kept = [path for path in made["PYTHONPATH"].split(os.pathsep) if path != str(ROOT)]
     without_git = tmp_path / "bin"
     without_git.mkdir()
-    for program in ("bash", "dirname", "mkdir", "sed", "grep", "cat", "gcc", "g++", "c++", "env", "lscpu"):
+    for program in (
+        "bash",
+        "dirname",
+        "mkdir",
+        "sed",
+        "grep",
+        "cat",
+        "gcc",
+        "g++",
+        "c++",
+        "env",
+        "lscpu",
+        "date",
+    ):
         if found := shutil.which(program):
             (without_git / program).symlink_to(found)
     path = os.pathsep.join([str(Path(sys.executable).parent), str(without_git)])

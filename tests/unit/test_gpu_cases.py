@@ -21,7 +21,9 @@ from benchmarks.gpu import __main__ as driver
 from benchmarks.gpu import runs
 from benchmarks.gpu.bodies import BODIES, differences, work_of
 from benchmarks.gpu.cases import CASES, MODELS, STAGE_SECONDS, STAGES, Case, cases_of
+from benchmarks.gpu.kernels import measure
 from benchmarks.gpu.page import PAGE, compare, judge, page
+from benchmarks.gpu.trace import by_kind, only_trace
 from dsft.spec.load import load_spec
 from tests.launching import LATE, ROOT
 
@@ -52,12 +54,14 @@ def test_every_case_can_be_run() -> None:
 
 def test_the_goals_are_those_that_were_set() -> None:
     goals = {case.name: {name: bound for name, _, bound in case.goals} for case in CASES}
-    assert goals["documents-dsft"]["mfu"] == 0.45
-    assert goals["short-dsft"]["mfu"] == 0.40
+    assert goals["documents-dsft"]["mfu"] == 0.50
+    assert goals["documents-dsft"]["ratio documents-plain"] == 1.0
+    assert goals["short-dsft"]["mfu"] == 0.42
     assert goals["full-dsft"]["mfu"] == 0.40
-    assert goals["lora-dsft"]["tokens_per_s"] == 13500
-    assert goals["offload-host"]["ratio offload-none"] == 0.70
-    assert {goals[name]["plan_error"] for name in ("documents-dsft", "lora-dsft", "full-dsft")} == {0.05}
+    assert goals["lora-dsft"]["tokens_per_s"] == 14_000
+    assert goals["offload-host"]["ratio offload-none"] == 0.60
+    assert {goals[name]["plan_error"] for name in ("documents-dsft", "lora-dsft", "full-dsft")} == {0.03}
+    assert goals["whole-run"] == {"phase_error": 0.03, "device_error": 0.03}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "spec" in case.settings], ids=lambda c: c.name)
@@ -103,10 +107,10 @@ def test_rows_have_the_lengths_that_are_told(tmp_path: Path) -> None:
 def test_a_goal_that_is_missed_is_said() -> None:
     case = next(case for case in CASES if case.name == "documents-dsft")
     slow = judge(result(case.name, mfu=0.31, plan_error=0.01), case, False)
-    assert not slow["pass"] and slow["reason"] == "mfu 0.31, goal >= 0.45"
-    assert slow["goals"][1] == "plan_error 0.01, goal <= 0.05: reached"
-    assert judge(result(case.name, mfu=0.46, plan_error=0.01), case, False)["pass"]
-    assert not judge(result(case.name, mfu=0.46), case, False)["pass"]  # no plan beside it
+    assert not slow["pass"] and slow["reason"] == "mfu 0.31, goal >= 0.5"
+    assert slow["goals"][1] == "plan_error 0.01, goal <= 0.03: reached"
+    assert judge(result(case.name, mfu=0.51, plan_error=0.01), case, False)["pass"]
+    assert not judge(result(case.name, mfu=0.51), case, False)["pass"]  # no plan beside it
     assert judge(result(case.name), case, True)["pass"]  # a rehearsal has no speed
     parity = next(case for case in CASES if case.body == "parity")
     assert not judge(result(parity.name, difference=0.1), parity, True)["pass"]  # but its numbers
@@ -140,7 +144,7 @@ def test_the_page_is_written_of_real_results_alone() -> None:
     assert "No GPU was at hand" in page([rehearsed]) and "No GPU was at hand" in page([])
     told = page([result("documents-dsft", tokens_per_s=50_000.0, mfu=0.41, losses=[1.0], plan_error=0.01)])
     assert "No GPU was at hand" not in told and "2026-01-02: H200" in told
-    assert re.search(r"\| documents-dsft \| missed \| 50,000 \| 0.41 \|.*mfu 0.41, goal >= 0.45 \|", told)
+    assert re.search(r"\| documents-dsft \| missed \| 50,000 \| 0.41 \|.*mfu 0.41, goal >= 0.5 \|", told)
 
 
 def test_docs_have_the_page() -> None:
@@ -172,6 +176,7 @@ def test_a_case_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: 
 
 def test_why_a_case_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     case, late = cases_of("speed")[0], time.monotonic() + 1000
+    monkeypatch.setattr(driver, "AGAIN", 0.0)
     for gpus, said in (([], "no GPU"), ([(130_000, 143_771)], "GiB of the GPU's memory are free")):
         monkeypatch.setattr(driver, "gpu_memory", lambda gpus=gpus: gpus)
         assert said in driver.reason_not_to_run(case, late, False)
@@ -196,3 +201,77 @@ def test_the_quickstart_runs_on_the_cpu_through_the_driver(tmp_path: Path) -> No
     assert found["pass"] is True and found["difference"] == 0.0 and len(found["losses"]) == 4
     assert "quickstart" in (tmp_path / "out" / "results.md").read_text()
     assert "train/loss went from" in (tmp_path / "out" / "log.txt").read_text()
+
+
+def test_a_case_that_measures_speed_is_killed_without_being_asked(tmp_path: Path) -> None:
+    script = (
+        "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: open('asked', 'w'))\ntime.sleep(600)\n"
+    )
+    for is_patient in (True, False):
+        environ, log = dict(os.environ), tmp_path / "log"
+        command = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r})\n{script}"]
+        driver.watch(command, environ, 2.0, log, is_patient)
+        assert (tmp_path / "asked").exists() is is_patient
+        (tmp_path / "asked").unlink(missing_ok=True)
+
+
+def test_a_gpu_that_was_just_used_is_looked_at_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    looks = [[(130_000, 143_771)], [(0, 143_771)]]
+    monkeypatch.setattr(driver, "AGAIN", 0.0)
+    monkeypatch.setattr(driver, "gpu_memory", lambda: looks.pop(0) if looks else [])
+    monkeypatch.setattr(
+        driver, "watch", lambda *_: (tmp_path.joinpath("documents-dsft.log").write_text(""), {})
+    )
+    found = driver.run_case(cases_of("speed")[0], tmp_path, time.monotonic() + 1000, False)
+    assert found["pass"] is False and not looks  # it was started, and has left no figures
+
+
+def test_what_a_stage_left_out_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The installation is a part of its ten minutes."""
+    monkeypatch.setenv("DSFT_GPU_BEGAN", str(time.time() - STAGE_SECONDS))
+    monkeypatch.setattr(driver, "gpu_memory", lambda: [(0, 143_771)])
+    monkeypatch.setattr(sys, "argv", ["scripts/gpu", "memory", "--out", str(tmp_path)])
+    assert driver.main() == 0
+    assert "scripts/gpu memory --only whole-run out-of-memory runs them" in capsys.readouterr().out
+
+
+def test_a_trace_is_summed_by_kind_of_kernel(tmp_path: Path) -> None:
+    names = {
+        "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTN": "GEMM",
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "GEMM",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>": "attention",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob": "attention",
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL": "communication",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+        "_rms_norm_backward_kernel": "norms, rotary, SwiGLU (Liger)",
+        "Memcpy DtoD (Device -> Device)": "copies",
+        "void at::native::vectorized_elementwise_kernel<4, ...>": "elementwise",
+        "something": "other",
+    }
+    events = [
+        {"cat": "kernel", "name": name, "ts": 2000.0 * number, "dur": 1000.0}
+        for number, name in enumerate(names)
+    ]
+    events += [
+        {"cat": "kernel", "name": "something", "ts": 500.0, "dur": 1000.0},
+        {"cat": "cpu_op", "name": "x"},
+    ]
+    trace = tmp_path / "trace-step-4.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    found = by_kind(only_trace(tmp_path))
+    assert found.pop("gaps") == pytest.approx(8.5)  # of 19 ms; the first two overlap for half of one
+    assert found == {kind: float(sum(one == kind for one in [*names.values(), "other"])) for kind in found}
+    assert set(found) == set(names.values())
+    trace.write_text(json.dumps({"traceEvents": [{"cat": "cpu_op", "name": "x"}]}))
+    assert by_kind(trace) == {}
+
+
+def test_every_line_of_kernels_ends_with_figures_or_an_error() -> None:
+    found = measure(is_rehearsal=True)["kernels"]
+    assert isinstance(found["2 layers, torch"], dict) and found["2 layers, torch"]["ms"] > 0
+    assert isinstance(found["fused AdamW"], dict)
+    assert any("Error" in str(value) for value in found.values())  # no CPU has cuDNN
+    text = page([result("kernels", kernels=found)])
+    assert "| 2 layers, torch | ms " in text

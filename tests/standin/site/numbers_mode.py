@@ -335,6 +335,11 @@ def product_added(
     return beta * c.to(dtype) + alpha * product(a, b, dtype)
 
 
+def counts(x: Any, *bins: Any) -> Any:
+    """A histogram of integers, which the CPU counts of floats alone."""
+    return aten.histc.default(x.float(), *bins).to(x.dtype)
+
+
 WRITTEN: dict[Callable[[Any], Callable[..., Any]], tuple[Any, ...]] = {
     dense: (
         aten._scaled_dot_product_flash_attention,
@@ -355,6 +360,7 @@ ON_CPU: dict[Any, Callable[..., Any]] = {
     for make, operations in WRITTEN.items()
     for operation in operations
 } | {
+    aten.histc.default: counts,
     aten.log_sigmoid_backward.default: log_sigmoid_backward,
     aten.mm.dtype: product,
     aten.mm.dtype_out: product,
