@@ -18,7 +18,7 @@ import typer
 from dsft import __version__
 from dsft.commands.groups import AFTER, CLUSTER, LOOK, START, TRAIN, Command, Groups, normalized
 from dsft.errors import DsftError, SpecError, StorageError, printable
-from dsft.report.redact import print_fault, redact_values
+from dsft.system.redact import print_fault, redact_values
 from dsft.system.run_folder import named_checkpoint, named_export
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -21,6 +21,10 @@ if __name__ == "__main__":
 
     block_signals()  # signals, until `set_up_process`; the imports below take about a second
 
+    from dsft.system.packages import check_packages
+
+    check_packages()
+
 import argparse
 import gc
 import math
@@ -48,10 +52,10 @@ from dsft.rank.promise import check_promise
 from dsft.rank.software import RANGES, outside, version_of
 from dsft.rank.stopping import Stopping, unblock_signals
 from dsft.rank.torchrun import flags, torchrun_argv
-from dsft.report.redact import print_fault, redact, redact_command, redact_threads, redact_values
 from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec
 from dsft.system.process import VERBOSE, end, is_verbose
+from dsft.system.redact import print_fault, redact, redact_command, redact_values
 from dsft.system.run_folder import newest_checkpoint, step_of
 
 RANK_0_SPEAKS = 3.0
@@ -276,5 +280,4 @@ def set_environment(spec: Spec, launched: Launched) -> Share | None:
 
 
 if __name__ == "__main__":
-    redact_threads()
     end(main(sys.argv[1:]))

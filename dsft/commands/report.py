@@ -20,11 +20,11 @@ import yaml
 from dsft.errors import DsftError, MissingInputError, printable
 from dsft.report.curves import compared, figure, series, svg
 from dsft.report.jsonl import read_metrics
-from dsft.report.redact import one_line
 from dsft.spec.differences import flatten
 from dsft.spec.document import read_document
 from dsft.system.files import check_page, page_begin, write_page
 from dsft.system.json_file import parse_json, read_text, reason_of
+from dsft.system.redact import one_line
 from dsft.system.run_folder import named_run
 
 PAGE = "report.html"

@@ -30,8 +30,9 @@ from typing import Any
 import psutil
 
 from dsft.launcher.launch_plan import HostCommand
-from dsft.launcher.output import PATIENCE, Follower, last_lines
+from dsft.launcher.output import PATIENCE, OutputLog
 from dsft.launcher.processes import JOB, code_of_ended, is_alive, is_stopped, job_processes, kill_job, send
+from dsft.launcher.verdict import shown_lines
 from dsft.rank.heartbeat import LOGS, SOCKET
 from dsft.remote import Lines, Message, own_connection
 from dsft.system.host import free_port
@@ -178,13 +179,11 @@ def read_heartbeat(datagram: bytes, now: float) -> ReceivedHeartbeat | None:
 class LocalRank:
     """A rank of this host.
 
-    log_start  bytes in its log before this start
-    process    None if a launcher that the agent started has started the rank in turn (as torchrun does); the
-               rank is then known from its first heartbeat
+    process  None if a launcher that the agent started has started the rank in turn (as torchrun does); the
+             rank is then known from its first heartbeat
     """
 
-    log: Path
-    log_start: int
+    output: OutputLog
     process: subprocess.Popen[bytes] | None = None
     pid: int | None = None
     heartbeat: ReceivedHeartbeat | None = None
@@ -198,16 +197,18 @@ class HostProcesses:
 
     def __init__(self, command: HostCommand, scratch: Path, connection: Lines, finish: asyncio.Event) -> None:
         self._command, self._connection, self._finish = command, connection, finish
-        logs = {rank: Path(command.logs, f"rank-{rank}.log") for rank in command.ranks}
-        self.ranks = {rank: LocalRank(path, _size(path)) for rank, path in logs.items()}
-        self._launcher_log = Path(command.logs, f"launcher-{command.host}.log")
-        self._launcher_start = _size(self._launcher_log)
-        self._path = str(scratch / "heartbeat")
+        self._scratch, self._path = scratch, str(scratch / "heartbeat")
+        self.ranks: dict[int, LocalRank] = {}
+        self._launcher_output: OutputLog | None = None
         self._loop = asyncio.get_running_loop()
         self._signal_to_send: int | None = None  # the signal to send to every rank
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ending: asyncio.Task[None] | None = None
-        self._follower: Follower | None = None
+
+    @property
+    def _outputs(self) -> list[OutputLog]:
+        launchers = [self._launcher_output] if self._launcher_output else []
+        return [*launchers, *(rank.output for rank in self.ranks.values())]
 
     def start(self) -> None:
         """Start the processes. Raises OSError if one cannot be started or a file cannot be written."""
@@ -215,33 +216,39 @@ class HostProcesses:
         self._socket.bind(self._path)
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._take_heartbeats)
-        Path(self._command.logs).mkdir(parents=True, exist_ok=True)
+        logs = Path(self._command.logs)
+        logs.mkdir(parents=True, exist_ok=True)
+        for number in self._command.ranks:
+            (self._scratch / f"rank-{number}.stack").symlink_to(logs / f"rank-{number}.stack")
+            name, shown = f"rank-{number}.log", (self._show,) if number == 0 else ()
+            self.ranks[number] = LocalRank(OutputLog(self._scratch / name, logs / name, *shown))
         if self._command.starts_ranks:
-            self._start(self._launcher_log, {})
+            name = f"launcher-{self._command.host}.log"
+            self._launcher_output = OutputLog(self._scratch / name, logs / name)
+            self._start(self._launcher_output, {})
         else:
             for local, (number, rank) in enumerate(self.ranks.items()):
-                rank.process = self._start(rank.log, {"RANK": str(number), "LOCAL_RANK": str(local)})
+                rank.process = self._start(rank.output, {"RANK": str(number), "LOCAL_RANK": str(local)})
                 rank.pid = rank.process.pid
                 self._watch(rank.pid, number)
             self._connection.send({"started": {number: rank.pid for number, rank in self.ranks.items()}})
-        if 0 in self.ranks:
-            self._follower = Follower(self.ranks[0].log, self.ranks[0].log_start, self._show)
+        for output in self._outputs:
+            output.start()
         self._ending = asyncio.create_task(self._until_ended())
 
-    def _start(self, log: Path, place: dict[str, str]) -> subprocess.Popen[bytes]:
-        own = {JOB: self._command.job, LOGS: self._command.logs, SOCKET: self._path}
+    def _start(self, output: OutputLog, place: dict[str, str]) -> subprocess.Popen[bytes]:
+        own = {JOB: self._command.job, LOGS: str(self._scratch), SOCKET: self._path}
         parent = os.getpid()
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                self._command.argv,
-                cwd=self._command.folder,
-                env={**os.environ, **self._command.environ, **place, **own},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                preexec_fn=lambda: die_with(parent),  # safe: this process has no other threads yet
-            )
+        process = subprocess.Popen(
+            self._command.argv,
+            cwd=self._command.folder,
+            env={**os.environ, **self._command.environ, **place, **own},
+            stdin=subprocess.DEVNULL,
+            stdout=output.writing,
+            stderr=output.writing,
+            start_new_session=True,
+            preexec_fn=lambda: die_with(parent),  # safe: this process has no other threads yet
+        )
         self._processes.append(process)
         return process
 
@@ -267,7 +274,7 @@ class HostProcesses:
         last = rank.heartbeat.as_message() if rank.heartbeat else None
         if code is None and rank.heartbeat:
             code = rank.heartbeat.ended
-        lines = last_lines(rank.log, rank.log_start) if code != 0 else []
+        lines = rank.output.last_lines() if code != 0 else []
         self._connection.send({"died": number, "code": code, "heartbeat": last, "lines": lines})
 
     def _take_heartbeats(self) -> None:
@@ -313,9 +320,17 @@ class HostProcesses:
                 send(rank.pid, signal.SIGUSR2)
 
     def _show(self, lines: list[str]) -> None:
-        """Send lines of rank 0's log. Called in the follower's thread."""
+        """Send lines of rank 0, but for its error, which its last heartbeat has and the supervisor prints at
+        the end. Called in the thread of its output."""
+
+        def send() -> None:
+            self._take_heartbeats()
+            heartbeat = self.ranks[0].heartbeat
+            shown = shown_lines(lines, heartbeat.message if heartbeat else None)
+            self._connection.send({"lines": shown}, may_drop=True)
+
         with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(lambda: self._connection.send({"lines": lines}, may_drop=True))
+            self._loop.call_soon_threadsafe(send)
 
     async def _until_ended(self) -> None:
         """Wait for the processes started here, then for those that they have started (W&B's service)."""
@@ -327,26 +342,16 @@ class HostProcesses:
         for number, rank in self.ranks.items():
             if rank.pid is not None:
                 self._died(number)
-        await self._last_lines()
+        if 0 in self.ranks:
+            await asyncio.to_thread(self.ranks[0].output.last_lines)
+            await asyncio.sleep(0)  # let the callbacks of its thread run
         codes = [process.returncode for process in self._processes]
         code = next((code for code in codes if code), 0)
-        log = (
-            last_lines(self._launcher_log, self._launcher_start)
-            if self._command.starts_ranks and code
-            else []
-        )
-        self._connection.send({"exit_code": code, "lines": log})
+        lines = self._launcher_output.last_lines() if self._launcher_output and code else []
+        self._connection.send({"exit_code": code, "lines": lines})
         while job_processes(self._command.job):
             await asyncio.sleep(TICK)
         self._finish.set()
-
-    async def _last_lines(self) -> None:
-        if self._follower is not None:
-            self._follower.end()
-            until = time.monotonic() + PATIENCE
-            while not self._follower.ended.is_set() and time.monotonic() < until:
-                await asyncio.sleep(TICK / 10)
-            await asyncio.sleep(0)  # let the callbacks of its thread run
 
     async def end(self) -> list[int]:
         """Kill all processes of the job on this host. Returns the pids that could not be killed."""
@@ -356,15 +361,14 @@ class HostProcesses:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(0 if left else 1)
-        await self._last_lines()
+        if self._ending is not None:
+            until = time.monotonic() + PATIENCE
+            for output in self._outputs:
+                output.close()
+            while not all(output.ended.is_set() for output in self._outputs) and time.monotonic() < until:
+                await asyncio.sleep(TICK / 10)
+            await asyncio.sleep(0)  # let the callbacks of their threads run
         return left
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 if __name__ == "__main__":

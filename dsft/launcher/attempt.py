@@ -13,7 +13,6 @@ from typing import Any
 from dsft.launcher.agent import PING, SILENCE
 from dsft.launcher.launch_plan import LaunchPlan, address_of
 from dsft.launcher.verdict import (
-    HEADING,
     STOPPED,
     Failure,
     Outcome,
@@ -25,6 +24,7 @@ from dsft.launcher.verdict import (
     hung_ranks,
     shell_code,
 )
+from dsft.rank.stopping import name_of
 from dsft.remote import Channel, Message, NoAnswer
 
 Log = Callable[[str], None]
@@ -205,8 +205,7 @@ class Attempt:
             self._host_ended(host, int(message["exit_code"]), message["lines"])
         elif "lines" in message:
             for line in message["lines"]:
-                if not line.startswith(HEADING):
-                    self.log(line)
+                self.log(line)
         elif "fault" in message:
             self._fail(Failure("host", host.name, None, str(message["fault"])))
 
@@ -284,14 +283,15 @@ class Attempt:
             self._last_signal = stops, number
             if self.state == "ending":
                 continue
-            name = signal.Signals(number).name
+            name = name_of(number)
             if stops == 1 and (waits or any(rank.heartbeat for rank in self.ranks.values())):
                 self.state = "stopping"
                 step = "the next step" if waits else "this step, if one has begun"
                 self.log(
                     f"{name}: saving at the end of {step}, then ending; a second signal (Ctrl-C) ends at once"
                 )
-                self._send({"signal": signal.SIGUSR1 if waits else signal.SIGTERM})
+                # Not SIGHUP: a rank may ignore it, where this process does not.
+                self._send({"signal": signal.SIGTERM if number == signal.SIGHUP else number})
             else:
                 self._ended_by_signal = STOPPED if stops == 1 else 128 + number
                 self.log(f"{name}: ending at once{', before any rank has started' if stops == 1 else ''}")
@@ -323,7 +323,7 @@ class Attempt:
                 failure = Failure(
                     "hang", first.host, None, hang_message(found, limit), first.rank, first.step
                 )
-                self.log(f"{failure.text()}; saving the stacks of all ranks")
+                self.log(f"{failure.headline()}; saving the stacks of all ranks")
                 self._send({"stacks": 1})
                 await asyncio.sleep(STACKS)
                 self._fail(failure)
@@ -341,7 +341,7 @@ class Attempt:
         self.failures.append(failure)
         if self.state in {"running", "stopping"}:
             if not failure.is_consequence():
-                self.log(f"{failure.text().rstrip('.')}; ending all others")
+                self.log(f"{failure.headline()}; ending all others")
             self._end(0 if failure.kind == "hang" else GRACE)
 
     def _end_stragglers(self) -> None:

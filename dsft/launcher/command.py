@@ -22,16 +22,16 @@ from dsft.launcher.agent import SILENCE
 from dsft.launcher.attempt import Attempt, AttemptSettings, Log, Requests
 from dsft.launcher.launch_plan import LAUNCHERS, TRAIN, LaunchPlan
 from dsft.launcher.output import LineWriter, StatusWriter, now
-from dsft.launcher.verdict import HEADING, STOPPED, Outcome, may_succeed
+from dsft.launcher.verdict import STOPPED, Outcome, may_succeed, shown_lines
 from dsft.plan.load import load
 from dsft.rank.launched import counted, master_port
 from dsft.rank.promise import check_hosts
 from dsft.rank.slurm import allocation
 from dsft.remote import Channel, NoAnswer, forwarded, is_this_machine
-from dsft.report.redact import redact, redact_command
 from dsft.spec.schema import Spec
 from dsft.system.lock import lock_folder
 from dsft.system.process import EVERY_STEP
+from dsft.system.redact import redact, redact_command
 from dsft.system.run_folder import newest_checkpoint
 
 PAUSE = 3.0  # seconds before a restart: ports close, the kernel frees the devices' memory
@@ -104,7 +104,7 @@ def run(settings: LaunchSettings) -> int:
             f"{settings.logs} cannot be written ({error.strerror}); set another output_dir."
         ) from None
     with log, lock_folder(settings.logs, "launch.lock"):
-        writer = LineWriter(log)
+        writer = LineWriter(log, {**os.environ, **settings.environ})
         try:
             return asyncio.run(supervised(settings, writer))
         finally:
@@ -209,7 +209,7 @@ def examine(settings: LaunchSettings) -> None:
     failed = failures(found)
     if failed:
         text = "\n".join(f"  {finding}" for finding in failed)
-        raise WorldError(f"The run cannot start (--no-doctor starts it all the same):\n{text}")
+        raise WorldError(f"The run cannot start (dsft launch --no-doctor starts it all the same):\n{text}")
 
 
 def dry_run(settings: LaunchSettings) -> Iterator[str]:
@@ -251,13 +251,14 @@ async def supervised(settings: LaunchSettings, log: Log) -> int:
             found = await reachable(settings, outcome, requests) if again else None
             if found is None:
                 break
+            log(f"start {attempt} has failed: {outcome.error}")
+            count = f"restart {attempt} of {settings.options.restarts}"
             hosts, attempt = found, attempt + 1
-            count = f"restart {attempt - 1} of {settings.options.restarts}"
             log(f"starting again from the last checkpoint, on {', '.join(hosts)} ({count})")
             await asyncio.sleep(PAUSE)
         for line in ending(settings, outcome, left):
             log(line)
-        error = outcome.failure.text() if outcome.failure else None
+        error = outcome.error and redact(outcome.error, os.environ)
         end = {"state": "ended", "exit_code": outcome.code, "error": error}
         status.put({**facts, **running.facts(), **end})
         return outcome.code
@@ -368,27 +369,26 @@ async def _left(argv: list[str], job: str) -> int | None:
 def ending(settings: LaunchSettings, outcome: Outcome, left: Sequence[str]) -> Iterator[str]:
     """Yield the lines printed at the end of a run. left: sentences about processes that may still run on lost
     hosts."""
-    folder = settings.logs.parent
-    for text in left:
-        yield f"warning: {text}"
+    yield from (f"warning: {text}" for text in left)
     failure = outcome.failure
     if failure is not None:
-        yield f"failed after {outcome.seconds:.0f} seconds: {failure.text()}"
         where = f"{failure.host}:{failure.rank}" if failure.rank is not None else failure.host
-        if failure.rank != 0 or failure.kind != "rank":
-            for line in [line for line in failure.lines if not line.startswith(HEADING)][-SHOWN:]:
-                yield f"[{where}] {line}"
+        if failure.rank != 0 or failure.kind != "rank":  # else they have been shown
+            lines = shown_lines(failure.lines, failure.message)
+            yield from (f"[{where}] {line}" for line in lines[-SHOWN:])
         log = f"rank-{failure.rank}.log" if failure.rank is not None else f"launcher-{failure.host}.log"
         own = f"its log: {settings.logs / log}; " if (settings.logs / log).exists() else ""
         yield f"{own}all logs: {settings.logs}"
         if outcome.stacks:
-            yield f"stacks: {', '.join(str(settings.logs / f'rank-{rank}.stack') for rank in outcome.stacks)}"
+            yield f"stacks: {', '.join(f'{settings.logs}/rank-{rank}.stack' for rank in outcome.stacks)}"
     if outcome.code == 0:
         return
     if outcome.code == STOPPED or failure is None or may_succeed(failure, outcome.code):
-        saved = newest_checkpoint(folder)
+        saved = newest_checkpoint(settings.logs.parent)
         next_step = (
             f"the last checkpoint is {saved}; go on" if saved else "there is no checkpoint; start again"
         )
         yield f"{'stopped; ' if outcome.code == STOPPED else ''}{next_step} with {settings.typed}"
-    yield f"exit code {outcome.code}"
+    if outcome.error is not None:
+        yield f"error: {outcome.error}"
+    yield f"{'failed' if failure else 'ended'} after {outcome.seconds:.0f} seconds, exit code {outcome.code}"

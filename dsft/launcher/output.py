@@ -1,6 +1,6 @@
-"""Write what `dsft launch` outputs (lines on the terminal and in launch.log, status.json), and follow a
-rank's log as it grows. Each in a separate thread: a hanging disk or a stopped terminal (Ctrl-S) must not
-block the messages between supervisor and agents.
+"""Write what `dsft launch` outputs (lines on the terminal and in launch.log, status.json), and what its
+processes do (their logs), without secrets. Each in a separate thread: a hanging disk or a stopped terminal
+(Ctrl-S) must not block the messages between supervisor and agents.
 
 runs/NAME/logs/status.json, replaced atomically every two seconds and at the end, is for `dsft status` and
 other programs:
@@ -13,11 +13,15 @@ other programs:
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import select
 import sys
+import termios
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,10 +32,12 @@ from typing import IO, Any
 from dsft.errors import printable
 from dsft.report.console import with_bar
 from dsft.system.files import atomic_write
+from dsft.system.redact import redact
 
 WAITING = 20_000  # lines that may wait for a terminal or a disk; beyond that the oldest are dropped
 PATIENCE = 3.0  # seconds that `close` waits for them
-EVERY = 0.2  # seconds between two reads of a growing log
+GATHER = 0.002  # seconds between two reads of a rank's output: many lines at once cost less
+LONGEST = 2**16  # bytes of a line that is written as a whole
 TAIL = 40  # lines
 STDOUT = 1
 
@@ -73,14 +79,16 @@ class WriterThread:
 class LineWriter:
     """Print lines and append them to a log. On a terminal the steps of training share a line, with a bar."""
 
-    def __init__(self, log: IO[str]) -> None:
+    def __init__(self, log: IO[str], environ: Mapping[str, str]) -> None:
+        """environ: variables with the secrets of the ranks."""
+        self._environ = environ
         sys.stdout.flush()
         # By descriptor: a lock of Python's streams cannot block the interpreter's exit.
         self._outputs = [WriterThread(_to(descriptor)) for descriptor in (STDOUT, log.fileno())]
 
     def __call__(self, line: str) -> None:
         last_state = line.rstrip("\r").rpartition("\r")[2]  # of a progress bar
-        line = printable(last_state, keep_colors=True)
+        line = printable(redact(last_state, self._environ), keep_colors=True)
         for each in self._outputs:
             each.put(line)
 
@@ -132,42 +140,79 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-class Follower:
-    """Call `report`, in a separate thread, with the complete lines that a file gets from byte `start` on."""
+class OutputLog:
+    """A named pipe for the output of processes, and a thread that appends it to a log, without secrets and by
+    whole lines; the states of a progress bar count as lines.
 
-    def __init__(self, path: Path, start: int, report: Callable[[list[str]], None]) -> None:
-        self._path, self._read, self._report = path, start, report
-        self._ending = threading.Event()
+    writing  descriptor of the pipe, for processes that inherit it; others open it by its name
+    ended    is set when no process has the pipe open any more and everything is written
+    """
+
+    def __init__(
+        self, pipe: Path, log: Path, report: Callable[[list[str]], object] = lambda lines: None
+    ) -> None:
+        """report: called in the thread with new lines. Raises OSError."""
+        self._log = log.open("ab", buffering=0)
+        os.mkfifo(pipe, 0o600)
+        self._reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        self.writing = os.open(pipe, os.O_WRONLY)
+        self._report = report
+        self._held, self._line = b"", ""  # an incomplete line, as it was read and without secrets
+        self._last: deque[str] = deque(maxlen=TAIL)
+        self._lock = threading.Lock()
         self.ended = threading.Event()
-        threading.Thread(target=self._follow, name="follower", daemon=True).start()
 
-    def end(self) -> None:
-        """Read what is left, including an incomplete last line, and stop; sets `ended` when done."""
-        self._ending.set()
+    def start(self) -> None:
+        threading.Thread(target=self._follow, name="output", daemon=True).start()
+
+    def close(self) -> None:
+        """Close this process's end of the pipe."""
+        os.close(self.writing)
+
+    def last_lines(self) -> list[str]:
+        """Return the last lines, up to TAIL, of what was written until now. Waits for the thread, at most
+        PATIENCE seconds for a disk that does not answer."""
+        until = time.monotonic() + PATIENCE
+        while _bytes_in(self._reading) and time.monotonic() < until:
+            time.sleep(GATHER)
+        if self._lock.acquire(timeout=PATIENCE):
+            self._lock.release()
+        return [*self._last, *filter(None, [self._line + _redacted(self._held)])]
 
     def _follow(self) -> None:
-        rest, ending = b"", False
-        while not ending:
-            ending = self._ending.wait(EVERY)
-            with suppress(OSError), self._path.open("rb") as file:
-                file.seek(self._read)
-                found = file.read()
-                self._read += len(found)
-                *whole, rest = (rest + found).split(b"\n")
-                if ending and rest:
-                    whole.append(rest)
-                if whole:
-                    self._report([line.decode(errors="replace").rpartition("\r")[2] for line in whole])
+        waiting, data = select.poll(), b" "
+        waiting.register(self._reading, select.POLLIN)
+        with self._log:
+            while data:
+                waiting.poll()
+                with self._lock:
+                    data = os.read(self._reading, LONGEST)
+                    self._take(data)
+                time.sleep(GATHER)
         self.ended.set()
 
+    def _take(self, data: bytes) -> None:
+        """Write the complete lines, and hold the rest. data: what was read; empty at the end."""
+        held = self._held + data
+        end = max(held.rfind(b"\n"), held.rfind(b"\r")) + 1
+        if not data or len(held) - end > LONGEST:
+            end = len(held)
+        self._held, text = held[end:], _redacted(held[:end])
+        with suppress(OSError):  # a full disk: the run continues
+            self._log.write(text.encode(errors="surrogateescape"))
+        *lines, self._line = (self._line + text).split("\n")
+        self._line = self._line[max(0, self._line.rstrip("\r").rfind("\r")) :]
+        if not data and self._line:
+            lines.append(self._line)
+        shown = [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+        self._last.extend(shown)
+        if shown:
+            self._report(shown)
 
-def last_lines(path: Path, start: int = 0, count: int = TAIL) -> list[str]:
-    """Return up to `count` last lines of the file's content from byte `start` on, from its last 64 KiB."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(start, size - 2**16))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    return text.splitlines()[-count:]
+
+def _redacted(data: bytes) -> str:
+    return redact(data.decode(errors="surrogateescape"), os.environ)
+
+
+def _bytes_in(pipe: int) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)

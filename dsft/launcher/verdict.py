@@ -65,6 +65,11 @@ class Failure:
         step = "" if self.step is None else f", step {self.step}"
         return f"rank {self.rank} on {self.host}{step}"
 
+    def headline(self) -> str:
+        """Return what is said at once; `text` has the reason, and is said at the end."""
+        what = {"host": "is lost", "hang": "hangs", "launcher": "has a launcher that has failed"}
+        return f"{self.where()} {what.get(self.kind, 'has failed')}"
+
     def text(self) -> str:
         return f"{self.where()}: {self.message or ended_with(self.code)}"
 
@@ -90,6 +95,10 @@ class Outcome:
     lost: tuple[str, ...]
     seconds: float
     stacks: tuple[int, ...] = ()
+
+    @property
+    def error(self) -> str | None:
+        return self.failure.text() if self.failure else None
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
@@ -169,6 +178,18 @@ def error_in(lines: Sequence[str]) -> str | None:
         if text and not text[0].isspace():
             return text
     return None
+
+
+def shown_lines(lines: Sequence[str], message: str | None) -> list[str]:
+    """Return the lines of a log without headings, and without a rank's `error: ` of this message, which the
+    supervisor prints at the end."""
+    shown = [line for line in lines if not line.startswith(HEADING)]
+    first, *rest = (message or "").split("\n")
+    for number, line in enumerate(shown):
+        if first and line.startswith("error: ") and line.endswith(first):
+            del shown[number : number + 1 + len(rest)]
+            break
+    return shown
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 log. Without torch.
 
 DSFT_HEARTBEAT   path of a Unix datagram socket (AF_UNIX, SOCK_DGRAM); if not set, nothing is sent
-DSFT_LOGS        folder: standard output and error are appended to rank-N.log in it, stacks to rank-N.stack
+DSFT_LOGS        folder: standard output and error are appended to rank-N.log in it, stacks to rank-N.stack;
+                 under `dsft launch` these are a named pipe to the agent and a link
 
 A datagram is one JSON object:
 
@@ -96,7 +97,11 @@ def keep_log(folder: str | None, rank: int, world_size: int) -> None:
     place = Path(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
-        log = os.open(place / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        # Without waiting, where it is a named pipe (of `dsft launch`) that nobody reads any more.
+        log = os.open(
+            place / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o644
+        )
+        os.set_blocking(log, True)
         # Not inherited by children: only this process writes to it.
         stack = os.open(place / f"rank-{rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:

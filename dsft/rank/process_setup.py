@@ -18,13 +18,18 @@ import psutil
 from dsft.rank.ancestors import watch
 from dsft.rank.environment import Launched
 from dsft.rank.heartbeat import LOGS, SOCKET, Heartbeat, keep_log
+from dsft.rank.launched import AGENT
 from dsft.rank.stopping import Stopping
+from dsft.system.redact import RedactedStream
 
 
 def set_up_process(launched: Launched, environ: Mapping[str, str]) -> tuple[Heartbeat, Stopping]:
     """Set up this process. Call once, in the main thread. Signals are handled before the first heartbeat is
     sent, so that whoever has received a heartbeat may send a signal."""
-    sys.stdout, sys.stderr = unbroken(1, sys.stdout), unbroken(2, sys.stderr)
+    sys.stdout, sys.stderr = (
+        unbroken(descriptor, stream, redacts=not environ.get(AGENT))  # else dsft's agent redacts it all
+        for descriptor, stream in ((1, sys.stdout), (2, sys.stderr))
+    )
     keep_log(environ.get(LOGS), launched.rank, launched.world_size)
     heartbeat = Heartbeat(launched.rank, launched.local_rank, environ.get(SOCKET))
 
@@ -39,13 +44,14 @@ def set_up_process(launched: Launched, environ: Mapping[str, str]) -> tuple[Hear
     return heartbeat, stopping
 
 
-def unbroken(descriptor: int, output: io.TextIOBase | Any) -> io.TextIOWrapper:
+def unbroken(descriptor: int, output: io.TextIOBase | Any, *, redacts: bool) -> io.TextIOWrapper:
     """Return `output` as a line-buffered stream to `descriptor` that ignores a broken pipe: once the reader
     is gone, for example because ssh has ended, output is discarded without an error, so that the run can
-    still save."""
+    still save. redacts: hide secrets."""
     output.flush()
     raw = io.BufferedWriter(_Unbroken(descriptor, "w", closefd=False))
-    return io.TextIOWrapper(raw, encoding=output.encoding, errors="backslashreplace", line_buffering=True)
+    kind = RedactedStream if redacts else io.TextIOWrapper
+    return kind(raw, output.encoding, "backslashreplace", line_buffering=True)
 
 
 class _Unbroken(io.FileIO):

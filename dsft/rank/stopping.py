@@ -37,12 +37,13 @@ SAME_REQUEST = 2.0  # seconds
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 NOTICE_SIGNALS = (signal.SIGUSR1,)
 
-REASONS = (
-    "SIGUSR1",
-    "cluster.time_limit",
-    "the end of its launcher",
-    *(each.name for each in STOP_SIGNALS),
-)
+
+def name_of(number: int) -> str:
+    """Return what a signal is called in messages."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+REASONS = ("SIGUSR1", "cluster.time_limit", "the end of its launcher", *map(name_of, STOP_SIGNALS))
 """Reasons to stop. Ranks agree on one by its number, from 1; if they differ, the highest is reported."""
 
 Stage = Literal["load", "train", "end"]
@@ -117,21 +118,23 @@ class Stopping:
     def _read_signals(self, reading: int) -> None:
         while number := os.read(reading, 1):
             if number[0] in STOP_SIGNALS:
-                self._take(signal.Signals(number[0]))
+                self._take(number[0])
             elif number[0] in NOTICE_SIGNALS:
-                self.request(signal.Signals(number[0]).name)
+                self.request(name_of(number[0]))
 
-    def _take(self, number: signal.Signals) -> None:
+    def _take(self, number: int) -> None:
         if self._first is not None:
             if time.monotonic() - self._first > SAME_REQUEST:
-                self.end_now(128 + number, f"ended at once by a second {number.name}")
+                self.end_now(128 + number, f"ended at once by a second {name_of(number)}")
             return
         if self.stage == "load":
             same = "the same command starts it again"
-            self.end_now(StoppedError.exit_code, f"stopped by {number.name} before its first step; {same}")
+            self.end_now(
+                StoppedError.exit_code, f"stopped by {name_of(number)} before its first step; {same}"
+            )
         self._first = time.monotonic()
-        self.request(number.name)
-        self._print(f"{number.name}: {_NEXT[self.stage]}; a second signal ends it at once")
+        self.request(name_of(number))
+        self._print(f"{name_of(number)}: {_NEXT[self.stage]}; a second signal ends it at once")
 
     def end_now(self, code: int, message: str, *, prints: bool = False) -> NoReturn:
         """End this process at once, whatever its other threads do. prints: print the message even if this

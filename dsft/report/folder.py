@@ -1,7 +1,7 @@
 """Document in a run's folder how it was made: write spec.yaml (resolved), deepspeed.json, hostfile,
 versions.json, command.txt, data.json (the ledger of the rows) and reference.deepspeed.json.
 
-Secrets are removed (`dsft.report.redact`) from all of them. Raises StorageError where the disk is full or
+Secrets are removed (`dsft.system.redact`) from all of them. Raises StorageError where the disk is full or
 fails.
 """
 
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from dsft.errors import LockedError
-from dsft.report.redact import redact, redact_command, redact_tree
 from dsft.system.files import write_error
+from dsft.system.redact import redact, redact_command, redact_tree
 
 MARKER = "versions.json"
 PACKAGES = (

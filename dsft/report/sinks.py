@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 from dsft.errors import MissingInputError
 from dsft.report.jsonl import STEP, Record
-from dsft.report.redact import one_line, redact_tree
 from dsft.report.wandb_run import FINISH_SECONDS, WandbSink, mode_of, section_of
 from dsft.spec.schema import Spec, SwanLab
+from dsft.system.redact import one_line, redact_tree
 
 PROBES = ("hardware", "runtime", "requirements", "conda", "git", "monitor")
 """Facts about the machine that SwanLab would record; all are switched off."""

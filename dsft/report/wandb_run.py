@@ -16,10 +16,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from dsft.report.jsonl import STEP, Record
-from dsft.report.redact import one_line
 from dsft.spec.schema import Wandb
 from dsft.system.files import atomic_write
 from dsft.system.json_file import read_json
+from dsft.system.redact import one_line
 
 SERVER = "https://api.wandb.ai"
 ANSWER_SECONDS = 4.0  # for a server to answer at the start, before the run is recorded offline

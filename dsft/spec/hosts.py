@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dsft.spec.document import Document, quote
 from dsft.spec.findings import Finding
+from dsft.system.redact import is_secret
 
 if TYPE_CHECKING:  # a rank's start expands names without pydantic
     from dsft.spec.schema import Spec
@@ -141,7 +142,6 @@ def _is_address(name: str) -> bool:
     return True
 
 
-_SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Variables that the launcher sets for each process.
 _LAUNCHERS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -169,7 +169,7 @@ def environment_findings(spec: Spec) -> Iterator[Finding]:
         if not _VARIABLE.fullmatch(name):
             message = f"{quote(name)} is not a name of an environment variable; use letters, digits and '_'"
             yield Finding(path, message)
-        elif _SECRET.search(name):
+        elif is_secret(name.upper(), value):
             rule = "is a secret, and every run's folder contains a copy of the spec"
             yield Finding(path, f"{name} {rule}; set it on the hosts instead")
         elif name in _LAUNCHERS:

@@ -36,6 +36,7 @@ class Typed:
             self.process = subprocess.Popen(
                 [str(program), *ranks, *port, str(SLOW), str(folder / "small.yaml"), *words],
                 cwd=folder, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "HF_TOKEN": "canary-token"},
             )  # fmt: skip
 
     def processes(self) -> list[psutil.Process]:
@@ -136,8 +137,14 @@ def test_stops_and_kills_leave_a_run_that_goes_on_bit_for_bit(folder: Path, faul
             assert saves or latest(folder) == saved, name
             assert not saves or saved is None or saved < latest(folder), name
             saved = latest(folder)
+            said = run.said.read_text()
+            assert "canary" not in said and all(
+                f"{how}: (hidden)\n" in said for how in ("printed", "logged", "warned")
+            )
+            if name == "Ctrl-C":
+                assert f"stopped at step {saved} of {STEPS} by Ctrl-C, and saved" in said
             if name == "a rank is asked":
-                assert f"stopped at step {saved} of {STEPS} by SIGTERM, and saved" in run.said.read_text()
+                assert f"stopped at step {saved} of {STEPS} by SIGTERM, and saved" in said
     assert saved is not None
 
     # Its time is over before its first step, and it gets somewhere all the same.

@@ -102,6 +102,10 @@ def test_no_secret_is_left_anywhere(lab: Lab, tmp_path: Path) -> None:
         said = (tmp_path / "out").read_text()
         assert code == 0, said
     assert not shown
+    logs = said + (tmp_path / "runs/small/logs/rank-1.log").read_text()
+    assert all(
+        logs.count(f"{how}: (hidden)\n") >= 2 for how in ("printed", "logged", "warned", "not by Python")
+    )
     assert list((tmp_path / "runs/small").rglob("*.wandb")), "W&B has written nothing"
     left = set(Path("/tmp").glob("dsft-agent-*")) - agents
     assert holding(tmp_path, lab.folder, *left) == []

@@ -111,7 +111,7 @@ def test_a_killed_rank_ends_all(stepping: Run) -> None:
     stepping.signal_rank(1, signal.SIGKILL)
     code, said = stepping.ended(began, 5)
     assert code == 137
-    assert re.search(r"^failed .* rank 1 on node2, step \d+: was killed by signal 9$", said, re.MULTILINE)
+    assert re.search(r"^error: rank 1 on node2, step \d+: was killed by signal 9$", said, re.MULTILINE)
     status = stepping.status()
     assert (status["state"], status["exit_code"]) == ("ended", 137)
 

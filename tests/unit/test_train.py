@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +16,6 @@ from dsft.errors import MissingInputError
 from dsft.rank.environment import RENDEZVOUS
 from dsft.rank.heartbeat import Heartbeat
 from dsft.rank.stopping import Stopping
-from dsft.report.redact import redact_threads
 from dsft.train import QUICKSTART, main, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,19 +107,6 @@ def test_no_secret_stands_in_a_traceback_or_a_message(
     assert "canary" not in said + str(ends)
 
 
-def test_no_secret_stands_in_the_traceback_of_a_thread(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    os.environ["HF_TOKEN"] = "canary-token"
-    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    redact_threads()
-    thread = threading.Thread(target=lambda: int("canary-token"))
-    thread.start()
-    thread.join()
-    said = capsys.readouterr().err
-    assert "ValueError: invalid literal for int() with base 10: '(hidden)'" in said and "canary" not in said
-
-
 def test_every_launchers_processes_have_the_variables_of_the_spec(jobs: list[Any]) -> None:
     cluster = "cluster={hosts: {localhost: 1}, interface: eth7, env: {NCCL_DEBUG: WARN}}"
     assert main([str(QUICKSTART), cluster]) == 0
@@ -137,6 +124,15 @@ def test_a_finished_run_is_named_before_the_imports(
         assert main([str(QUICKSTART), f"output_dir={tmp_path}", f"train.max_steps={steps}"]) == 0
         assert ("quickstart has all of its steps" in capsys.readouterr().out) == is_told
     assert len(jobs) == 2
+
+
+def test_a_python_without_the_packages_names_the_way_in() -> None:
+    """As where the environment is not activated."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-E", "dsft/train.py"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 66 and done.stderr.count("\n") == 1
+    assert re.match(r"error: this Python, \S+, has no torch, deepspeed, .*activate$", done.stderr)
 
 
 def test_what_launchers_add_is_no_mistake() -> None:

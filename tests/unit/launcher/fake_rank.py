@@ -1,14 +1,16 @@
 """A rank for the supervisor's tests: sends heartbeats, steps, saves when asked to stop, fails as it is told.
 
-fake_rank.py STEPS [RANK:STEP:HOW …]    HOW: kill, stop, hang, an exit code, error=TEXT, or late (with step 0:
-                                        it imports until there is a file `go`) or dead (with step 0: it is
-                                        killed during its imports, once the file is there)
+fake_rank.py STEPS [RANK:STEP:HOW …]    HOW: kill, stop, hang, an exit code, error=TEXT, tells (a
+                                        secret), or late (with step 0: it imports until there is a file `go`)
+                                        or dead (with step 0: it is killed during its imports, once the file
+                                        is there)
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -22,7 +24,7 @@ while (dies or [str(rank), "0", "late"] in faults) and not os.path.exists("go"):
 if dies:
     os.kill(os.getpid(), signal.SIGKILL)
 asked: list[int] = []
-for each in (signal.SIGTERM, signal.SIGUSR1):
+for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     if signal.getsignal(each) is not signal.SIG_IGN:  # as `dsft.rank.stopping`
         signal.signal(each, lambda number, _: asked.append(number))
 keep_log(os.environ.get("DSFT_LOGS"), rank, world)
@@ -49,13 +51,20 @@ for step in range(1, steps + 1):
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif how == "hang":
                 time.sleep(600)
+            elif how == "tells":  # a secret, in two parts, by Python and by others
+                secret = os.environ["CANARY_TOKEN"]
+                print(f"token {secret[:5]}", end="", flush=True)
+                print(secret[5:], flush=True)
+                subprocess.run(["sh", "-c", "echo by a child: $CANARY_TOKEN >&2"])
             elif how.startswith("error="):
+                heartbeat.end(1, how[6:])  # before it is printed, as in dsft/train.py
                 print(f"error: {how[6:]}", file=sys.stderr)
                 end(1, how[6:])
             else:
                 end(int(how))
     time.sleep(0.1)
     if asked:
+        print(f"asked by {signal.Signals(asked[0]).name}")
         print("saved")
         end(75, "stopped as asked")
 end(0)

@@ -37,15 +37,19 @@ def is_heard(attempt: Attempt) -> bool:
 @pytest.mark.parametrize("by", ["dsft", "deepspeed"])
 def test_all_is_well(start: Start, by: str) -> None:
     words = ["a b", "$(touch x)", "'", '"', "`id`", "\n", "é", "--x=;rm", "*", "\\", ""]
+    words += ["0:2:tells", "2:2:tells"]
     job = start("5", *words, by=by)
     outcome = job.outcome()
     assert outcome.code == 0 and outcome.failure is None
+    assert job.lines.count("token (hidden)") == job.lines.count("by a child: (hidden)") == 1
     assert [line for line in job.lines if line.startswith("step")] == [f"step {n}" for n in range(1, 6)]
     assert f"arguments {ascii(['5', *words])}" in job.lines
     logs = {rank: (job.attempt.plan.logs, rank) for rank in range(3)}
     for folder, rank in logs.values():
         with open(f"{folder}/rank-{rank}.log", encoding="utf-8") as file:
-            assert f"--- rank {rank} of 3" in file.read()
+            said = file.read()
+        assert f"--- rank {rank} of 3" in said and "s3cr3t" not in said
+        assert ("token (hidden)\nby a child: (hidden)\n" in said) == (rank != 1)
 
 
 @pytest.mark.parametrize("by", ["dsft", "deepspeed"])
@@ -131,6 +135,9 @@ def test_the_first_real_error_is_told_and_not_what_follows(start: Start) -> None
     outcome = job.outcome()
     assert outcome.failure is not None and outcome.code == 1
     assert outcome.failure.text() == "rank 1 on two, step 5: a row is bad"
+    assert "rank 1 on two, step 5 has failed; ending all others" in job.lines
+    assert not any(line.startswith(("error: ", "rank 1 on two, step 5:")) for line in job.lines), "said later"
+    assert "error: Connection closed" in Path(job.plan.logs, "rank-0.log").read_text()
 
 
 @pytest.mark.parametrize("by", ["dsft", "deepspeed"])
@@ -177,10 +184,11 @@ def text(path: Path) -> bytes:
 def test_asked_to_stop_all_save_and_end(start: Start) -> None:
     job = start("600")
     until(lambda: is_heard(job.attempt))
-    job.requests.take(signal.SIGTERM)
+    job.requests.take(signal.SIGINT)
     outcome = job.outcome()
     assert outcome.code == 75 and outcome.failure is None
-    assert "saved" in job.lines
+    assert any(line.startswith("Ctrl-C: saving at the end of this step") for line in job.lines)
+    assert "asked by SIGINT" in job.lines and "saved" in job.lines
 
 
 def test_a_stop_that_was_announced_is_the_first_one() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsft.cli import app
+from dsft.doctor.results import CheckResult
 from dsft.errors import WorldError
 from dsft.launcher import command
 from dsft.launcher.attempt import Requests
@@ -85,6 +87,35 @@ def test_a_stop_ends_the_wait_for_a_lost_host(monkeypatch: pytest.MonkeyPatch) -
     began = time.monotonic()
     assert asyncio.run(command.reachable(start, lost, asked)) is None
     assert time.monotonic() < began + command.PAUSE
+
+
+def test_the_end_of_a_run_says_its_error_once_and_last() -> None:
+    start = command.prepared(Path(TWO), (), command.Options())
+    lines = ("--- rank 1 of 2", "reading", "error: rank 1: no row is left.", "  a.jsonl:3: empty")
+    failure = Failure("rank", "node2", 65, "no row is left.\n  a.jsonl:3: empty", 1, None, lines)
+    said = list(command.ending(start, Outcome(65, failure, (), 3.2), []))
+    assert said == [
+        "[node2:1] reading",
+        f"all logs: {start.logs}",
+        "error: rank 1 on node2: no row is left.\n  a.jsonl:3: empty",
+        "failed after 3 seconds, exit code 65",
+    ]
+    said = list(command.ending(start, Outcome(75, None, (), 3.2), []))
+    assert said[0].startswith("stopped; there is no checkpoint; start again with dsft ")
+    assert said[1:] == ["ended after 3 seconds, exit code 75"]
+
+
+def test_a_refused_start_names_an_option_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = CheckResult(
+        "space", "localhost", "failure", "the disk is full", "the run writes there", "free some"
+    )
+    monkeypatch.setattr("dsft.doctor.command.quick", lambda *_, **__: [failed])
+    with pytest.raises(WorldError) as refused:
+        command.launch(Path(ONE), (), command.Options(only_here=True))
+    program, word, *options = re.search(
+        r"\((\S+) (\S+) (--\S+) starts it all the same\)", str(refused.value)
+    ).groups()
+    assert program == "dsft" and options[0] in CliRunner().invoke(app, [word, "--help"]).output
 
 
 @pytest.mark.parametrize(

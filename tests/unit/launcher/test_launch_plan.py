@@ -58,15 +58,16 @@ def test_the_address_of_rank_0() -> None:
     assert address_of("a", {"lo": ["127.0.0.1"]}, None) == "127.0.0.1"
 
 
-def test_what_ranks_print_cannot_steer_the_terminal(
+def test_what_ranks_print_cannot_steer_the_terminal_and_shows_no_secret(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with (tmp_path / "launch.log").open("a") as log:
-        voice = LineWriter(log)
+        voice = LineWriter(log, {"HF_TOKEN": "canary-token"})
         voice("error: \x1b]0;x\x07 \x1b[2J \x1b[31mred\x1b[0m")
         voice("10%\r50%\r100%\r")
+        voice("ssh: canary-token")
         voice.close()
-    shown = "error: \\x1b]0;x\\x07 \\x1b[2J \x1b[31mred\x1b[0m\n100%\n"
+    shown = "error: \\x1b]0;x\\x07 \\x1b[2J \x1b[31mred\x1b[0m\n100%\nssh: (hidden)\n"
     assert capfd.readouterr().out == (tmp_path / "launch.log").read_text() == shown
 
 

@@ -15,6 +15,7 @@ from dsft.launcher.verdict import (
     is_consequence,
     may_succeed,
     shell_code,
+    shown_lines,
 )
 
 PEER = Failure("rank", "one", 1, "RuntimeError: [gloo/pair.cc:547] Connection closed by peer [10.0.0.2]:1", 0)
@@ -76,6 +77,13 @@ def test_what_may_pass() -> None:
 )
 def test_error_in(lines: list[str], error: str | None) -> None:
     assert error_in(lines) == error
+
+
+def test_an_error_that_is_said_elsewhere_is_left_out() -> None:
+    message = "The spec is wrong.\n  line 3: a\n  line 4: b"
+    lines = ["--- rank 1 of 2", "x", "error: rank 1: The spec is wrong.", "  line 3: a", "  line 4: b", "y"]
+    assert shown_lines(lines, message) == ["x", "y"]
+    assert shown_lines(lines, "another") == shown_lines(lines, None) == lines[1:]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from tests.launching import LATE
 PROGRAM = """
 import sys
 from dsft.rank.process_setup import unbroken
-sys.stdout, sys.stderr = unbroken(1, sys.stdout), unbroken(2, sys.stderr)
+sys.stdout = unbroken(1, sys.stdout, redacts=False)
+sys.stderr = unbroken(2, sys.stderr, redacts=True)
 print("heard", flush=True)
 sys.stdin.readline()
 for _ in range(3):

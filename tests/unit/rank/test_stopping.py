@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dsft.rank.environment import RENDEZVOUS
-from dsft.rank.stopping import REASONS, SAME_REQUEST, Stopping
+from dsft.rank.stopping import REASONS, SAME_REQUEST, Stopping, name_of
 from tests.launching import allowed
 
 RANK = """
@@ -69,8 +69,8 @@ def test_a_signal_asks_for_a_stop(start: Callable, asked: signal.Signals) -> Non
     rank, _ = start("train")
     rank.send_signal(asked)
     out, err = rank.communicate()
-    assert (rank.returncode, out) == (75, f"asked by {asked.name}\n")
-    assert asked.name in REASONS and ("saves at the end of its step" in err) == (asked != signal.SIGUSR1)
+    assert (rank.returncode, out) == (75, f"asked by {name_of(asked)}\n")
+    assert name_of(asked) in REASONS and ("saves at the end of its step" in err) == (asked != signal.SIGUSR1)
 
 
 def test_what_a_terminal_and_a_launcher_both_send_is_one_request_and_a_later_one_ends_at_once(
@@ -87,7 +87,7 @@ def test_what_a_terminal_and_a_launcher_both_send_is_one_request_and_a_later_one
     rank.send_signal(signal.SIGINT)
     out, err = rank.communicate()
     assert (rank.returncode, out) == (130, "told 130\n")
-    assert err.endswith("ended at once by a second SIGINT\n")
+    assert err.endswith("ended at once by a second Ctrl-C\n")
 
 
 def test_a_second_one_ends_a_process_that_never_comes_back_to_python(start: Callable) -> None:
@@ -109,7 +109,7 @@ def test_before_the_first_step_it_ends_at_once_and_the_time_limit_waits(start: C
     rank.send_signal(signal.SIGINT)
     out, err = rank.communicate()
     assert (rank.returncode, out) == (75, "told 75\n")
-    assert err == "stopped by SIGINT before its first step; the same command starts it again\n"
+    assert err == "stopped by Ctrl-C before its first step; the same command starts it again\n"
 
 
 def test_a_forked_process_is_not_asked_for_its_parent(start: Callable) -> None:
@@ -135,7 +135,7 @@ def test_signals_during_the_imports_are_kept(tmp_path: Path, asked: signal.Signa
         _, err = rank.communicate(timeout=60)
     assert (rank.returncode, err) == (
         75,
-        f"stopped by {asked.name} before its first step; the same command starts it again\n",
+        f"stopped by {name_of(asked)} before its first step; the same command starts it again\n",
     )
 
 

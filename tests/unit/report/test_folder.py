@@ -12,7 +12,6 @@ import yaml
 
 from dsft.errors import LockedError
 from dsft.report.folder import Provenance, check_folder, write_folder
-from dsft.report.redact import redact, redact_command, redact_tree
 
 SPEC = "name: x\ncluster:\n  hosts: {a: 1}\n  env:\n    HF_TOKEN: canary-in-spec\n    NCCL_DEBUG: WARN\n"
 
@@ -83,27 +82,3 @@ def test_no_secret_in_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / "hostfile").read_text() == "(hidden) slots=1\n"
     for path in filter(Path.is_file, tmp_path.rglob("*")):
         assert "canary" not in path.read_text(encoding="utf-8"), path.name
-
-
-@pytest.mark.parametrize(
-    "kept",
-    [
-        "model.from_config.pad_token=<pad>",
-        "data.max_tokens_per_micro_batch=4096",
-        "https://host/path@v1",
-        "tokenizer=x",
-        "eos_token: <|im_end|>",
-    ],
-)
-def test_what_only_looks_like_a_secret_stays(kept: str) -> None:
-    assert redact(kept, {"KEYBOARD": "tokenizer", "SHORT_TOKEN": "x"}) == kept
-
-
-def test_an_option_as_the_last_word() -> None:
-    assert redact_command(["train.py", "--token"], {}) == ["train.py", "--token"]
-
-
-def test_trees_keep_their_shape() -> None:
-    tree = {"a": [1, {"password": "p", "pad_token": "<pad>"}], "b": ("hunter22", None), "token": 5}
-    hidden = {"a": [1, {"password": "(hidden)", "pad_token": "<pad>"}], "b": ["(hidden)", None], "token": 5}
-    assert redact_tree(tree, {"DB_PASSWORD": "hunter22"}) == hidden

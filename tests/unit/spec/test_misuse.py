@@ -171,7 +171,7 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "hosts": GOOD
     + "cluster: {hosts: {-oProxyCommand=x: 1, 'a,b': 1, no_de: 1, 'nöde': 1, 300.1.1.1: 1, node1: 1, NODE1: 1}}\n",
     "environment": GOOD
-    + 'cluster: {hosts: {a: 1}, env: {HF_TOKEN: x, "A B": c, NCCL: "a\\nb", N: 1}, interface: "-x"}\n',
+    + 'cluster: {hosts: {a: 1}, env: {HF_TOKEN: hf_xxxxxx, "A B": c, NCCL: "a\\nb", N: 1}, interface: "-x"}\n',
     # files
     "files": GOOD.replace("rows.jsonl", "nowhere.jsonl").replace(
         "max_length: 128", "chat_template: no.jinja, cache_dir: rows.jsonl"
