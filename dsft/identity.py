@@ -13,20 +13,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from dsft.data.render.renderer import tokenizer_text
+from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.model.config import resolve_config
-from dsft.model.files import fingerprint, sample_of
+from dsft.model.files import digest_folder, model_files, readable
 from dsft.model.lora import WEIGHTS
 from dsft.plan.reference import dpo_of, needs_reference, reference_model
 from dsft.rank.software import decisive_versions, switches
+from dsft.report.console import task_progress
 from dsft.spec.schema import Spec
+from dsft.system.digest import THREADS, FileState, HashProgress, content_digests, keep_digest, known_digest
 
 _NOT_DECISIVE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 
@@ -48,22 +52,72 @@ def software_identity() -> Identity:
     return {"versions": decisive_versions(), "environment": switches(os.environ)}
 
 
-def input_identity(spec: Spec, inputs: Inputs, built: Identity) -> Identity:
+def file_digests(spec: Spec, world: World, log: Callable[[str], None]) -> dict[str, dict[str, str]]:
+    """Return the SHA-256 of every weight file that the run reads, by name, as this rank's host has it:
+    `weights` of model.name_or_path, `adapter` of model.lora.path, `reference` of dpo.reference_model, as far
+    as the spec names them. A collective.
+
+    A file that several ranks see, by its `FileState`, is read by one of them, and every host keeps what was
+    found. Raises MissingInputError for files that cannot be read.
+    """
+
+    def hashed(files: list[Path], report: Callable[[HashProgress], object]) -> list[str]:
+        with readable():
+            return content_digests(files, folder, max(1, THREADS // world.world_size), report)
+
+    def mine() -> tuple[dict[str, list[Path]], dict[Path, FileState]]:
+        paths = _weight_paths(spec)
+        with readable():
+            return paths, {path: FileState.of(path) for of in paths.values() for path in of}
+
+    seen, folder = time.time_ns(), digest_folder()
+    paths, states = world.each(mine)
+    own = {state: path for path, state in states.items()}
+    kept = {state: digest for state in own if (digest := known_digest(state, folder)) is not None}
+    known = {state: digest for of_rank in world.gather(kept) for state, digest in of_rank.items()}
+    readers: dict[FileState, list[int]] = {}
+    for rank, missing in enumerate(world.gather(own.keys() - known.keys())):
+        for state in missing:
+            readers.setdefault(state, []).append(rank)
+    # Each file by one of the ranks that see it, by turns.
+    turns = ((state, ranks[n % len(ranks)]) for n, (state, ranks) in enumerate(sorted(readers.items())))
+    files = {own[state]: state for state, rank in turns if rank == world.rank}
+    with task_progress(log, first=world.rank == 0) as report:
+        found = world.each(lambda: hashed(list(files), report))
+    for of_others in world.gather(dict(zip(files.values(), found, strict=True))):
+        known |= of_others
+    if world.local_rank == 0:
+        for state in own.keys() - kept.keys():
+            keep_digest(state, known[state], folder, seen)
+    return {what: {path.name: known[states[path]] for path in of} for what, of in paths.items()}
+
+
+def _weight_paths(spec: Spec) -> dict[str, list[Path]]:
+    lora, paths = spec.model.lora, {}
+    if spec.model.name_or_path is not None:
+        paths["weights"] = model_files(spec.model.name_or_path)
+    if lora is not None and lora.path is not None:
+        paths["adapter"] = [Path(lora.path, WEIGHTS)]
+    if needs_reference(spec) and (name := dpo_of(spec).reference_model) is not None:
+        paths["reference"] = model_files(name)
+    return paths
+
+
+def input_identity(
+    spec: Spec, inputs: Inputs, built: Identity, files: Mapping[str, Mapping[str, str]]
+) -> Identity:
     """Return the identity of the files that a rank has read from its host's disks. built: from
-    `build_identity`. Raises MissingInputError for files that cannot be read."""
+    `build_identity`; files: from `file_digests`."""
     datasets = (inputs.train, *(held_out.data for held_out in inputs.held_out))
-    lora = spec.model.lora
     identity: Identity = {
         **built,
+        **files,
         "attention": inputs.config._attn_implementation,
-        "weights": inputs.files,
         "rows of data.train and data.eval": [data.fingerprint for data in datasets],
     }
-    if lora is not None and lora.path is not None:
-        identity["adapter"] = sample_of(Path(lora.path, WEIGHTS))
-    if needs_reference(spec) and (name := dpo_of(spec).reference_model) is not None:
+    if "reference" in files:
         config = resolve_config(reference_model(spec), inputs.facts)
-        identity["reference"] = {"config.json": config_keys(config), "weights": fingerprint(name)}
+        identity["reference"] = {"config.json": config_keys(config), "weights": files["reference"]}
     return identity
 
 

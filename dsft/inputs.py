@@ -19,7 +19,6 @@ from dsft.data.steps.steps import longest_micro_batch
 from dsft.data.tokenizer.load import notes, open_tokenizer, pad_id
 from dsft.model.attention import check_can_pack
 from dsft.model.config import TokenFacts, config_around, new_rows, resolve_config, token_facts
-from dsft.model.files import FileSample, fingerprint
 from dsft.model.split_check import check_can_split
 from dsft.model.vocabulary import NewRows
 from dsft.plan.batch import BatchSizes
@@ -32,15 +31,13 @@ SAMPLE_ROWS = 200
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run, the same on every rank. files: samples of the pretrained model's files, by
-    `fingerprint`; None for a fresh model. rows: the new rows of the embeddings; None where there are none.
-    around: the config of the multimodal model whose text model is trained; None for a text model."""
+    """The inputs of a run, the same on every rank. rows: the new rows of the embeddings; None where there are
+    none. around: the config of the multimodal model whose text model is trained; None for a text model."""
 
     tokenizer: PreTrainedTokenizerBase
     facts: TokenFacts
     rows: NewRows | None
     config: PreTrainedConfig
-    files: Sequence[FileSample] | None
     loaded: RunData
     around: PreTrainedConfig | None = None
 
@@ -86,14 +83,14 @@ def read_inputs(spec: Spec, log: Callable[[str], None], *, first: bool = True) -
         if needs_reference(spec) and (other := dpo_of(spec).reference_model) is not None:
             check_can_split(resolve_config(reference_model(spec), facts), size, spec.data.max_length, other)
     name = spec.model.name_or_path
-    files, around = (fingerprint(name), config_around(name)) if name else (None, None)
+    around = config_around(name) if name else None
 
     with task_progress(log, first=first) as progress:
         cache = Cache(cache_folder(spec), spec.data.num_workers, log, progress)
         loaded = load_data(spec, tokenizer, cache)
     for line in loaded.lines:
         log(line)
-    return Inputs(tokenizer, facts, rows, config, files, loaded, around)
+    return Inputs(tokenizer, facts, rows, config, loaded, around)
 
 
 def longest(

@@ -22,7 +22,7 @@ from dsft.errors import CheckpointError, MissingInputError
 from dsft.model.build import around
 from dsft.model.config import config_around
 from dsft.model.conversion import TensorMap, read_map
-from dsft.model.files import SafetensorsFile, fingerprint, folder_with, weight_files
+from dsft.model.files import SafetensorsFile, digests, folder_with, weight_files
 from dsft.model.tensor_types import DTYPES
 from dsft.model.whole import text_key
 from dsft.system.json_file import read_json
@@ -83,7 +83,7 @@ class TensorsAround:
                 f"model.name_or_path {name!r}, which cannot be read ({str(error).splitlines()[0]}); put it "
                 "back, then run dsft export."
             ) from None
-        check_same_base(checkpoint, fingerprint(name))
+        check_same_base(checkpoint, name, digests(files))
         if whole is None:
             raise CheckpointError(
                 f"{checkpoint.path} is of the text model of a multimodal model, and model.name_or_path "

@@ -7,7 +7,6 @@ by a backslash before every character that could be markup.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,14 +34,14 @@ Values = Mapping[str, Any]
 
 
 def origin_of(
-    name_or_path: str | None, files: Sequence[Sequence[str | int]] | None, reference: Values | None = None
+    name_or_path: str | None, files: Mapping[str, str] | None, reference: Values | None = None
 ) -> dict[str, Any]:
-    """Return what a checkpoint must store for the card, beside the spec. files: those of the model that
-    training began from, by `dsft.model.files.fingerprint`, None for a fresh model; reference: from
+    """Return what a checkpoint must store for the card, beside the spec. files: the SHA-256
+    of each weight file that training began from, by name, None for a fresh model; reference: from
     `dsft.plan.reference.reference_facts`."""
-    digest = None if files is None else hashlib.sha256(json.dumps(list(map(list, files))).encode())
+    listed = None if files is None else "".join(f"{files[name]}  {name}\n" for name in sorted(files))
     return {
-        "files": digest and digest.hexdigest(),
+        "digest": listed and hashlib.sha256(listed.encode()).hexdigest(),  # of what sha256sum prints
         "is_folder": name_or_path is not None and Path(name_or_path).is_dir(),
         "reference": reference,
     }
@@ -96,8 +95,8 @@ def _start(model: Values, train: Values, origin: Values) -> Iterator[str]:
     name = model.get("name_or_path")
     if name is not None:
         yield Path(name).name if Path(name).is_absolute() else name
-        if origin.get("files"):
-            yield f"digest of samples of its weight files: {origin['files'][:32]}"
+        if origin.get("digest"):
+            yield f"digest of its weight files (sha256sum FILES | sha256sum): {origin['digest'][:32]}"
     elif model.get("from_config"):
         yield f"fresh weights of a {model['from_config'].get('model_type')} config, seed {train.get('seed')}"
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dsft.checkpoint.read import MODEL, CheckpointReader
 from dsft.errors import CheckpointError
+from dsft.model.files import samples
 from dsft.plan.batch import BatchSizes
 from dsft.spec.differences import ABSENT, flatten, json_differences
 from dsft.spec.schema import Spec
@@ -161,19 +162,35 @@ def _rows(rows: Mapping[str, int] | None) -> str:
     return "no new rows" if rows is None else f"new rows {rows['first']} to {rows['stop'] - 1}"
 
 
-def check_same_base(checkpoint: CheckpointReader, files: Sequence[Sequence[str | int]] | None) -> None:
-    """Check that frozen parameters come from the same files as then. `files`: of model.name_or_path, by
-    `dsft.model.files.fingerprint`.
+def check_same_base(checkpoint: CheckpointReader, name: str | None, files: Mapping[str, str]) -> None:
+    """Check that parameters that are not trained come from the same files as then. name: model.name_or_path;
+    files: the SHA-256 of each of its weight files. Of a checkpoint of an older dsft, which has digests of
+    `samples`, these are compared.
 
     Raises CheckpointError where they differ, since what was trained would then be combined with another base.
     """
-    then = checkpoint.state.get("base")
-    if then and [list(file) for file in then] != [list(file) for file in files or ()]:
-        name = checkpoint.state["spec"]["model"]["name_or_path"]
+    then: Any = checkpoint.state.get("base")
+    if not then:
+        return
+    now: Mapping[str, Any] = files
+    if isinstance(then, list):
+        then, now = {file: found for file, *found in then}, samples(name) if name else {}
+    if changes := list(changed_files("weight file", then, now)):
         raise CheckpointError(
-            f"{checkpoint.path} was trained on top of the frozen weights in model.name_or_path {name!r}, and "
-            "these have changed since; put them back, or choose another name for a new run."
+            f"{checkpoint.path} was trained on top of the weights in model.name_or_path {name!r}, and these "
+            f"have changed since: {'; '.join(changes)}. Put them back, or choose another name for a new run."
         )
+
+
+def changed_files(what: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a clause for each file whose digest differs. then, now: digests by the files' names."""
+    for name in sorted(then.keys() | now.keys()):
+        if name not in now:
+            yield f"the {what} {name} is missing now"
+        elif name not in then:
+            yield f"the {what} {name} is new"
+        elif then[name] != now[name]:
+            yield f"the {what} {name} has changed"
 
 
 def other_rows(then: Any, now: Mapping[str, Mapping[str, Any]], unit: str = "rows") -> Iterator[str]:

@@ -18,7 +18,7 @@ from dsft.checkpoint.compare import check_same_base
 from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.api import Kind
 from dsft.model.build import has_frozen, initial_values
-from dsft.model.files import fingerprint
+from dsft.model.files import digests, model_files
 from dsft.model.lora import PREFIX, condensed, inject, saved_modules, scale
 from dsft.model.lora_experts import misread
 from dsft.model.vocabulary import NewRows, vocabulary_names
@@ -109,7 +109,7 @@ class WholeModel:
         """`meta`: the model without adapters, on the meta device; `dtype`: of the base in training. Raises
         MissingInputError where the base is missing, CheckpointError where it has changed."""
         if (name := model_of(checkpoint).name_or_path) is not None:
-            check_same_base(checkpoint, fingerprint(name))
+            check_same_base(checkpoint, name, digests(model_files(name)))
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tuple(parameter.shape) for name, parameter in meta.named_parameters()
         }

@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -66,7 +66,7 @@ class CheckpointState:
               a loss is only compared with losses of the same held-out rows
     layout    ranks, stages and ZeRO stage that wrote it; nothing reads it back
     versions  of dsft, torch, deepspeed, transformers
-    base      where parameters are frozen: names, sizes and digests of the files that they were read from
+    base      where not all of a model's files is trained: the SHA-256 of each file, by name
     built_from  config, tokenizer and chat template, by `dsft.identity.build_identity`
     software  versions, variables and kind of device, by `dsft.identity.software_identity`
     new_rows  the new rows of the embeddings, as NewRows has them; None where there are none
@@ -82,7 +82,7 @@ class CheckpointState:
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
     held_out_loss: float | None = None
-    base: Sequence[tuple[str, int, str]] | None = None
+    base: Mapping[str, str] | None = None
     built_from: Mapping[str, Any] | None = None
     software: Mapping[str, Any] | None = None
     new_rows: Mapping[str, int] | None = None

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,15 +22,17 @@ from dsft.model.conversion import ConvertedTensors, read_map
 from dsft.model.tensor_types import DTYPES
 from dsft.model.weights import Shape
 from dsft.model.whole import Whole
-from dsft.system.json_file import read_json
+from dsft.system.digest import content_digests
+from dsft.system.files import cache_folder
+from dsft.system.json_file import read_json, reason_of, special_kind
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED = ("pytorch_model*.bin",)
+PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 TRAINABLE = ("F64", "F32", "F16", "BF16")
 """safetensors' types of weights that can be trained; those of quantized models cannot."""
 
 PIECE = 2**20  # elements that are read at a time
-SAMPLES, SAMPLE = 64, 2**12  # number of samples that hosts compare per file, and bytes of each
+SAMPLES, SAMPLE = 64, 2**12  # number of `samples` per file, and bytes of each
 
 
 class SafetensorsFile:
@@ -160,34 +163,69 @@ def tensor_names(name_or_path: str) -> list[str]:
 
 def weight_files(name_or_path: str) -> list[Path]:
     """Return the safetensors files of a folder, or of a hub id, which is looked up in the cache or
-    downloaded; an empty list where there are none. Raises MissingInputError where it is neither, or the index
-    names a missing file."""
-    folder = folder_with(name_or_path, ["model*.safetensors", INDEX])
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
-    if not (folder / INDEX).exists():
-        return []
-    try:
-        names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
-        absent = [name for name in names if not (folder / name).exists()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise MissingInputError(
-            f"{folder / INDEX} is damaged: it does not say which file has which tensor; copy or download it "
-            "again."
-        ) from None
-    if absent:
-        raise MissingInputError(
-            f"model.name_or_path {name_or_path!r} has no {', '.join(absent)}, which {INDEX} names; "
-            "download or copy the missing files too."
-        )
-    return [folder / name for name in names]
+    downloaded; an empty list where there are none. Raises MissingInputError where it is neither, and where
+    the index is damaged or names what is not a file of the folder."""
+    return _listed(name_or_path, SINGLE, INDEX, ["model*.safetensors", INDEX])
 
 
 def pickled_files(name_or_path: str) -> list[Path]:
     """Return the files in torch's pickle format, which transformers reads where `weight_files` finds none.
     Raises as it does."""
-    folder = folder_with(name_or_path, PICKLED)
-    return sorted(path for pattern in PICKLED for path in folder.glob(pattern))
+    return _listed(name_or_path, *PICKLED, ["pytorch_model*.bin"])
+
+
+def model_files(name_or_path: str) -> list[Path]:
+    """Return the files that a model is read from, safetensors or else pickled. Raises as `weight_files`."""
+    return weight_files(name_or_path) or pickled_files(name_or_path)
+
+
+def _listed(name_or_path: str, single: str, index: str, patterns: Sequence[str]) -> list[Path]:
+    """Return the file `single` of a folder or hub id, or else the files that `index` names."""
+    folder = folder_with(name_or_path, patterns)
+    if (folder / single).exists():
+        names = [single]
+    elif (folder / index).exists():
+        names = _in_index(folder / index)
+    else:
+        return []
+    where = f"model.name_or_path {name_or_path!r}"
+    if absent := [name for name in names if not (folder / name).exists()]:
+        raise MissingInputError(
+            f"{where} has no {', '.join(absent)}, which {index} names; "
+            "download or copy the missing files too."
+        )
+    if unfit := [clause for name in names if (clause := _unfit(folder, name))]:
+        raise MissingInputError(f"{where}: {'; '.join(unfit)}. Give a folder that has the files themselves.")
+    return [folder / name for name in names]
+
+
+def _in_index(index: Path) -> list[str]:
+    """Return the names of the files in an index."""
+    reason = "it does not say which file has which tensor"
+    try:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name or "\0" in name]
+        (index.parent / max(names, key=len, default="")).exists()  # raises OSError for a name too long
+        reason = f"it names {outside[0]!r}, which is not a file of its folder" if outside else ""
+    except (OSError, ValueError) as error:
+        reason = f"it {reason_of(error)}"
+    except (KeyError, TypeError, AttributeError):
+        pass
+    if reason:
+        raise MissingInputError(f"{index} is damaged: {reason}; copy or download it again.")
+    return names
+
+
+def _unfit(folder: Path, name: str) -> str | None:
+    """Return a clause where a folder's file is no file, or a link that leaves the folder for another place
+    than the hub's cache, which has contents in models--NAME/blobs; None where it can be read."""
+    path, place = folder / name, (folder / name).resolve()
+    if special := special_kind(path):
+        return f"{name} is {special}, not a file"
+    in_cache = place.parent.name == "blobs" and place.parent.parent.name.startswith("models--")
+    if not (in_cache or place.is_relative_to(folder.resolve())):
+        return f"{name} is a link to {place}, outside of the folder"
+    return None
 
 
 def folder_with(name_or_path: str, patterns: Sequence[str]) -> Path:
@@ -204,28 +242,40 @@ def folder_with(name_or_path: str, patterns: Sequence[str]) -> Path:
         ) from None
 
 
-FileSample = tuple[str, int, str]
-"""A file's name, its size in bytes, and a digest of samples of it."""
+def digests(paths: Sequence[Path]) -> dict[str, str]:
+    """Return the SHA-256 of each file by its name, computed once per host (`content_digests`). Raises
+    MissingInputError for a file that cannot be read, DataError for one that changes meanwhile."""
+    with readable():
+        found = content_digests(paths, digest_folder())
+    return {path.name: digest for path, digest in zip(paths, found, strict=True)}
 
 
-def fingerprint(name_or_path: str) -> list[FileSample]:
-    """Return samples of the weight files, safetensors or else pickled: equal where ranks of several hosts, or
-    several starts of a run, read the same files. Raises as `weight_files` does."""
-    return [sample_of(path) for path in weight_files(name_or_path) or pickled_files(name_or_path)]
+def digest_folder() -> Path:
+    """Return the folder in which this host keeps the digests of weight files."""
+    return cache_folder() / "digests"
 
 
-def sample_of(path: Path) -> FileSample:
-    """Return name, size and SHA-256 of the first kilobytes, which list the tensors, and of others at equal
-    distances. Raises MissingInputError for a file that cannot be read."""
-    digest = hashlib.sha256()
+@contextmanager
+def readable() -> Iterator[None]:
+    """Turn an error in reading a model's file into a MissingInputError."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        yield
+    except OSError as error:
+        raise MissingInputError(
+            f"{error.filename} cannot be read ({error.strerror}); give a folder with all files of the model."
+        ) from None
+
+
+def samples(name_or_path: str) -> dict[str, list[int | str]]:
+    """Return the size of each weight file, and the SHA-256 of its first kilobytes and of others at equal
+    distances, by the file's name: what dsft up to 0.1 wrote into checkpoints in place of digests. Raises as
+    `weight_files` does, and MissingInputError for a file that cannot be read."""
+    found: dict[str, list[int | str]] = {}
+    for path in model_files(name_or_path):
+        with readable(), path.open("rb") as file:
+            digest, size = hashlib.sha256(), path.stat().st_size
             for number in range(SAMPLES):
                 file.seek(number * (size // SAMPLES + 1))
                 digest.update(file.read(SAMPLE))
-    except OSError as error:
-        raise MissingInputError(
-            f"{path} cannot be read ({error.strerror}); give the complete folder."
-        ) from None
-    return path.name, size, digest.hexdigest()
+            found[path.name] = [size, digest.hexdigest()]
+    return found

@@ -1,5 +1,4 @@
-"""Identify what reference log-probabilities depend on, as a Key of named components. Digests of the weight
-files are cached beside those of the data files.
+"""Identify what reference log-probabilities depend on, as a Key of named components.
 
 How the log-probabilities are computed is not part of the key (ranks, ZeRO stage, packing, micro-batches):
 that changes only their rounding, so values written under one layout are valid under any other.
@@ -9,28 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dsft.checkpoint.compare import NOW, WAS, other_rows
-from dsft.data.cache.store import DIGESTS, cache_folder
-from dsft.data.read.digest import content_digest
-from dsft.errors import MissingInputError
+from dsft.checkpoint.compare import NOW, WAS, changed_files, other_rows
 from dsft.identity import config_keys, tokenizer_digest
 from dsft.inputs import Inputs
 from dsft.model.config import new_rows, resolve_config
-from dsft.model.files import pickled_files, weight_files
+from dsft.model.files import digests, model_files
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.spec.differences import first_difference, json_differences
 from dsft.spec.schema import Model, Spec
 
 FORMAT = 1
 """Version to increment when the same components would give other log-probabilities."""
-_READERS = 4  # files that are hashed at a time
 
 Components = Mapping[str, Any]
 
@@ -90,12 +84,11 @@ def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
 def weights_of(spec: Spec, model: Model) -> Components:
     """Return the components `weights` and `adapter`, from the current contents of the files. Raises as
     `key_of`."""
-    cache = cache_folder(spec) / DIGESTS
     files, adapter = paths_of(model)
     fresh = {"from_config": model.from_config, "seed": spec.train.seed}
     return {
-        "weights": digests(files, cache) if model.name_or_path is not None else fresh,
-        "adapter": digests(adapter, cache) if adapter else None,
+        "weights": digests(files) if model.name_or_path is not None else fresh,
+        "adapter": digests(adapter) if adapter else None,
     }
 
 
@@ -103,22 +96,7 @@ def paths_of(model: Model) -> tuple[list[Path], list[Path]]:
     """Return the files of the weights, none for a fresh model, and of the adapter. Raises as `key_of`."""
     lora, name = model.lora, model.name_or_path
     adapter = [Path(lora.path, file) for file in (CONFIG, WEIGHTS)] if lora and lora.path else []
-    if name is None:
-        return [], adapter
-    return weight_files(name) or pickled_files(name), adapter
-
-
-def digests(files: Sequence[Path], cache: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file by its name; several files are read at a time. Raises as `key_of`."""
-    try:
-        with ThreadPoolExecutor(_READERS) as pool:
-            found = list(pool.map(lambda file: content_digest(file, cache), files))
-    except OSError as error:
-        raise MissingInputError(
-            f"{error.filename}, which has weights of the reference, cannot be read ({error.strerror}); "
-            "give a folder with all files of the model."
-        ) from None
-    return {file.name: digest for file, digest in zip(files, found, strict=True)}
+    return [] if name is None else model_files(name), adapter
 
 
 # --- what differs -----------------------------------------------------------------------------------------
@@ -144,18 +122,7 @@ def _other_weights(then: Any, now: Any) -> Iterator[str]:
     elif was:
         yield from _values("the fresh model's ", then, now)
     else:
-        yield from _files("weight file", then, now)
-
-
-def _files(what: str, then: Any, now: Any) -> Iterator[str]:
-    then, now = then or {}, now or {}
-    for name in sorted(then.keys() | now.keys()):
-        if name not in now:
-            yield f"the {what} {name} is missing now"
-        elif name not in then:
-            yield f"the {what} {name} is new"
-        elif then[name] != now[name]:
-            yield f"the {what} {name} has changed"
+        yield from changed_files("weight file", then or {}, now or {})
 
 
 def _values(of: str, then: Any, now: Any) -> Iterator[str]:
@@ -182,7 +149,7 @@ _CLAUSES: Mapping[str, Any] = {
     "format": lambda then, now: [f"dsft's way of scoring was version {then}, now {now}"],
     "weights": _other_weights,
     "config": lambda then, now: _values("the model's config: ", then, now),
-    "adapter": lambda then, now: _files("adapter's file", then, now),
+    "adapter": lambda then, now: changed_files("adapter's file", then or {}, now or {}),
     "new_rows": lambda then, now: ["the new rows of the embeddings (model.add_tokens) have changed"],
     "tokenizer": lambda then, now: ["the tokenizer has changed"],
     "template": _other_template,

@@ -56,9 +56,9 @@ def facts_of(
     unchanged: bool | None,
 ) -> CheckpointState:
     """Return the facts that a checkpoint stores. compared: `built_from` and `software`, for the fields of
-    `CheckpointState` of these names; unchanged: whether the reference is the same as at the start, None
-    where not checked."""
-    reference = built.reference
+    `CheckpointState` of these names, and `files`, by `dsft.identity.file_digests`; unchanged: whether the
+    reference is the same as at the start, None where not checked."""
+    reference, files = built.reference, compared["files"].get("weights")
     model, is_known = job.spec.model, held_out_loss is not None and math.isfinite(held_out_loss)
     return CheckpointState(
         progress=asdict(progress),
@@ -68,12 +68,12 @@ def facts_of(
         layout=asdict(job.layout) | {"zero_stage": job.spec.parallel.zero_stage},
         versions=versions(),
         held_out_loss=held_out_loss if is_known else None,
-        base=inputs.files if has_frozen(model) or inputs.around else None,
+        base=files if has_frozen(model) or inputs.around else None,
         built_from=compared["built_from"],
         software=compared["software"],
         new_rows=asdict(inputs.rows) if inputs.rows else None,
         reference=reference.key.as_json() if reference else None,
-        origin=origin_of(model.name_or_path, inputs.files, reference_facts(job.spec, unchanged=unchanged)),
+        origin=origin_of(model.name_or_path, files, reference_facts(job.spec, unchanged=unchanged)),
     )
 
 

@@ -23,7 +23,7 @@ from dsft.engine.initialize import check_precision, set_tf32
 from dsft.engine.ops import prepare_ops
 from dsft.engine.world import Ring, World, join
 from dsft.errors import DsftError, StoppedError, WorldError
-from dsft.identity import build_identity, input_identity, process_identity
+from dsft.identity import build_identity, file_digests, input_identity, process_identity
 from dsft.inputs import read_inputs
 from dsft.plan.reference import reference_layout
 from dsft.rank.heartbeat import Heartbeat
@@ -112,7 +112,8 @@ def score_only(spec: Spec, launched: Launched, stopping: Stopping, heartbeat: He
         world.each(lambda: check_precision(spec.train.precision))
         set_tf32(spec.train.tf32, world.device)
         inputs = world.each(lambda: read_inputs(spec, log, first=world.rank == 0))
-        world.check_same(world.each(lambda: input_identity(spec, inputs, build_identity(inputs))))
+        files = file_digests(spec, world, log)
+        world.check_same(world.each(lambda: input_identity(spec, inputs, build_identity(inputs), files)))
         precompute(spec, micro_batch_size(spec, places.data_parallel), inputs, world, log, recheck=True)
         log(f"next: {way_on}")
         ranks.leave()

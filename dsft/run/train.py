@@ -17,7 +17,7 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.data.steps.prefetch import Prefetcher
 from dsft.engine.replicas import Replicas
 from dsft.engine.world import Agreement, World
-from dsft.identity import Identity, build_identity, input_identity, software_identity
+from dsft.identity import Identity, build_identity, file_digests, input_identity, software_identity
 from dsft.inputs import Inputs, longest, read_inputs
 from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import batch_scale, learning_rate, total_steps
@@ -107,14 +107,17 @@ def read(
     collective. Raises CheckpointError for what must be the same, and logs a warning for what may differ."""
     inputs = world.each(lambda: read_inputs(job.spec, log, first=world.rank == 0))
     compared = {
+        "files": file_digests(job.spec, world, log),
         "built_from": build_identity(inputs),
         "software": software_identity() | {"device": world.device.type},
     }
-    world.check_same(world.each(lambda: input_identity(job.spec, inputs, compared["built_from"])))
+    mine = world.each(lambda: input_identity(job.spec, inputs, compared["built_from"], compared["files"]))
+    world.check_same(mine)
     if start is not None:
         check_same_run(start, job.spec, job.batch, inputs.loaded.identity)
         check_same_model(start, compared["built_from"], compared["software"])
-        check_same_base(start, inputs.files)
+        name = job.spec.model.name_or_path
+        world.each(lambda: check_same_base(start, name, compared["files"].get("weights", {})))
         check_same_rows(start, asdict(inputs.rows) if inputs.rows else None)
         for line in changed_since(start, compared["software"]):
             log(line)

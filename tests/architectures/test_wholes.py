@@ -23,7 +23,7 @@ from dsft.errors import CheckpointError, MissingInputError, SpecError
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, check_trainable
 from dsft.model.config import TokenFacts, on_meta, resolve_config
-from dsft.model.files import fingerprint
+from dsft.model.files import digests, weight_files
 from dsft.model.lora import CONFIG
 from dsft.model.policy import Policy
 from dsft.model.split_check import check_can_split
@@ -292,7 +292,8 @@ def saved(policy: Policy, model: Model, folder: Path, precision: str = "bf16") -
     trained = policy.named_trained()
     fragments = [Fragment(name, "value", 0, p.detach().float().flatten()) for name, p in trained.items()]
     spec = {"model": model.model_dump(mode="json"), "train": {"precision": precision, "seed": 0}}
-    facts = CheckpointState({"step": 0}, spec, {}, {}, {}, {}, base=fingerprint(str(model.name_or_path)))
+    base = digests(weight_files(str(model.name_or_path)))
+    facts = CheckpointState({"step": 0}, spec, {}, {}, {}, {}, base=base)
     shapes = {name: tuple(p.shape) for name, p in trained.items()}
     save(folder, fragments, shapes, facts, Alone(), model_files=files, retention=Checkpoint(keep_last=None))
     return folder / "checkpoints" / "step-0"

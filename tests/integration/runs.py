@@ -56,9 +56,9 @@ def write_spec(folder: Path, tied: bool = False) -> Path:
     return path
 
 
-def write_model(folder: Path, *, pickled: bool = False) -> Path:
+def write_model(folder: Path, *, pickled: bool = False, **keys: object) -> Path:
     """A small pretrained Llama with its tokenizer, as transformers saves it; `pickled`: with its weights in
-    pytorch_model.bin."""
+    pytorch_model.bin; keys: of its config, in place of LLAMA's."""
     import torch
 
     from dsft.data.tokenizer.load import open_tokenizer
@@ -66,7 +66,7 @@ def write_model(folder: Path, *, pickled: bool = False) -> Path:
     from dsft.model.config import token_facts
     from dsft.spec.schema import Model
 
-    model = Model(from_config=LLAMA)
+    model = Model(from_config=LLAMA | keys)
     tokenizer = open_tokenizer(model)[0]
     causal_lm = build_model(model, token_facts(tokenizer), 5, torch.float32).causal_lm
     causal_lm.save_pretrained(folder)

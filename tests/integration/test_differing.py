@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsft.model.files import samples
 from tests.integration.runs import SPEC, edit_json, shows_traceback, trained, write_model, write_spec
 from tests.launching import ROOT, alone, forked
 
@@ -52,7 +53,7 @@ def other_weights(host: Path) -> None:
         (other_seed, "spec.train.seed is 42 on rank 0, 7 on rank 1"),
         (other_config, "config.json.rms_norm_eps is 1e-06 on rank 0, 0.5 on rank 1"),
         (other_template, "chat template is "),
-        (other_weights, "weights.0.2 is "),
+        (other_weights, "weights.pytorch_model.bin is "),
     ],
     ids=["rows", "spec", "config", "template", "weights"],
 )
@@ -110,9 +111,12 @@ def test_a_run_goes_on_only_with_the_model_that_it_began_with(tmp_path: Path) ->
 
 
 def test_adapters_go_on_only_over_the_pickled_base_that_they_began_with(tmp_path: Path) -> None:
-    model, spec = write_model(tmp_path / "model", pickled=True), write_spec(tmp_path)
+    model = write_model(tmp_path / "model", pickled=True, intermediate_size=2048)
+    spec = write_spec(tmp_path)
     words = [f"model={{name_or_path: {model}}}", "model.lora={rank: 4, alpha: 8}", "parallel.zero_stage=0"]
     trained(spec, *words, "train.max_steps=2", nproc=1)
+    sampled = samples(str(model))
     other_weights(tmp_path)
+    assert samples(str(model)) == sampled, "the change is to be where no sample is"
     refused = alone(TRAIN, [str(spec), *words, "train.max_steps=3"])
-    assert refused.returncode == 76 and "these have changed since" in refused.stderr, refused.stderr
+    assert refused.returncode == 76 and "file pytorch_model.bin has changed" in refused.stderr, refused.stderr

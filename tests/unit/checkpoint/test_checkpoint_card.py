@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ def state(**more: Any) -> dict[str, Any]:
         "data": {"data.train pairs": {"rows": 5000, "tokens": 70000, "fingerprint": "ff"}},
         "versions": {"dsft": "0.6", "torch": "2.13.0", "deepspeed": "0.19.8", "system": "Linux"},
         "origin": {
-            "files": "ab" * 32,
+            "digest": "ab" * 32,
             "is_folder": False,
             "reference": {"which": "the policy as it starts (precomputed)", "unchanged": True},
         },
@@ -60,7 +62,7 @@ def test_it_says_what_the_model_was_made_of() -> None:
         "tags": ["dsft", "deepspeed", "dpo"],
     }
     told = rows(card)
-    assert told["trained from"].startswith("meta-llama/Llama-3.1-8B<br>digest of samples of its weight files")
+    assert told["trained from"].startswith("meta-llama/Llama-3.1-8B<br>digest of its weight files")
     assert "abababab" in told["trained from"]
     assert told["objective"] == "DPO on preference pairs, loss sigmoid, β 0.1"
     assert told["reference"] == r"the policy as it starts \(precomputed\)<br>unchanged at the end of training"
@@ -87,8 +89,11 @@ def test_the_hubs_own_reader_takes_it() -> None:
 def test_a_folder_is_no_base_model_of_the_hub_and_where_it_stands_is_not_told(tmp_path: Path) -> None:
     folder = tmp_path / "secret" / "start"
     folder.mkdir(parents=True)
-    origin = origin_of(str(folder), [("model.safetensors", 10, "00")])
-    assert origin["is_folder"] and re.fullmatch("[0-9a-f]{64}", origin["files"])
+    (folder / "model.safetensors").write_bytes(b"weights")
+    asked = ["sha256sum", "model.safetensors"]
+    found = subprocess.run(asked, cwd=folder, capture_output=True, check=True).stdout
+    origin = origin_of(str(folder), {"model.safetensors": found.decode().split()[0]})
+    assert origin["is_folder"] and origin["digest"] == hashlib.sha256(found).hexdigest()
     card = model_card(state(model={"name_or_path": str(folder)}, origin=origin), "model")
     assert "base_model" not in front_matter(card) and "secret" not in card
     assert rows(card)["trained from"].startswith("start<br>")

@@ -59,6 +59,8 @@ def checkpoint() -> CheckpointReader:
 
 
 SAME = BatchSizes(8, 2, 2, 2)
+SAMPLED = "068e122283f954b91873e060647a786247ca4e5b9b3ad2f6bc46ed4095623a16"
+"""What dsft wrote of the file below when it compared samples."""
 
 
 @pytest.mark.parametrize(
@@ -168,13 +170,27 @@ def test_a_checkpoint_of_an_earlier_dsft_is_refused_in_a_sentence() -> None:
 def test_frozen_weights_are_those_of_then() -> None:
     found = checkpoint()
     found.state["spec"]["model"]["name_or_path"] = "models/a"
-    check_same_base(found, None)  # nothing is frozen
-    found.state["base"] = [["model.safetensors", 400, "abc"]]  # as JSON gives it back
-    check_same_base(found, [("model.safetensors", 400, "abc")])
-    with pytest.raises(
-        CheckpointError, match=r"on top of the frozen weights in model\.name_or_path 'models/a', and these"
-    ):
-        check_same_base(found, [("model.safetensors", 400, "abd")])
+    check_same_base(found, None, {})  # everything is trained
+    found.state["base"] = {"1.safetensors": "abc", "2.safetensors": "def"}
+    check_same_base(found, "models/a", {"1.safetensors": "abc", "2.safetensors": "def"})
+    said = (
+        r"on top of the weights in model\.name_or_path 'models/a', and these have changed since: the weight "
+        r"file 1\.safetensors has changed; the weight file 2\.safetensors is missing now; the weight file "
+        r"3\.safetensors is new\. Put"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        check_same_base(found, "models/a", {"1.safetensors": "abd", "3.safetensors": "def"})
+
+
+def test_samples_that_an_older_dsft_wrote_of_frozen_weights_are_compared(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 4096
+    (tmp_path / "model.safetensors").write_bytes(content)
+    found = checkpoint()
+    found.state["base"] = [["model.safetensors", 1048576, SAMPLED]]
+    check_same_base(found, str(tmp_path), {"model.safetensors": "a digest"})
+    (tmp_path / "model.safetensors").write_bytes(b"?" + content[1:])
+    with pytest.raises(CheckpointError, match=r"the weight file model\.safetensors has changed"):
+        check_same_base(found, str(tmp_path), {"model.safetensors": "a digest"})
 
 
 SOFTWARE: dict[str, Any] = {

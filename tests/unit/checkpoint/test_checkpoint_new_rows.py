@@ -61,7 +61,7 @@ def checkpoint(model: Model, folder: Path) -> tuple[CheckpointReader, Any]:
     state = replace(
         facts(1),
         spec={"model": model.model_dump(mode="json"), "train": {"precision": "fp32", "seed": 1}},
-        base=dsft.model.files.fingerprint(model.name_or_path),
+        base=dsft.model.files.digests(dsft.model.files.model_files(model.name_or_path)),
         new_rows=asdict(rows),
     )
     fragments = [Fragment(n, "value", 0, value.detach().flatten()) for n, value in values.items()]

@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 import dsft
-from dsft.data.read import digest
 from dsft.data.read.digest import file_digest
 from dsft.data.read.files import blocks, data_files, file_notes, read_block
 from dsft.errors import DataError, MissingInputError
+from dsft.system import digest
 
 ROW = b'{"text": "a"}\n'
 
@@ -296,13 +296,13 @@ def test_a_digest_is_of_the_content_and_of_how_it_is_read() -> None:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files whose content was hashed."""
     found: list[str] = []
-    real = digest.hashlib.file_digest
+    real = digest._hash
 
-    def record(opened: Any, kind: str) -> Any:
-        found.append(Path(opened.name).name)
-        return real(opened, kind)
+    def record(path: Path, read: Any) -> str:
+        found.append(path.name)
+        return real(path, read)
 
-    monkeypatch.setattr(digest, "hashlib", SimpleNamespace(file_digest=record, sha256=digest.hashlib.sha256))
+    monkeypatch.setattr(digest, "_hash", record)
     return found
 
 
@@ -364,12 +364,12 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(hashed: list[str]) -> 
 
 def test_a_file_that_changes_meanwhile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     write("a.jsonl")
-    real = digest.hashlib.file_digest
+    real = digest._hash
 
-    def change(opened: Any, kind: str) -> Any:
+    def change(path: Path, read: Any) -> str:
         write("a.jsonl", content=ROW + ROW)
-        return real(opened, kind)
+        return real(path, read)
 
-    monkeypatch.setattr(digest, "hashlib", SimpleNamespace(file_digest=change, sha256=digest.hashlib.sha256))
+    monkeypatch.setattr(digest, "_hash", change)
     with pytest.raises(DataError, match="a.jsonl: has another size or time than before"):
         digest_of("a.jsonl")

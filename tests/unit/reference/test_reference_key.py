@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from dsft.data.read import digest
 from dsft.errors import WorldError
 from dsft.inputs import read_inputs
 from dsft.model import files
 from dsft.plan.reference import reference_model
 from dsft.reference.check import check_weights
 from dsft.reference.key import Key, differences, key_of, paths_of
+from dsft.system import digest
 from tests.unit.reference.small import TINY, model, rows, spec
 
 
@@ -120,11 +120,8 @@ def test_how_it_is_computed_and_where_it_stands_is_not_in_it(folder: Path, tmp_p
 def test_weights_are_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digest, "_RACY_NS", -1)
     before = key(folder)
-    hashed: list[str] = []
-    monkeypatch.setattr(
-        digest.hashlib, "file_digest", lambda file, kind: hashed.append(file.name) or pytest.fail("hashed")
-    )
-    assert key(folder).digest == before.digest and not hashed
+    monkeypatch.setattr(digest, "_hash", lambda path, read: pytest.fail(f"{path} was hashed"))
+    assert key(folder).digest == before.digest
 
 
 def test_pickled_weights_of_the_hub_are_part_of_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
