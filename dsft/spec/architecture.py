@@ -41,7 +41,11 @@ MIXTURES = frozenset(
 )
 """Those of PIPELINE_MODEL_TYPES that are mixtures of experts, whatever their config says."""
 
-MOST_MODULES = 10_000
+MOST_MODULES = 20_000
+"""Limit of layers and of experts; Doge has 16,384 experts by default."""
+
+_COUNTS = ("layer", "layers", "expert", "experts")
+"""Ends of keys that count modules, unlike shared_expert_intermediate_size and vocab_size_per_layer_input."""
 
 PER_LAYER_INPUTS = ("gemma3n_text", "gemma4_text")
 
@@ -78,7 +82,7 @@ def too_many(config: object) -> str | None:
     if not isinstance(config, Mapping):
         return None
     for key, value in config.items():
-        if _is_count(value) and value > MOST_MODULES and ("layer" in str(key) or "expert" in str(key)):
+        if _is_count(value) and value > MOST_MODULES and str(key).endswith(_COUNTS):
             return f"{key} is {quote(value)}, and no model has more than {MOST_MODULES:,}"
     return next(filter(None, map(too_many, config.values())), None)
 

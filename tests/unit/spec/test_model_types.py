@@ -81,12 +81,14 @@ def test_layers_and_experts_without_number_are_refused(write: Write) -> None:
     """Building them would take hours, or all memory."""
     path = write(model="{from_config: {model_type: llama, num_hidden_layers: 9223372036854775808}}")
     with pytest.raises(
-        SpecError, match=r"num_hidden_layers is 9223372036854775808, and no model has more than 10,000"
+        SpecError, match=r"num_hidden_layers is 9223372036854775808, and no model has more than 20,000"
     ):
         load_spec(path)
-    path = write(model="{from_config: {model_type: gemma3, text_config: {num_local_experts: 10001}}}")
-    with pytest.raises(SpecError, match="num_local_experts is 10001, and no model has more"):
+    path = write(model="{from_config: {model_type: gemma3, text_config: {num_local_experts: 20001}}}")
+    with pytest.raises(SpecError, match="num_local_experts is 20001, and no model has more"):
         load_spec(path)
+    sizes = "shared_expert_intermediate_size: 20480, vocab_size_per_layer_input: 262144"
+    load_spec(write(model=f"{{from_config: {{model_type: gemma3, {sizes}}}}}"))
 
 
 def test_transformers_is_not_imported(write: Write) -> None:
