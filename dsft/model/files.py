@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dsft.errors import MissingInputError
-from dsft.model.conversion import ConvertedTensors, read_map
+from dsft.model.conversion import ConvertedTensors, TensorMap, read_map
+from dsft.model.read import check_tensors
 from dsft.model.tensor_types import DTYPES
 from dsft.model.weights import Shape
 from dsft.model.whole import Whole
@@ -107,6 +108,7 @@ class SafetensorsReader:
         tensors = in_files.state_dict()
         tensor_map = read_map(in_files, self._file_of)
         if whole:
+            self._check_whole(whole.model, tensor_map)
             whole.converted_back(tensor_map, model, self._shape, self._read)  # raises where an export would
             tensor_map = whole.text_map(tensor_map, model)
         self._keys, self.unexpected = tensor_map.unchanged, tensor_map.unexpected
@@ -139,6 +141,24 @@ class SafetensorsReader:
         if name in self._keys:
             return [self._keys[name]]
         return [key for _, key in self._converted.conversions[name].parts]
+
+    def _check_whole(self, model: PreTrainedModel, tensor_map: TensorMap) -> None:
+        """Raise MissingInputError for tensors with which transformers would not load the multimodal model,
+        or would take integers for weights. Exports have those around the text model as the files have
+        them."""
+        sources = {name: [key] for name, key in tensor_map.unchanged.items()}
+        shapes = {name: self._shape(key) for name, key in tensor_map.unchanged.items()}
+        for conversion in tensor_map.conversions:
+            made = conversion.shapes(self._shape, model)
+            shapes |= made
+            sources |= dict.fromkeys(made, [key for _, key in conversion.parts])
+        wrong_types = [
+            f"{key} has the type {self._file_of[key].dtype(key)}, not one of weights"
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            for key in sources.get(name, ())
+            if parameter.is_floating_point() and self._file_of[key].dtype(key) not in TRAINABLE
+        ]
+        check_tensors(model, shapes, (), self.where, wrong_types)
 
     def _check_types(self, parameters: Iterable[str]) -> None:
         for key in (key for name in parameters if name in self.shapes for key in self._sources(name)):

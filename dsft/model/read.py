@@ -23,6 +23,7 @@ from dsft.errors import MissingInputError, brief
 from dsft.model.init import init_scope, initialize_module, mark_initialized
 from dsft.model.weights import (
     NamedModule,
+    Shape,
     Sharding,
     TensorReader,
     TensorSlots,
@@ -45,7 +46,7 @@ class ReadWeights:
         self._order = tuple(initialization_order(model, model))
         self._values = values
         self._names = _names(model)
-        _check(model, values, self._names)
+        check_tensors(model, values.shapes, values.unexpected, values.where)
 
     def fill(self, root: nn.Module, dtype: torch.dtype, sharding: Sharding) -> None:
         """See `Weights.fill`. Raises MissingInputError where the files have two values for a tied tensor."""
@@ -177,12 +178,22 @@ def _names(model: PreTrainedModel) -> dict[int, list[str]]:
     return found
 
 
-def _check(model: PreTrainedModel, values: TensorReader, names: Mapping[int, list[str]]) -> None:
+def check_tensors(
+    model: PreTrainedModel,
+    shapes: Mapping[str, Shape],
+    unexpected: Iterable[str],
+    where: str,
+    others: Iterable[str] = (),
+) -> None:
+    """Raise MissingInputError unless a model's files have its tensors, as far as transformers does not allow
+    that they lack some or have more. shapes: in the files, by the names in the model; unexpected: names of
+    tensors that the model has no place for; where: the model's name in the error; others: more that is wrong.
+    """
     tensors = model.state_dict()
-    missing = [same for same in names.values() if not any(name in values.shapes for name in same)]
+    missing = [same for same in _names(model).values() if not any(name in shapes for name in same)]
     report = LoadStateDictInfo(
         missing_keys={same[0] for same in missing},
-        unexpected_keys=set(values.unexpected),
+        unexpected_keys=set(unexpected),
         mismatched_keys=set(),
         error_msgs=[],
         conversion_errors={},
@@ -193,11 +204,12 @@ def _check(model: PreTrainedModel, values: TensorReader, names: Mapping[int, lis
     problems += [f"{name} is not a tensor of the model" for name in sorted(report.unexpected_keys)]
     problems += [
         f"{name} has shape {list(shape)} instead of {list(tensors[name].shape)}"
-        for name, shape in values.shapes.items()
+        for name, shape in shapes.items()
         if name in tensors and shape != tuple(tensors[name].shape)
     ]
+    problems += others
     if problems:
-        raise _unfit(values.where, problems)
+        raise _unfit(where, problems)
 
 
 def _unfit(where: str, problems: list[str]) -> MissingInputError:
