@@ -65,7 +65,7 @@ def _text_keys(config: dict[str, Any], whole: PreTrainedConfig) -> dict[str, Any
 class TensorsAround:
     """The tensors of a multimodal model by their names in its files: those of the text model from `values`,
     converted where the files have other tensors than memory; all others as the files have them. dtypes: of
-    these others."""
+    these others; not_finite: those of them in which `read` has met a value that is not finite."""
 
     def __init__(
         self, values: TensorSource, checkpoint: CheckpointReader, causal_lm: PreTrainedModel
@@ -90,6 +90,7 @@ class TensorsAround:
                 f"{name!r} is now another model; put the model back as it was."
             )
         self._values = values
+        self.not_finite: set[str] = set()
         self._file_of = {key: file for file in map(SafetensorsFile, files) for key in file.keys}
         tensors = read_map(whole.model, self._file_of)
         self._converted = whole.converted_back(
@@ -113,6 +114,8 @@ class TensorsAround:
             return out
         piece = torch.empty(stop - start, dtype=self.dtypes[name])
         self._file_of[name].read(name, start, piece)
+        if piece.is_floating_point() and not piece.float().isfinite().all():
+            self.not_finite.add(name)
         return piece
 
     def _read(self, name: str, start: int, out: Tensor) -> None:

@@ -178,10 +178,16 @@ def export(
         else:
             whole = TensorsWithExtras(tensors, checkpoint.model_folder, saved_as)
             in_files = FileTensors(whole, model, read_names(checkpoint.model_folder))
-        return _write_weights(in_files, aside, saved_as, max_shard_bytes)
+        written = _write_weights(in_files, aside, saved_as, max_shard_bytes)
+        if isinstance(in_files, TensorsAround) and in_files.not_finite:
+            first, *others = sorted(in_files.not_finite)
+            more = f" and {len(others)} other tensors are" if others else " is"
+            notes.append(f"; warning: {first}{more} not finite, as in the files that training began from")
+        return written
 
+    notes: list[str] = []
     is_merged = checkpoint.state["spec"].get("model", {}).get("lora") is not None
-    return _write_export(checkpoint, out, saved_as, "merged" if is_merged else "model", write)
+    return _write_export(checkpoint, out, saved_as, "merged" if is_merged else "model", write, notes)
 
 
 def _write_export(

@@ -20,14 +20,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsft.checkpoint.files import FileDigest, damage, damages
+from dsft.checkpoint.state_schema import problem_of
 from dsft.engine.api import Kind
 from dsft.errors import CheckpointError, LockedError
 from dsft.system.json_file import read_json
-from dsft.system.run_folder import MANIFEST, STEP, named_checkpoint, step_folders, step_of
+from dsft.system.run_folder import CHECKPOINTS, MANIFEST, STEP, named_checkpoint, step_folders, step_of
 
 FORMAT = 1
 STATE = "state.json"
 MODEL = "model"
+READ = ("config.json", "tokenizer_config.json")
+"""JSON files in the model folder that an export reads."""
 LISTED = re.compile(rf"(?:{MODEL}/)?(?!\.\.?$)[^/]+")
 """Pattern of a file that a manifest may list: in the folder itself, or in its model folder."""
 
@@ -57,8 +60,8 @@ class CheckpointReader:
     @classmethod
     def open(cls, path: Path) -> CheckpointReader:
         """Read the manifest and state.json. Raises CheckpointError where one is missing, damaged or of
-        another format, where the manifest lists a path outside the folder, and where state.json and the
-        folder's name disagree on the step.
+        another format, where the manifest lists a path outside the folder, where state.json has values of
+        other types, and where its step is not that of the folder's name.
 
         `path`: as `named_checkpoint` takes it.
         """
@@ -88,7 +91,9 @@ class CheckpointReader:
         if damaged := damage(path / STATE, files[STATE]):
             raise CheckpointError(f"{damaged}; the checkpoint is damaged.")
         state = _json(path / STATE)
-        _check_step(path, state)
+        if problem := problem_of(state):
+            raise CheckpointError(f"{path / STATE} is not a checkpoint's state ({problem}).")
+        _check_step(path, int(state["progress"]["step"]))
         return cls(path, files, state, digest)
 
     @property
@@ -118,13 +123,16 @@ class CheckpointReader:
         return self.path / MODEL
 
     def verify(self) -> None:
-        """Check every listed file by size and SHA-256, and that the ranges of every parameter are complete.
-        Reads all files.
+        """Check every listed file by size and SHA-256, that those of READ are mappings, and that the ranges
+        of every parameter are complete. Reads all files.
 
         Raises CheckpointError naming the first file or parameter that is damaged.
         """
         for damaged in damages(self.path, self.files):
             raise CheckpointError(f"{damaged}; the checkpoint is damaged.")
+        for name in sorted({f"{MODEL}/{name}" for name in READ} & self.files.keys()):
+            if not isinstance(_json(self.path / name), dict):
+                raise CheckpointError(f"{self.path / name} is no mapping; the checkpoint is damaged.")
         for name, shape in self.shapes.items():
             numel = torch.Size(shape).numel()
             for kind in self.state["kinds"]:
@@ -196,6 +204,8 @@ def find(run: Path, resume: str) -> ResumePoint:
     checkpoints, or where the run has others of the given one's step or later. Reads all files, so only rank 0
     calls it.
     """
+    if (place := run / CHECKPOINTS).exists() and not place.is_dir():
+        raise CheckpointError(f"{place} is a file where the folder of checkpoints should be; move it away.")
     folders = step_folders(run)
     if resume not in ("auto", "never"):
         named = CheckpointReader.open(Path(resume))
@@ -234,13 +244,9 @@ def _check_nothing_later(named: CheckpointReader, run: Path, folders: list[Path]
         )
 
 
-def _check_step(path: Path, state: Any) -> None:
+def _check_step(path: Path, step: int) -> None:
     """Check that the folder's name has the step of state.json. The newest checkpoint is found by the folder's
     name, so under a wrong name each start would resume from the wrong one."""
-    try:
-        step = int(state["progress"]["step"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path / STATE} has no valid step ({error!r}).") from None
     if STEP.fullmatch(path.name) and path.name != f"step-{step}":
         raise CheckpointError(
             f"{path} is the checkpoint of step {step}; rename it to step-{step}, or move it elsewhere."

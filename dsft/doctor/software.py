@@ -3,7 +3,6 @@ own files without importing them."""
 
 from __future__ import annotations
 
-import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,8 +27,7 @@ NEEDED = ("torch", "deepspeed", "transformers")
 
 def look() -> dict[str, Any]:
     """Return versions (name -> version, None if not installed) and the path of this Python (executable)."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    versions |= decisive_versions() | {name: version_of(name) for name in ALSO}
+    versions = decisive_versions() | {name: version_of(name) for name in ALSO}
     versions["CUDA of torch"] = cuda_of_torch()
     versions["NCCL"] = next(filter(None, map(version_of, NCCL)), None)
     return {"versions": versions, "executable": sys.executable}

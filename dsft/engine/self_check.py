@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
@@ -26,6 +27,7 @@ from dsft.model.attention_choice import PACKAGE, VARLEN
 from dsft.model.attention_split import SPLIT
 from dsft.model.kernels import fused_modules, plain_kernels
 from dsft.model.policy import Policy
+from dsft.model.whole_proof import check_text
 from dsft.spec.schema import Spec
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -56,6 +58,16 @@ def check_rows(
         yield check_split(engine, policy, dataset, world, spec.train.precision, pad_id)
     if spec.data.packing:
         yield check_packing(engine, policy, dataset, world, spec.train.precision, pad_id)
+
+
+def check_around(around: PreTrainedConfig, dataset: Dataset) -> str:
+    """Check on rows that a text model computes what the multimodal model around it, with this config, does,
+    and return a line for the log. Raises SpecError."""
+    apart = check_text(around, [row.input_ids.tolist() for row in real_rows(dataset)[:2]])
+    return (
+        f"self-check passed: a small {around.model_type} model and its text model agree to {apart:.1g} of "
+        "the spread of their logits on text"
+    )
 
 
 def check_packing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,11 +40,10 @@ OWN = Path(__file__).resolve().parents[1]
 
 
 def decisive_versions() -> dict[str, str | None]:
-    """Return the version of each package in DECISIVE, None if not installed; for dsft also a digest of its
-    files, since two checkouts of one version may contain different code."""
-    return {"dsft": f"{__version__}, files {code_digest()[:12]}"} | {
-        name: version_of(name) for name in DECISIVE
-    }
+    """Return the version of Python and of each package in DECISIVE, None if not installed; for dsft also a
+    digest of its files, since two checkouts of one version may contain different code."""
+    dsft = f"{__version__}, files {code_digest()[:12]}"
+    return {"python": platform.python_version(), "dsft": dsft} | {name: version_of(name) for name in DECISIVE}
 
 
 def outside(versions: Mapping[str, str | None]) -> list[str]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dsft.data.tokenizer.load import load_tokenizer
 from dsft.engine.frozen import FrozenEngine, build_frozen_engine
 from dsft.engine.partition import sharding_for
-from dsft.engine.self_check import check_rows
+from dsft.engine.self_check import check_around, check_rows
 from dsft.engine.split import exchange_of
 from dsft.engine.world import World
 from dsft.errors import MissingInputError, Problem, SpecError
@@ -22,7 +22,7 @@ from dsft.inputs import Inputs
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, switch_off_dropout
 from dsft.model.census import take_census
-from dsft.model.config import TokenFacts
+from dsft.model.config import TokenFacts, config_around
 from dsft.model.policy import Policy
 from dsft.model.weights import DTYPES
 from dsft.plan.census import Census, census_from
@@ -82,6 +82,8 @@ def proven(reference: OpenReference, spec: Spec, inputs: Inputs, world: World) -
     other = dpo_of(spec).reference_model
     if other is not None:
         yield world.each(lambda: same_tokens(other, inputs.tokenizer))
+        if (around := config_around(other)) is not None:
+            yield world.first(lambda: check_around(around, inputs.train))
     yield from check_rows(reference.engine, reference.policy, spec, inputs.train, world, inputs.pad_id)
 
 

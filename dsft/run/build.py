@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
 
 from dsft.checkpoint.export import read_model_files
 from dsft.checkpoint.read import CheckpointReader
@@ -18,7 +17,7 @@ from dsft.data.steps.steps import TrainSteps, evaluation, micro_batches_of
 from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for, share_buffers
-from dsft.engine.self_check import check_rows, real_rows
+from dsft.engine.self_check import check_around, check_rows
 from dsft.engine.split import exchange_of
 from dsft.engine.world import World
 from dsft.inputs import Inputs
@@ -30,7 +29,6 @@ from dsft.model.files import tensor_names
 from dsft.model.lora_experts import left_out
 from dsft.model.policy import Policy
 from dsft.model.weights import DTYPES
-from dsft.model.whole_proof import check_text
 from dsft.objective.api import Objective, evaluation_record
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
@@ -172,19 +170,10 @@ def prove(job: Job, inputs: Inputs, world: World, built: Built, *, fresh: bool) 
     """Run the checks on real rows that must pass before training, and yield a line for each. fresh: no step
     has been done yet."""
     if inputs.around is not None:
-        yield world.first(partial(prove_text, inputs.around, inputs))
+        yield world.first(partial(check_around, inputs.around, inputs.train))
     yield from check_rows(built.engine, built.policy, job.spec, inputs.train, world, inputs.pad_id)
     if built.reference and fresh and dpo_of(job.spec).reference_model is None:
         yield prove_start(job, inputs, world, built, built.reference)
-
-
-def prove_text(around: PreTrainedConfig, inputs: Inputs) -> str:
-    """Check on rows that the text model computes what the multimodal model around it does."""
-    apart = check_text(around, [row.input_ids.tolist() for row in real_rows(inputs.train)[:2]])
-    return (
-        f"self-check passed: a small {around.model_type} model and its text model agree to {apart:.1g} of "
-        "the spread of their logits on text"
-    )
 
 
 def prove_start(job: Job, inputs: Inputs, world: World, built: Built, reference: RunReference) -> str:

@@ -17,11 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedConfig
+
 from dsft.engine.aio import MEASURED, SETTINGS, Rates, fastest, rates
 from dsft.engine.world import World
 from dsft.errors import StorageError
 from dsft.inputs import Inputs
 from dsft.model.census import take_census
+from dsft.model.files import weight_files
 from dsft.plan.census import Census, census_from
 from dsft.plan.checkpointing import Limits, decided
 from dsft.plan.cut import Cut, cut_of
@@ -68,7 +72,7 @@ def resolve(job: Job, inputs: Inputs, world: World, log: Log) -> Resolved:
     user's DeepSpeed JSON sets stays as it is. A collective, before the model is built. Raises DsftError."""
     cuts = job.layout.pipeline_stages > 1
     counted = world.first(lambda: census_from(take_census(job.spec.model, inputs.facts, cuts=cuts)))
-    world.first(lambda: check_room(job, counted))
+    world.first(lambda: check_room(job, counted, inputs.around))
     if counted.trained < counted.numel:
         share = counted.trained / counted.numel
         log(f"trainable parameters: {counted.trained:,} of {counted.numel:,} ({share:.2%})")
@@ -111,10 +115,16 @@ def with_checkpointing(job: Job, counted: Census, world: World, log: Log) -> Spe
     return spec
 
 
-def check_room(job: Job, counted: Census) -> None:
+def check_room(job: Job, counted: Census, around: PreTrainedConfig | None = None) -> None:
     """Raise StorageError if the disk of the run's folder has no room for a checkpoint and, in a run that has
-    no checkpoint yet, the export. Known before the first step, not when the first checkpoint is written."""
+    no checkpoint yet, the export. Known before the first step, not when the first checkpoint is written.
+    around: as in `Inputs`; what the model's files have beside the text model goes into the export too."""
     checkpoint, export = saved_bytes(counted, job.spec)
+    name = job.spec.model.name_or_path
+    if around is not None and name is not None and job.spec.model.lora is None:
+        dtype = around.dtype if isinstance(around.dtype, torch.dtype) else torch.bfloat16
+        text = counted.numel * dtype.itemsize
+        export += max(0, sum(file.stat().st_size for file in weight_files(name)) - text)
     is_new = not any(step_folders(job.folder))
     needed, free = checkpoint + export * is_new, shutil.disk_usage(job.folder).free
     if free < needed:

@@ -106,7 +106,8 @@ def exported(policy: Policy, folder: Path, given: Path) -> Path:
     write_names(model_folder, tensor_names(str(given)))
     trained = policy.named_trained()
     fragments = [Fragment(name, "value", 0, p.detach().float().flatten()) for name, p in trained.items()]
-    facts = CheckpointState({"step": 0}, {"train": {"precision": "bf16", "seed": 0}}, {}, {}, {}, {})
+    spec = {"train": {"precision": "bf16", "seed": 0}}
+    facts = CheckpointState({"step": 0}, spec, {"global_batch_size": 1}, {}, {}, {})
     shapes = {name: tuple(p.shape) for name, p in trained.items()}
     files = read_files(model_folder)
     save(folder, fragments, shapes, facts, Alone(), model_files=files, retention=Checkpoint(keep_last=None))

@@ -249,6 +249,47 @@ def test_an_export_needs_the_original_files_as_they_were(tmp_path: Path) -> None
     export_checkpoint(checkpoint, out)
 
 
+TOWER = "embeddings.position_embedding.weight"
+
+
+def tower_file(folder: Path) -> tuple[Path, str, dict[str, torch.Tensor]]:
+    """Return the file that has the tensor TOWER, the tensor's name there, and the file's tensors."""
+    for path in folder.glob("*.safetensors"):
+        for key in (tensors := load_file(path)):
+            if key.endswith(TOWER):
+                return path, key, tensors
+    raise AssertionError(f"{folder} has no {TOWER}")
+
+
+def test_a_tower_that_its_class_would_not_load_is_refused(tmp_path: Path) -> None:
+    folder_of(tmp_path, "gemma3", tied=True)
+    path, key, tensors = tower_file(tmp_path)
+    right = tensors[key]
+    for value, said in (
+        (right[:-1].clone(), r"position_embedding.weight has shape \[\d+, \d+\] instead of"),
+        (right.to(torch.int8), "has the type I8, not one of weights"),
+        (None, "position_embedding.weight is missing"),
+    ):
+        save_file(
+            {k: t for k, t in (tensors | {key: value}).items() if t is not None}, path, {"format": "pt"}
+        )
+        with pytest.raises(MissingInputError, match=said):
+            build_model(Model(name_or_path=str(tmp_path)), FACTS, 0, torch.float32)
+    save_file(tensors, path, {"format": "pt"})
+    build_model(Model(name_or_path=str(tmp_path)), FACTS, 0, torch.float32)
+
+
+def test_a_tower_that_is_not_finite_is_named_by_the_export(tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    folder_of(given, "gemma3", tied=True)
+    path, key, tensors = tower_file(given)
+    tensors[key][0, 0] = torch.nan
+    save_file(tensors, path, {"format": "pt"})
+    model = Model(name_or_path=str(given))
+    checkpoint = saved(build_model(model, FACTS, 0, torch.float32), model, tmp_path)
+    assert f"warning: {key} is not finite, as in the files" in export_checkpoint(checkpoint, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -293,7 +334,7 @@ def saved(policy: Policy, model: Model, folder: Path, precision: str = "bf16") -
     fragments = [Fragment(name, "value", 0, p.detach().float().flatten()) for name, p in trained.items()]
     spec = {"model": model.model_dump(mode="json"), "train": {"precision": precision, "seed": 0}}
     base = digests(weight_files(str(model.name_or_path)))
-    facts = CheckpointState({"step": 0}, spec, {}, {}, {}, {}, base=base)
+    facts = CheckpointState({"step": 0}, spec, {"global_batch_size": 1}, {}, {}, {}, base=base)
     shapes = {name: tuple(p.shape) for name, p in trained.items()}
     save(folder, fragments, shapes, facts, Alone(), model_files=files, retention=Checkpoint(keep_last=None))
     return folder / "checkpoints" / "step-0"

@@ -116,7 +116,9 @@ def train(folder: Path, kind: str, mode: str, steps: list[plain.Step], world: Wo
         engine: Any = build_engine(policy, spec, config, world, next_token())
         outcome = run(engine, policy, steps, world, attention)
         if not is_split:
-            facts = CheckpointState({"step": 1}, spec.model_dump(mode="json"), {}, {}, {}, {})
+            facts = CheckpointState(
+                {"step": 1}, spec.model_dump(mode="json"), {"global_batch_size": 1}, {}, {}, {}
+            )
             save(
                 folder / f"{kind}-{mode}", engine.owned_fragments(), engine.shapes(), facts, world,
                 model_files=read_files(folder / f"{kind}-model"), retention=Checkpoint(keep_last=None),

@@ -151,7 +151,10 @@ class Case:
         shards = self.world.layout.shards
         fragments = state.owned_fragments(self.engine, self.named, self.world.shard_rank, shards)
         shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in self.named.items()}
-        facts = CheckpointState({"step": step, "applied_steps": step}, {}, {}, {}, {}, {})
+        progress = {"step": step, "applied_steps": step}
+        facts = CheckpointState(
+            progress, {"train": {"precision": "fp32"}}, {"global_batch_size": 1}, {}, {}, {}
+        )
         save(
             run,
             fragments,

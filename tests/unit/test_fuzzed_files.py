@@ -40,7 +40,7 @@ from dsft.errors import DsftError, printable
 from dsft.model.build import build_model
 from dsft.model.census import take_census
 from dsft.model.config import token_facts
-from dsft.model.files import fingerprint
+from dsft.model.files import digests, model_files
 from dsft.plan import census
 from dsft.spec.files import CHAT_TEMPLATES
 from dsft.spec.schema import Model
@@ -195,7 +195,7 @@ def try_model(random: Random, folder: Path, sources: Path) -> None:
     def build() -> None:
         model = Model(name_or_path=str(path))
         tokenizer, added = open_tokenizer(model)
-        fingerprint(str(path))
+        digests(model_files(str(path)))
         build_model(model, token_facts(tokenizer, added.first_id), 1, torch.float32)
 
     try_each(

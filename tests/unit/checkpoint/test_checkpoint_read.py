@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dsft.checkpoint.files import digest_of
 from dsft.checkpoint.read import CheckpointReader, find, seal, verify
 from dsft.errors import CheckpointError, LockedError
 
@@ -250,6 +252,52 @@ def test_a_forged_manifest_is_passed_over_with_a_line(two: Any, what: str) -> No
     assert found.path == two.step(1)
     (note,) = found.notes
     assert re.search(f"^step-2 is skipped: .*MANIFEST.json {said}", note)
+
+
+STATES: dict[str, tuple[Any, str]] = {
+    "parameters": ("x", "parameters: Input should be a valid dictionary"),
+    "parameters.b": (["a"], "parameters.b.0: Input should be a valid integer"),
+    "parameters.c": ([-1], "parameters.c.0: Input should be greater than or equal to 0"),
+    "parameters.d": ([10**18, 10**18], "parameters.d: Value error, is the shape of 10000000000000000000"),
+    "kinds": (None, "kinds: Input should be a valid list"),
+    "kinds.0": ("values", "kinds.0: Input should be 'value', "),
+    "progress.step": ("2", "progress.step: Input should be a valid integer"),
+    "progress.epoch": (-1.0, "progress.epoch: Input should be greater than or equal to 0"),
+    "progress.other": (1, "progress.other: Extra inputs are not permitted"),
+    "batch": ({}, "batch.global_batch_size: Field required"),
+    "spec": (None, "spec: Input should be"),
+    "spec.train.precision": ("fp8", "spec.train.precision: Input should be 'bf16', "),
+    "spec.model": ("a", "spec.model: Input should be"),
+    "data": ({"data.train": {}}, "data.data.train.rows: Field required"),
+    "base": ({"model.safetensors": 1}, "base.dict"),
+}
+
+
+@pytest.mark.parametrize("key", STATES)
+def test_a_forged_state_is_passed_over_with_a_line(two: Any, key: str) -> None:
+    value, said = STATES[key]
+    path = two.step(2) / "state.json"
+    content = json.loads(path.read_text())
+    *above, last = key.split(".")
+    container = content
+    for part in above:
+        container = container[part]
+    if isinstance(container, list):
+        container[int(last)] = value
+    else:
+        container[last] = value
+    path.write_text(json.dumps(content))
+    forge(two.step(2), lambda manifest: manifest["files"].update({"state.json": asdict(digest_of(path))}))
+    found = find(two.run, "auto")
+    assert found.path == two.step(1)
+    (note,) = found.notes
+    assert f"state.json is not a checkpoint's state ({said}" in note
+
+
+def test_a_file_in_place_of_the_folder_of_checkpoints_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(CheckpointError, match="is a file where the folder of checkpoints should be"):
+        find(tmp_path, "auto")
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "9" * 5_000, "/dev/zero"])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import PreTrainedConfig
 
 from dsft.errors import StorageError
 from dsft.plan.census import Census, Parameter
@@ -45,3 +46,18 @@ def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         StorageError, match=r"has 5.12 MiB free, but a checkpoint takes 12.00 MiB and the export 2"
     ):
         check_room(job, small)
+
+
+def test_the_export_of_a_multimodal_model_has_its_towers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of 2 GiB of text in bf16 and 3 GiB beside."""
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(5 * 2**30)
+    model = {"model": {"name_or_path": str(tmp_path)}}
+    job: Any = SimpleNamespace(folder=tmp_path, spec=Spec.model_validate(SPEC | model))
+    whole = PreTrainedConfig(dtype="bfloat16")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(16.9 * 2**30)))
+    with pytest.raises(StorageError, match=r"takes 12.00 GiB and the export 5.00 GiB"):
+        check_room(job, COUNTED, whole)
+    check_room(job, COUNTED)
