@@ -7,7 +7,8 @@ million elements on a CPU is 0.3 % too small and that of 150 million 1.9 %.
 Norms of short rows need no copy and no more time. `install_norms` replaces the two norms that DeepSpeed
 computes in float32: `FP16_UnfusedOptimizer` (ZeRO 0 in bf16, unfused_optimizer.py:214 get_weight_norm) and
 `BF16_Optimizer` (ZeRO 1 in bf16, bf16_optimizer.py:390 get_global_norm_of_tensors) look them up in their
-modules at every step.
+modules at every step. CUDA's float32 norm adds up in a tree, so there ZeRO 1 to 3 need no float64
+(stage_1_and_2.py:2684 get_norm_dtype, stage3.py:2457 get_norm_dtype).
 
 Clipping. For ZeRO 0 in fp32 DeepSpeed calls a function that sees one stage's gradients only, returns no norm
 and applies a gradient that is not finite (runtime/utils.py:394 is_model_parallel_parameter,
@@ -26,8 +27,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.fp16 import unfused_optimizer
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from torch import Tensor, nn
 
 from dsft.engine.api import LossScale
@@ -50,12 +53,20 @@ def condensed(tensor: Tensor) -> Tensor:
     return values
 
 
+def norm_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the 2-norm of all tensors together, float32, without waiting for the device."""
+    norms = torch._foreach_norm([condensed(tensor) for tensor in tensors], 2, torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
 _weight_norm = unfused_optimizer.get_weight_norm
 _global_norm = bf16_optimizer.get_global_norm_of_tensors
 
 
 def install_norms() -> None:
-    """Make DeepSpeed compute these norms with `condensed`, from now on."""
+    """Make DeepSpeed compute these norms with `condensed`, from now on, and on a GPU no norm in float64."""
+    if get_accelerator().device_name() == "cuda":
+        stage_1_and_2.get_norm_dtype = stage3.get_norm_dtype = lambda: torch.float32
     unfused_optimizer.get_weight_norm = _exact_weight_norm
     bf16_optimizer.get_global_norm_of_tensors = _exact_global_norm
 

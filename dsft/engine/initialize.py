@@ -31,6 +31,7 @@ from dsft.engine.gradients import Scaler, StepClip, install_norms, install_scale
 from dsft.engine.nvme import align_gradients
 from dsft.engine.optimizer import RATE, build_optimizer
 from dsft.engine.partition import Snapshot, full_shape
+from dsft.engine.reduction import install_reduction
 from dsft.engine.replicas import replicated
 from dsft.engine.split import RowSplit, exchange_of
 from dsft.engine.world import World
@@ -188,6 +189,7 @@ def initialize_deepspeed(
         )
     state.undo_first_step(engine)
     align_gradients(engine.optimizer)
+    install_reduction(engine)
     clip = None
     if clips_here:
         stages = engine.grid.get_pipe_parallel_group() if engine.pipeline_parallelism else None

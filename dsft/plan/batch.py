@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsft.errors import Problem, SpecError
-from dsft.spec.schema import Data, Train
+from dsft.spec.schema import Data, Spec, Train
 from dsft.spec.task import TASKS
 
 
@@ -115,4 +115,49 @@ def _equation(
     return (
         f"global_batch_size {shown[0]} = micro_batch_size {shown[1]} × accumulation_steps {shown[2]} "
         f"× data-parallel {f'ranks {data_parallel}' if sequence_parallel == 1 else groups}"
+    )
+
+
+def is_one_rank(spec: Spec, batch: BatchSizes | None) -> bool:
+    """Return whether one rank trains alone. batch: None if not known."""
+    together = spec.parallel.sequence_parallel * spec.parallel.pipeline_stages
+    return batch is not None and batch.data_parallel * together == 1
+
+
+def adds_in_place(spec: Spec, batch: BatchSizes | None) -> bool:
+    """Return whether ZeRO adds up gradients without buckets, as on one rank (engine/reduction.py)."""
+    return is_one_rank(spec, batch) and spec.parallel.offload_optimizer.device == "none"
+
+
+def deepspeed_stage(spec: Spec, batch: BatchSizes | None) -> int:
+    """Return the ZeRO stage for DeepSpeed. On one rank 1 and 2 shard the same, nothing, and 2 is faster."""
+    stage = spec.parallel.zero_stage
+    return 2 if stage == 1 and adds_in_place(spec, batch) else stage
+
+
+def accumulates(spec: Spec, batch: BatchSizes) -> bool:
+    """Return whether a step may have several micro-batches, by accumulation_steps or a token budget."""
+    budget = spec.data.max_tokens_per_micro_batch if spec.data.packing else None
+    return batch.accumulation_steps > 1 or (
+        budget is not None and budget < batch.micro_batch_size * spec.longest_example
+    )
+
+
+def has_wide_gradients(spec: Spec, batch: BatchSizes) -> bool:
+    """Return whether one rank has fp32 gradients of bf16 weights in its GPU, which ZeRO 3 could spare it."""
+    return (
+        adds_in_place(spec, batch) and spec.train.precision == "bf16" and not gradients_stay_bf16(spec, batch)
+    )
+
+
+def gradients_stay_bf16(spec: Spec, batch: BatchSizes) -> bool:
+    """Return whether ZeRO 3 keeps gradients in bf16 instead of an fp32 copy: if the copy would have the same
+    values (one micro-batch per step, and either one rank or a reduction in bf16). Not at ZeRO 2, whose update
+    converts all gradients to fp32 at once, and not if the optimizer is offloaded."""
+    return (
+        not accumulates(spec, batch)
+        and spec.train.precision == "bf16"
+        and spec.parallel.zero_stage == 3
+        and spec.parallel.offload_optimizer.device == "none"
+        and (is_one_rank(spec, batch) or spec.train.reduce_dtype == "bf16")
     )

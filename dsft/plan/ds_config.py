@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.plan.batch import BatchSizes
+from dsft.plan.batch import BatchSizes, adds_in_place, deepspeed_stage, gradients_stay_bf16
 from dsft.plan.census import Elements
 from dsft.plan.memory.offload import SUB_GROUP, aio_rows, optimizer_rows, parameter_rows
 from dsft.spec.schema import Offload, Spec
@@ -91,7 +91,7 @@ def entries(
         *_clipping(spec),
         *_precision(spec, batch),
         *_reduction(spec),
-        *_zero(spec, elements),
+        *_zero(spec, batch, elements),
         *aio_rows(spec),
         *_optimizer(spec),
         *_pipeline(spec),
@@ -153,27 +153,6 @@ def _clipping(spec: Spec) -> Iterator[Row]:
         yield "gradient_clipping", spec.train.max_grad_norm, "train.max_grad_norm, of the norm over all ranks"
 
 
-def accumulates(spec: Spec, batch: BatchSizes) -> bool:
-    """Return whether a step may have several micro-batches, by accumulation_steps or a token budget."""
-    budget = spec.data.max_tokens_per_micro_batch if spec.data.packing else None
-    return batch.accumulation_steps > 1 or (
-        budget is not None and budget < batch.micro_batch_size * spec.longest_example
-    )
-
-
-def gradients_stay_bf16(spec: Spec, batch: BatchSizes) -> bool:
-    """Return whether ZeRO 3 keeps gradients in bf16 instead of an fp32 copy: if the copy would have the same
-    values (one micro-batch per step, and either one rank or a reduction in bf16). Not at ZeRO 2, whose update
-    converts all gradients to fp32 at once, and not if the optimizer is offloaded."""
-    return (
-        not accumulates(spec, batch)
-        and spec.train.precision == "bf16"
-        and spec.parallel.zero_stage == 3
-        and spec.parallel.offload_optimizer.device == "none"
-        and (batch.data_parallel * spec.parallel.sequence_parallel == 1 or spec.train.reduce_dtype == "bf16")
-    )
-
-
 def _precision(spec: Spec, batch: BatchSizes | None) -> Iterator[Row]:
     bf16 = spec.train.precision == "bf16"
     yield "bf16.enabled", bf16, f"train.precision is {spec.train.precision}"
@@ -232,18 +211,20 @@ def _reduction(spec: Spec) -> Iterator[Row]:
     yield "managed_gradient_accumulation", True, reason
 
 
-def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
-    stage = spec.parallel.zero_stage
+def _zero(spec: Spec, batch: BatchSizes | None, elements: Elements | None) -> Iterator[Row]:
+    stage = deepspeed_stage(spec, batch)
     what = ("nothing", "optimizer states", "states and gradients", "states, gradients and parameters")
     over = "data-parallel ranks" if spec.parallel.sequence_parallel == 1 else "all ranks of all groups"
     reason = f"parallel.zero_stage: {what[stage]} sharded over {over}"
-    if "zero_stage" not in spec.parallel.model_fields_set and stage == 2:
+    if stage != spec.parallel.zero_stage:
+        reason = "parallel.zero_stage: 1, which on one rank is the same, and DeepSpeed's code for 2 is faster"
+    elif "zero_stage" not in spec.parallel.model_fields_set and stage == 2:
         reason += "; the default in bf16, since ZeRO 1 would keep all gradients in fp32 and reduce them last"
     yield "zero_optimization.stage", stage, reason
     if stage == 0:
         return
     rest = _zero_3(spec, elements) if stage == 3 else _zero_12(stage, elements)
-    for key, value, reason in (*_zero_common(spec, elements), *rest):
+    for key, value, reason in (*_zero_common(spec, batch, elements), *rest):
         yield f"zero_optimization.{key}", value, reason
     if spec.parallel.offload_optimizer.device != "none":
         for key, value, reason in _offload_optimizer(spec):
@@ -253,13 +234,22 @@ def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
             yield f"zero_optimization.offload_param.{key}", value, reason
 
 
-def _zero_common(spec: Spec, elements: Elements | None) -> Iterator[Row]:
-    yield "contiguous_gradients", True, "gradients are copied into one buffer: no fragmentation"
+def _zero_common(spec: Spec, batch: BatchSizes | None, elements: Elements | None) -> Iterator[Row]:
+    in_place = adds_in_place(spec, batch)
+    reason = "gradients are added up in place" if in_place else "copied into one buffer: no fragmentation"
+    yield "contiguous_gradients", not in_place, reason
     yield "reduce_scatter", True, "each rank receives the part that it owns, not the whole sum"
     size = dict(bucket_sizes(elements))["reduce_bucket_size"]
     yield "reduce_bucket_size", size, f"elements per reduction: {_sizing(elements)}"
     if spec.parallel.pipeline_stages > 1:
         yield "overlap_comm", False, "DeepSpeed's pipeline switches it off (engine.py:2666 overlap_comm)"
+    elif in_place and spec.parallel.zero_stage == 3:
+        reason = (
+            "one rank sends nothing; false would wait for the backward (partition_parameters.py:109 wait)"
+        )
+        yield "overlap_comm", True, reason
+    elif in_place:
+        yield "overlap_comm", False, "one rank sends nothing, and would wait at the end of each backward"
     elif spec.parallel.zero_stage == 1:
         reason = "gradients are reduced during the step's last backward, except by BF16_Optimizer"
         yield "overlap_comm", True, reason
@@ -278,7 +268,8 @@ def _zero_12(stage: int, elements: Elements | None) -> Iterator[Row]:
     yield "allgather_partitions", True, "one gather of updated parameters, not one broadcast per rank"
     size = dict(bucket_sizes(elements))["allgather_bucket_size"]
     yield "allgather_bucket_size", size, "elements per gather; DeepSpeed requires an even number"
-    yield "use_multi_rank_bucket_allreduce", True, "small reductions for several ranks are sent together"
+    reason = "each rank's part of a bucket is sent to it alone: half the bytes of an all-reduce"
+    yield "use_multi_rank_bucket_allreduce", False, reason
     yield "compute_grad_norm", True, "train/grad_norm is reported, also without clipping"
     yield "round_robin_gradients", False, "gradients stay in the order of the parameters"
     yield "parameter_alignment", False, "no padding between parameters"

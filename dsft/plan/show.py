@@ -13,6 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dsft.plan.batch import has_wide_gradients
 from dsft.plan.build import Plan, build_plan, memory_limits, rank_ranges
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import ABSENT, ConfigEntry, entries, nested
@@ -301,6 +302,12 @@ def _fits(plan: Plan) -> Iterator[str]:
     of_gpu = max(rank.gpu for rank in plan.memory.stages)
     if gpu is not None and of_gpu <= gpu:
         yield f"Fits: {size_text(of_gpu)} of the {size_text(gpu)} of a GPU ({of_gpu / gpu:.0%})"
+    elif gpu is not None and has_wide_gradients(plan.spec, plan.batch):
+        yield (
+            "On one GPU parallel.zero_stage: 3 with train.accumulation_steps: 1 takes 16 bytes for each "
+            "trained parameter instead of 18, since gradients stay in bf16: "
+            f"{size_text(2 * plan.census.trained)} less."
+        )
     of_host = max(plan.memory.hosts.values())
     if host is not None and needed(of_host) <= host:
         yield f"Fits: {size_text(of_host)} of the {size_text(host)} of a host, with a tenth to spare"

@@ -172,12 +172,15 @@ def _step(
 def _gradients(step: _Step) -> Iterator[Flow]:
     """Yield the reduction of gradients.
 
-    ZeRO 0 and 1: one all-reduce per step (stage_1_and_2.py:1695 use_multi_rank_bucket_allreduce). ZeRO 2: the
-    same after each micro-batch (engine.py:3085 zero_optimization_partition_gradients). ZeRO 3: a
-    reduce-scatter after each micro-batch (stage3.py:1931 reduce_scatter_coalesced).
+    ZeRO 0, and 1 by BF16_Optimizer: one all-reduce per step. ZeRO 1 otherwise: each rank's part is reduced to
+    it, once per step (stage_1_and_2.py:1695 use_multi_rank_bucket_allreduce). ZeRO 2: the same after each
+    micro-batch (engine.py:3085 zero_optimization_partition_gradients). ZeRO 3: a reduce-scatter after each
+    micro-batch (stage3.py:1931 reduce_scatter_coalesced).
     """
-    zero = step.spec.parallel.zero_stage
-    elements = step.trained * (1 if zero == 3 else 2)
+    zero, spec = step.spec.parallel.zero_stage, step.spec
+    offloads = spec.parallel.offload_optimizer.device != "none"
+    all_reduces = zero == 0 or zero == 1 and spec.train.precision == "bf16" and not offloads
+    elements = step.trained * (2 if all_reduces else 1)
     width = 2 if step.spec.train.reduce_dtype == "bf16" else FP32
     yield from step.ring("gradients", step.micro_batches if zero >= 2 else 1, elements, width)
 

@@ -94,6 +94,7 @@ SENT = {  # collective -> the argument that is whole on a rank, how often a ring
     "all_reduce": ("tensor", 2),
     "all_gather_into_tensor": ("output_tensor", 1),
     "reduce_scatter_tensor": ("input", 1),
+    "reduce": ("tensor", 1),  # of equally large parts for either rank, each sends one
 }
 
 

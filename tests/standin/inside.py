@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.standin.gpu import TOLD
 
@@ -48,6 +50,29 @@ def counted() -> Iterator[Counter[str]]:
         yield found
     finally:
         found.update({name: now - was for name, now, was in zip(KINDS, _counts(), before, strict=True)})
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes that operations read and write, each tensor once per operation, but for views and
+    AdamW's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and "adam" not in func._schema.name:
+            schema = func._schema.arguments
+            given = [(one, schema[n].is_write) for n, of in enumerate(args) for one in tree_leaves(of)]
+            given += [(one, True) for one in tree_leaves((kwargs or {}).get("out"))]
+            held = [(one, 1 + is_written) for one, is_written in given if isinstance(one, torch.Tensor)]
+            if "fill" in func._schema.name or "zero" in func._schema.name or "copy_" in func._schema.name:
+                held = [(one, 1) for one, _ in held]
+            if not func._schema.is_mutable and "empty" not in func._schema.name:
+                held += [(one, 1) for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
+            self.bytes += sum(times * one.numel() * one.element_size() for one, times in held)
+        return out
 
 
 @contextmanager

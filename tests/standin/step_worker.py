@@ -25,6 +25,7 @@ from dsft.engine.world import World, join
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
+from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
@@ -132,6 +133,7 @@ def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[st
     with inside.waits() as places:
         # The check of a run's first step waits for the device, and is not counted.
         fit(engine, objective, steps, schedule, run, Progress(applied_steps=1))
+    moved = bytes_beside_autograd(engine, policy, steps.step(LAST)) if zero_stage < 3 and task == "sft" else 0
     engine._engine.destroy()  # type: ignore[attr-defined]
     groups.mpu = None
     gc.collect()
@@ -140,8 +142,19 @@ def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[st
         "steps": [counting.steps[number - 1] for number in COUNTED],
         "seconds": [counting.seconds[number - 1] for number in COUNTED],
         "waits": {place: number / LAST for place, number in places.items()},
+        "bytes": moved / sum(p.numel() for p in policy.parameters()),
         "losses": {int(record["train/global_step"]): record["train/loss"] for record in records},
     }
+
+
+def bytes_beside_autograd(engine: Any, policy: Policy, step: GlobalStep) -> int:
+    """The bytes that a step moves beside its forward and backward passes and AdamW."""
+    with inside.Moved() as whole:
+        engine.step(step.micro_batches, step.counts, 1e-3)
+    with inside.Moved() as passes:
+        for batch in step.micro_batches:
+            torch.autograd.grad(engine._sums(batch).sum(), list(policy.parameters()))
+    return int(whole.bytes - passes.bytes)
 
 
 def answers(device: torch.device, number: int) -> dict[str, Any]:

@@ -12,12 +12,11 @@ from tests.standin.gpu import answer
 pytestmark = pytest.mark.standin
 
 MICRO_BATCHES = 2
-SYNCS = {1: 4, 2: 5, 3: 5}
-"""By ZeRO stage, of DeepSpeed's step: is the gradient finite, what is its norm, is it clipped."""
-DEVICE_SYNCS = {1: 0, 2: MICRO_BATCHES, 3: 0}
-"""ZeRO 2 waits at the end of each backward for gradients that it reduces beside it."""
-PAGEABLE = 1
-"""DeepSpeed's."""
+SYNCS = {1: 2, 2: 2, 3: 4}
+"""By ZeRO stage, of DeepSpeed's step: what is the norm of the gradients, are they clipped."""
+BYTES = 60
+"""At most that many are moved for each parameter beside what the passes and AdamW move, in a step of two
+micro-batches."""
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +39,10 @@ def test_a_step_waits_for_nothing_but_what_deepspeed_does(told: Any, step: tuple
     assert in_transformers <= MICRO_BATCHES
     for counts in case["steps"]:
         assert counts["stream_syncs"] == SYNCS[zero_stage] + in_transformers
-        assert counts["device_syncs"] == DEVICE_SYNCS[zero_stage]
-        assert counts["pageable"] == PAGEABLE
+        assert counts["device_syncs"] == 0
+        assert counts["pageable"] == 0
         # beside the micro-batches the factors on their sums, and this rank's row of the record
-        assert counts["to_device"] == case["tensors"] + 2 + PAGEABLE
+        assert counts["to_device"] == case["tensors"] + 2
 
 
 def test_a_record_costs_one_collective_and_two_copies_that_have_arrived_when_they_are_read(told: Any) -> None:
@@ -54,6 +53,11 @@ def test_a_record_costs_one_collective_and_two_copies_that_have_arrived_when_the
     }  # fmt: skip
     assert set(told["sft, ZeRO 1"]["losses"]) == {"1", "2", "3", "4", "5", "6"}
     assert set(told["no record"]["losses"]) == {"6"}
+
+
+def test_one_rank_adds_up_gradients_in_place(told: Any) -> None:
+    for zero_stage in (1, 2):
+        assert 30 < told[f"sft, ZeRO {zero_stage}"]["bytes"] <= BYTES
 
 
 def test_records_that_are_read_late_hold_their_own_step(told: Any) -> None:

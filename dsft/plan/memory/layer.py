@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsft.plan.census import Census, Parameter
-from dsft.plan.memory.phases import Tensors, each, one
 from dsft.plan.memory.sizes import FP32, chunk_limit, runs_on_cpu, weight_bytes
+from dsft.plan.memory.tensors import Tensors, each, one
 from dsft.spec.schema import Spec
 
 

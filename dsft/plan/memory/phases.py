@@ -6,67 +6,17 @@ benchmarks/memory.py compares the result with measured peaks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
 from dsft.plan.memory.offload import SUB_GROUP
 from dsft.plan.memory.sizes import FP32
-
-MALLOC_KEEPS = 32 << 20
-"""Bytes. glibc takes larger blocks from the kernel and returns them as soon as they are freed; smaller blocks
-come from its heap and stay with the process when freed (malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)."""
+from dsft.plan.memory.tensors import NONE, Phase, Tensors, each, merged, one
 
 ROUNDED = 64 << 20  # torch rounds pinned tensors up to this many bytes to a power of two
 REDUCED_AT_ONCE = 500_000_000
 """Elements that ZeRO 0 and BF16_Optimizer reduce in one piece (engine.py:3073 allreduce_gradients)."""
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """Bytes of tensors: of those with at most MALLOC_KEEPS bytes, and of larger ones."""
-
-    small: int = 0
-    large: int = 0
-
-    def __add__(self, other: Tensors) -> Tensors:
-        return Tensors(self.small + other.small, self.large + other.large)
-
-    @property
-    def total(self) -> int:
-        return self.small + self.large
-
-
-NONE = Tensors()
-
-
-def one(size: int) -> Tensors:
-    """Return one tensor of `size` bytes."""
-    return Tensors(size, 0) if size <= MALLOC_KEEPS else Tensors(0, size)
-
-
-def each(elements: Iterable[int], width: int) -> Tensors:
-    """Return one tensor for each number of elements, with `width` bytes per element."""
-    return sum((one(numel * width) for numel in elements), NONE)
-
-
-Row = Literal["parameters", "gradients", "master", "moments", "buffers", "activations", "head", "offloaded"]
-Phase = Mapping[Row, Tensors]
-"""Tensors of one phase by kind; `offloaded` is in host memory, all others are on the device."""
-
-
-def merged(*phases: Phase) -> dict[Row, Tensors]:
-    """Add up phases: the tensors of all of them are in memory at once."""
-    found: dict[Row, Tensors] = {}
-    for phase in phases:
-        for row, tensors in phase.items():
-            found[row] = found.get(row, NONE) + tensors
-    return found
-
-
-def total(phase: Phase) -> int:
-    return sum(tensors.total for tensors in phase.values())
 
 
 @dataclass(frozen=True)
@@ -134,6 +84,11 @@ class RankSetup:
     def is_offloaded(self) -> bool:
         return self.optimizer != "none"
 
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether gradients are added up without buckets, as on one rank (engine/reduction.py)."""
+        return self.ranks == 1 and not self.pipeline and not self.is_offloaded
+
     def shares(self, elements: Iterable[int]) -> list[int]:
         return [-(-numel // self.ranks) for numel in elements]
 
@@ -192,6 +147,8 @@ def _whole(rank: RankSetup) -> dict[str, Phase]:
     left = gradients if rank.accumulates else NONE  # else gradients appear as activations are freed
     flat = min(rank.elements, REDUCED_AT_ONCE)  # engine.py:3796 flatten; a second copy in another reduce type
     travels = one(flat * rank.weight) + (one(flat * rank.reduced) if rank.reduced != rank.weight else NONE)
+    if rank.adds_in_place:
+        travels = NONE
     load: Phase = merged(steady, {"gradients": gradients + copies}) if low else {"parameters": weights(rank)}
     return {
         "between": steady,
@@ -230,11 +187,11 @@ def _bf16(rank: RankSetup) -> dict[str, Phase]:
 def _partitioned(rank: RankSetup) -> dict[str, Phase]:
     """Return the phases of DeepSpeedZeroOptimizer: ZeRO 2, and ZeRO 1 in fp32, fp16 or with offload.
 
-    If weights are narrower than fp32, gradients accumulate in one fp32 tensor for the rank's share
-    (stage_1_and_2.py:1259 _use_compact_grad_partition_buffer). Otherwise they accumulate in separate tensors,
-    and those of the next micro-batch are allocated before they are added.
+    If weights are narrower than fp32 or there is one rank, gradients accumulate in one fp32 tensor for the
+    rank's share (stage_1_and_2.py:1259 _use_compact_grad_partition_buffer). Otherwise they accumulate in
+    separate tensors, and those of the next micro-batch are allocated before they are added.
     """
-    low = rank.weight < FP32
+    low = rank.weight < FP32 or rank.adds_in_place
     share = one(rank.share * FP32)
     width = FP32 if rank.zero == 1 else rank.weight  # stage_1_and_2.py:1253 _gradient_reduction_buffer_dtype
     states: Phase = {"master": share, "moments": one(rank.share * rank.moment)}
@@ -295,6 +252,8 @@ def _buckets(rank: RankSetup, width: int) -> Tensors:
     flattened, and copied again if the reduction has another type (stage_1_and_2.py:2359 allreduce_bucket); a
     parameter larger than the bucket is reduced separately. With offload, gradients pass through a buffer of
     the size of the largest one."""
+    if rank.adds_in_place:
+        return NONE
     bucket = min(rank.bucket, rank.elements)
     flat = max(bucket, rank.largest)
     found = one(bucket * width) + (NONE if rank.pipeline else one(bucket * width)) + one(flat * width)
@@ -315,7 +274,7 @@ def _sharded(rank: RankSetup) -> dict[str, Phase]:
     }
     if rank.is_offloaded:
         states = {"offloaded": _sharded_in_host(rank)}
-    bucket = one(rank.bucket * rank.reduced)
+    bucket = NONE if rank.adds_in_place else one(rank.bucket * rank.reduced)
     steady = merged({"parameters": weights(rank), "buffers": bucket, "offloaded": one(rank.locked)}, states)
     if rank.parameters != "none":
         flat = rank.in_host(rank.share, rank.weight)
@@ -324,7 +283,9 @@ def _sharded(rank: RankSetup) -> dict[str, Phase]:
         steady = merged(steady, {"offloaded": on_host}) | {"parameters": each(resident, rank.weight)}
     reduced = max(min(rank.bucket, rank.elements), rank.largest)
     reducing = one(reduced * rank.reduced)  # copied into rank order (coalesced_collectives.py:122 cat)
-    if rank.on_cpu:
+    if rank.adds_in_place:
+        reducing = NONE
+    elif rank.on_cpu:
         reducing += reducing  # gloo's reduce_scatter works on a copy
     widened = FP32 if rank.gradient == FP32 else FP32 + rank.gradient  # bf16 ones are flattened first
     step = NONE if rank.is_offloaded else one(sub_group * widened)  # stage3.py:2686 flatten

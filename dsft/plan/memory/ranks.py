@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from dsft.plan.batch import BatchSizes, batch_sizes
+from dsft.plan.batch import BatchSizes, accumulates, batch_sizes, deepspeed_stage, gradients_stay_bf16
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
-from dsft.plan.ds_config import accumulates, bucket_size, gradients_stay_bf16
+from dsft.plan.ds_config import bucket_size
 from dsft.plan.layout import Layout
 from dsft.plan.memory.layer import activations, mlp_chunks
 from dsft.plan.memory.offload import swapped
-from dsft.plan.memory.phases import NONE, Phase, RankSetup, Row, Tensors, each, gathered, one, phases, total
+from dsft.plan.memory.phases import RankSetup, gathered, phases
 from dsft.plan.memory.sizes import (
     BYTES_PER_LOGIT,
     FP32,
@@ -32,6 +32,7 @@ from dsft.plan.memory.sizes import (
     runs_on_cpu,
     weight_bytes,
 )
+from dsft.plan.memory.tensors import NONE, Phase, Row, Tensors, each, one, total
 from dsft.spec.schema import Spec
 
 PROCESS = 420 << 20
@@ -251,7 +252,7 @@ def _setup(
     return RankSetup(
         trained=tuple(p.numel for p in parameters if p.trained),
         frozen=tuple(p.numel for p in parameters if not p.trained),
-        zero=parallel.zero_stage,
+        zero=deepspeed_stage(spec, batch),
         ranks=layout.shards,
         weight=weight_bytes(spec),
         reduced=2 if spec.train.reduce_dtype == "bf16" else FP32,

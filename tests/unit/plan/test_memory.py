@@ -9,8 +9,8 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.layout import layout_of
 from dsft.plan.memory import other_version
-from dsft.plan.memory.phases import MALLOC_KEEPS
 from dsft.plan.memory.ranks import BACKWARD, DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
+from dsft.plan.memory.tensors import MALLOC_KEEPS
 
 BIG, SMALL = 1_000_000, 100
 

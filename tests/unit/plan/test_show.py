@@ -71,6 +71,21 @@ def test_the_batch_equation_and_the_steps_are_shown(plan: Any) -> None:
     assert "train_batch_size" not in shown
 
 
+def test_a_plan_that_does_not_fit_one_gpu_names_the_way_with_16_bytes_for_a_parameter(plan: Any) -> None:
+    cluster = {"hosts": {"localhost": 1}, "accelerator": {"name": "H100", "memory_gib": 0.1}}
+
+    def hinted(**sections: Any) -> bool:
+        shown = " ".join(text(plan(cluster=cluster, **sections)).split())
+        return "16 bytes for each trained parameter instead of 18, since gradients stay in bf16: 1.9" in shown
+
+    assert hinted(train={"precision": "bf16"})
+    one = {"precision": "bf16", "accumulation_steps": 1, "global_batch_size": None}
+    assert not hinted(train=one, parallel={"zero_stage": 3})
+    assert not hinted(train={"precision": "fp32"})
+    cluster["accelerator"] = {"name": "H100", "memory_gib": 80}  # type: ignore[assignment]
+    assert not hinted(train={"precision": "bf16"})
+
+
 def test_a_rate_that_follows_the_batch_is_shown(plan: Any) -> None:
     optim = {"learning_rate": 1e-4, "scale_with_batch": "linear", "base_batch_size": 2}
     made = plan(optim=optim)

@@ -44,7 +44,7 @@ def test_the_bubble_is_the_papers() -> None:
     [  # gradients: bytes a micro-batch on two ranks; gathered: bytes of weights, once or each micro-batch
         (0, 1, 4 * TRAINED, 0, 0),
         (1, 1, 4 * TRAINED, 1, 2 * TRAINED // 2),
-        (2, 3, 4 * TRAINED, 1, 2 * TRAINED // 2),
+        (2, 3, 4 * TRAINED // 2, 1, 2 * TRAINED // 2),
         (3, 3, 4 * TRAINED // 2, 3, 2 * SHARDED // 2),
     ],
 )
@@ -52,8 +52,8 @@ def test_what_deepspeed_was_counted_to_send(
     flows: Any, zero: int, times: int, gradients: int, width: int, gathered: int
 ) -> None:
     """Bytes at torch.distributed of two ranks, DeepSpeed 0.19.8, bf16 with fp32 gradients: an all-reduce at
-    0, 1 and 2, and a reduce-scatter at 3; a gather per step at 1 and 2, and at 3 one per micro-batch for a
-    model of fewer than 5e8 elements."""
+    0 and 1, reductions to their owners at 2, and a reduce-scatter at 3; a gather per step at 1 and 2, and at
+    3 one per micro-batch for a model of fewer than 5e8 elements."""
     found = flows({"a": 2}, train={"precision": "bf16"}, parallel={"zero_stage": zero})
     sent = found["gradients, within a host"]
     assert (sent.times, sent.bytes_each, sent.bytes) == (times, gradients, times * gradients)
