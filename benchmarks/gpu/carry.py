@@ -22,7 +22,6 @@ WHEELS = (
     "trl", "datasets", "dill", "multiprocess", "xxhash",  # for the peers
     "liger-kernel",
 )  # fmt: skip
-UNPINNED = {"liger-kernel": "0.8.5"}  # no dependency of dsft's
 
 
 def prepare(folder: Path, python: str) -> int:
@@ -70,7 +69,7 @@ def pinned() -> dict[str, str]:
         for line in file.read_text(encoding="utf-8").splitlines()
         if "==" in line and not line.startswith("#")
     ]
-    return dict(UNPINNED) | {normal(name): pin for name, _, pin in (line.partition("==") for line in lines)}
+    return {normal(name): pin for name, _, pin in (line.partition("==") for line in lines)}
 
 
 def normal(name: str) -> str:

@@ -188,7 +188,7 @@ def layers(sizes: Sizes, kernels: str) -> dict[str, float]:
 
     from dsft.model.attention import attend_per_segment, packed_keywords
     from dsft.model.build import compile_layers
-    from dsft.model.kernels import use_liger
+    from dsft.model.kernels import choose_kernels
 
     length = sizes.tokens // 4
     config = AutoConfig.for_model(
@@ -200,7 +200,7 @@ def layers(sizes: Sizes, kernels: str) -> dict[str, float]:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=HALF).train()
     attend_per_segment(model, "auto", length, torch.device(device(), 0))
     if kernels == "liger":
-        use_liger(model)
+        choose_kernels(model, "liger")
     if kernels == "compile":
         compile_layers(model)
     ids = torch.randint(512, (1, sizes.tokens), device=device())

@@ -24,7 +24,7 @@ NO_EFFECT: dict[str, tuple[str, ...]] = {
     "dsft fills in no placeholders; write the names into the rows": ("model_author", "model_name"),
     "dsft resumes from its own checkpoints by itself; to start from weights of the other tool, set "
     "model.name_or_path to their folder": ("resume_from_checkpoint", "auto_resume_from_checkpoints"),
-    "set model.kernels: liger (GPUs only)": (
+    "model.kernels: auto, the default, uses Liger's kernels on a GPU": (
         *("plugins", "use_liger_kernel", "enable_liger_kernel", "use_liger"),
         *("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm"),
         *("liger_fused_linear_cross_entropy", "liger_rms_norm_gated", "liger_cross_entropy"),

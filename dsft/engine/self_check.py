@@ -25,7 +25,7 @@ from dsft.errors import Problem, SpecError
 from dsft.model.attention import own_attention
 from dsft.model.attention_choice import PACKAGE, VARLEN
 from dsft.model.attention_split import SPLIT
-from dsft.model.kernels import fused_modules, plain_kernels
+from dsft.model.kernels import fused_modules, plain_kernels, use_own
 from dsft.model.policy import Policy
 from dsft.model.whole_proof import check_text
 from dsft.spec.schema import Spec
@@ -51,9 +51,10 @@ def check_rows(
     engine: Scorer, policy: Policy, spec: Spec, dataset: Dataset, world: World, pad_id: int
 ) -> Iterator[str]:
     """Run the checks below that the spec needs, and yield a line for each. A collective."""
+    if spec.model.kernels != "torch" and any(world.gather(bool(fused_modules(policy.causal_lm)))):
+        is_auto = spec.model.kernels == "auto"
+        yield check_kernels(engine, policy, dataset, world, pad_id, may_fall_back=is_auto)
     yield check_head(engine, policy, dataset, world, pad_id)
-    if spec.model.kernels != "torch":
-        yield check_kernels(engine, policy, dataset, world, pad_id)
     if world.layout.sequence_parallel > 1:
         yield check_split(engine, policy, dataset, world, spec.train.precision, pad_id)
     if spec.data.packing:
@@ -159,10 +160,12 @@ def check_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, p
     )
 
 
-def check_kernels(engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int) -> str:
+def check_kernels(
+    engine: Scorer, policy: Policy, dataset: Dataset, world: World, pad_id: int, *, may_fall_back: bool
+) -> str:
     """Score a few of the dataset's rows with the fused kernels and with the model's own modules. A
-    collective. Returns a line for the log; raises SpecError on every rank where a token's loss differs by
-    more than rounding."""
+    collective. Returns a line for the log. Where a token's loss differs by more than rounding, the model's
+    own modules stay, or SpecError is raised on every rank."""
     batches = [collate_padded([row], pad_id) for row in real_rows(dataset)]
     with own_attention(policy.causal_lm):
         found = engine.score(batches)
@@ -173,11 +176,14 @@ def check_kernels(engine: Scorer, policy: Policy, dataset: Dataset, world: World
     if not apart <= allowed:
         message = (
             f"a token's loss is {apart:.2g} nats from that of the model's own modules ({allowed:.2g} is "
-            "rounding); set it to torch"
+            "rounding)"
         )
+        if may_fall_back:
+            use_own(policy.causal_lm)
+            return f"kernels: the model's own modules, since with Liger's {message}"
         raise SpecError(
             "The kernels were tried on rows of data.train and are not exact.",
-            [Problem("model.kernels", message)],
+            [Problem("model.kernels", f"{message}; set it to torch")],
         )
     return (
         f"self-check passed: liger's kernels ({fused_modules(policy.causal_lm)}) and the model's own modules "

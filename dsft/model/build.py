@@ -22,7 +22,7 @@ from dsft.model.conversion import UnsupportedConversionError, write_map
 from dsft.model.experts import choose_experts
 from dsft.model.files import SafetensorsReader, weight_files
 from dsft.model.init import FreshWeights
-from dsft.model.kernels import use_liger
+from dsft.model.kernels import choose_kernels
 from dsft.model.lora import check_saved, fill_adapted, inject, with_adapters
 from dsft.model.mlp_chunks import chunk_mlps
 from dsft.model.policy import Policy
@@ -77,8 +77,7 @@ def build_model(  # noqa: PLR0913, PLR0917  a model's section, and what a run kn
             layer.gradient_checkpointing = model.checkpoints(number)
     routing = routing_of(causal_lm, model.experts)
     choose_trained(causal_lm, model, whole)  # before the cut: patterns and names are the whole model's
-    if model.kernels == "liger":
-        use_liger(causal_lm)
+    kernels = choose_kernels(causal_lm, model.kernels, compiled=model.compile)
     if model.gradient_checkpointing and model.mlp_chunks is not None and model.mlp_chunks > 1:
         chunk_mlps(causal_lm, model.mlp_chunks, tokens)
     if split_points is not None:
@@ -88,6 +87,7 @@ def build_model(  # noqa: PLR0913, PLR0917  a model's section, and what a run kn
     routing = None if model.compile else routing  # which would compile its hooks
     is_last = stage == cut.stages - 1
     policy = Policy(causal_lm, is_first=stage == 0, is_last=is_last, routing=routing)
+    policy.kernels = kernels
     if model.lora is not None:
         names = whole.name if whole else str
         adapters = with_adapters(causal_lm, model.lora, seed, dtype, sharding, names)

@@ -13,8 +13,9 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -27,6 +28,8 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from dsft.errors import Problem, SpecError
 from dsft.model.recurrence import with_globals
 
+Kernels = Literal["auto", "torch", "liger"]
+
 PLAIN = "dsft_plain_class"
 """Attribute of a changed module's class: the class that it had."""
 
@@ -36,23 +39,85 @@ ROTATE = "apply_rotary_pos_emb"
 KIND = "dsft_kind"
 """Attribute of a changed module's class: its kind in the plural, such as "norms", for the log."""
 
+OLDEST = (8, 0)
+"""Compute capability of the oldest GPUs (A100) whose tensor cores and Triton kernels have bf16."""
+
+
+def choose_kernels(causal_lm: PreTrainedModel, kernels: Kernels, *, compiled: bool = False) -> str:
+    """Use Liger's kernels where `kernels`, which is model.kernels, says so: change `causal_lm` in place.
+    Return a line for the log; empty where there is nothing to say. compiled: model.compile.
+
+    Raises SpecError for liger where they cannot be used; for auto the model's own modules stay.
+    """
+    if kernels == "torch" or kernels == "auto" and not on_gpu():
+        return ""
+    if kernels == "auto" and compiled:
+        return "kernels: torch.compile fuses norms, MLPs and rotary embeddings"
+    reason = _why_not()
+    if not reason:
+        use_liger(causal_lm)
+        if found := fused_modules(causal_lm):
+            return f"kernels: Liger's for {found}"
+        reason = f"its kernels fit no norm, MLP or rotary embedding of a {causal_lm.config.model_type} model"
+    if kernels == "auto":
+        return f"kernels: the model's own modules, not Liger's: {reason}"
+    problem = Problem("model.kernels", f"'liger', but {reason}; set it to auto or torch")
+    raise SpecError("The kernels cannot be used.", [problem])
+
+
+def on_gpu() -> bool:
+    """Return whether this process trains on a GPU, or under Triton's interpreter."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return is_interpreted or torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+
+
+def _why_not() -> str:
+    """Return why Liger's kernels cannot be used in this process; empty where they can."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "the package liger-kernel is not installed (pip install 'dsft[gpu]')"
+    if not on_gpu():
+        return "its Triton kernels need a GPU, and none was found"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST:
+            return f"this GPU has compute capability {capability[0]}.{capability[1]}, and they need 8.0"
+        try:
+            _try(device)
+        except Exception as error:  # what Triton, a C compiler and the driver raise
+            line = (str(error).splitlines() or [""])[0]
+            return f"they do not run here ({type(error).__name__}: {line[:200]})"
+    return ""
+
+
+def _try(device: torch.device) -> None:
+    """Compile and run a kernel of each kind, forward and backward."""
+    x, weight, q, k = (
+        torch.ones(shape, device=device, requires_grad=True)
+        for shape in ((2, 16), (16,), (1, 2, 2, 16), (1, 2, 2, 16))
+    )
+    outputs = [
+        _ops().norm.apply(x, weight, 1e-6, 0.0, "llama", False, None),
+        _ops().swiglu.apply(x, x.clone()),
+        *_ops().rope.apply(q, k, x.detach()[None], x.detach()[None]),
+    ]
+    sum(output.sum() for output in outputs).backward()
+
 
 def use_liger(causal_lm: PreTrainedModel) -> None:
-    """Change `causal_lm` in place. Raises SpecError where the package is missing, there is no GPU for Triton,
-    or no module is one that a kernel replaces."""
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise _refused("the package liger-kernel is not installed; install dsft[liger], or")
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        raise _refused("its Triton kernels need a GPU, and none was found;")
+    """Change the modules that a kernel replaces."""
     for module in list(causal_lm.modules()):
         kind, forward = _fused(module)
         if forward is not None:
             cls = type(module)
             members = {"forward": forward, PLAIN: cls, KIND: kind}
             module.__class__ = type(f"Liger{cls.__name__}", (cls,), members)
-    if not fused_modules(causal_lm):
-        kind = causal_lm.config.model_type
-        raise _refused(f"its kernels support no norm, MLP or rotary embedding of a {kind} model;")
+
+
+def use_own(causal_lm: PreTrainedModel) -> None:
+    """Undo `use_liger`."""
+    for module, cls in _changed(causal_lm):
+        module.__class__ = getattr(cls, PLAIN)
 
 
 def fused_modules(causal_lm: PreTrainedModel) -> str:
@@ -66,9 +131,8 @@ def fused_modules(causal_lm: PreTrainedModel) -> str:
 @contextmanager
 def plain_kernels(causal_lm: PreTrainedModel) -> Iterator[None]:
     """Use transformers' own modules inside the block."""
-    changed = [(module, type(module)) for module in causal_lm.modules() if hasattr(type(module), PLAIN)]
-    for module, cls in changed:
-        module.__class__ = getattr(cls, PLAIN)
+    changed = _changed(causal_lm)
+    use_own(causal_lm)
     try:
         yield
     finally:
@@ -76,9 +140,8 @@ def plain_kernels(causal_lm: PreTrainedModel) -> Iterator[None]:
             module.__class__ = cls
 
 
-def _refused(reason: str) -> SpecError:
-    problem = Problem("model.kernels", f"'liger', but {reason} set it to torch")
-    return SpecError("The kernels cannot be used.", [problem])
+def _changed(causal_lm: PreTrainedModel) -> list[tuple[nn.Module, type[nn.Module]]]:
+    return [(module, type(module)) for module in causal_lm.modules() if hasattr(type(module), PLAIN)]
 
 
 def _fused(module: nn.Module) -> tuple[str, Callable[..., Any] | None]:
@@ -113,32 +176,47 @@ def _same(one: Any, other: Any) -> bool:
     return mine is not None and all(getattr(mine, part) == getattr(theirs, part) for part in parts)
 
 
+class _Ops(NamedTuple):
+    """Liger's operations: subclasses of torch.autograd.Function."""
+
+    norm: Any
+    swiglu: Any
+    rope: Any
+
+
+@cache
+def _ops() -> _Ops:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return _Ops(LigerRMSNormFunction, LigerSiLUMulFunction, LigerRopeFunction)
+
+
 def _norm(casting: str, offset: float, epsilon: str) -> Callable[..., Any]:
     """Return the forward of a norm. casting: llama (the product with the weight in the input's type) or gemma
     (in float32); the weight is offset + w. Not in place: the gradient that it would overwrite may be a
     residual's too."""
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    norm = _ops().norm
 
     def forward(self: Any, hidden_states: Any) -> Any:
         eps = getattr(self, epsilon)
-        return LigerRMSNormFunction.apply(hidden_states, self.weight, eps, offset, casting, False, None)
+        return norm.apply(hidden_states, self.weight, eps, offset, casting, False, None)
 
     return forward
 
 
 def _swiglu(self: Any, x: Any) -> Any:
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-
-    return self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
+    return self.down_proj(_ops().swiglu.apply(self.gate_proj(x), self.up_proj(x)))
 
 
 def _with_rope(forward: FunctionType, plain: Callable[..., Any]) -> FunctionType:
     """Return a copy of an attention's forward that rotates queries and keys by the kernel."""
-    from liger_kernel.ops.rope import LigerRopeFunction
+    rope = _ops().rope
 
     def rotate(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
         if unsqueeze_dim != 1 or cos.shape[-1] != q.shape[-1]:
             return plain(q, k, cos, sin, unsqueeze_dim)
-        return LigerRopeFunction.apply(q, k, cos, sin)
+        return rope.apply(q, k, cos, sin)
 
     return with_globals(forward, {ROTATE: rotate})

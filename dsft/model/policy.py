@@ -51,6 +51,7 @@ class Policy(nn.Module):
             routing.watch(causal_lm)
         self.is_first = is_first
         self.is_last = is_last
+        self.kernels = ""  # a line for the log: see `choose_kernels`
         head = install_head(causal_lm) if is_last else None
         self.full_logits = is_last and head is None
         self._head = (head,)  # in a tuple: as a second submodule ZeRO 3 would gather it twice

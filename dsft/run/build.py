@@ -102,7 +102,7 @@ def build(
         policy = build_model(
             spec.model, inputs.facts, spec.train.seed, dtype, world.stage, resolved.cut, keep, resolved.tokens
         )
-        notes.extend(described(policy.causal_lm))
+        notes.extend([*described(policy.causal_lm), *filter(None, [policy.kernels])])
         if spec.model.lora is not None:
             notes.extend(left_out(policy.causal_lm))
         if spec.task_kind.preference:

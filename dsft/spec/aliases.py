@@ -33,7 +33,7 @@ _OTHER_NAMES = {
     "model.experts.balance_weight (with model.experts.balance)": "router_aux_loss_coef aux_loss_coef "
     "moe_aux_loss_coef moe_aux_loss_coeff output_router_logits",
     "model.compile": "torch_compile",
-    "model.kernels: liger": "use_liger_kernel use_liger enable_liger_kernel liger_kernel "
+    "model.kernels: auto or liger": "use_liger_kernel use_liger enable_liger_kernel liger_kernel "
     "liger_rope liger_rms_norm liger_glu_activation",
     "model.add_tokens": "special_tokens",
     "model.lora": "adapter",

@@ -108,9 +108,9 @@ class Model(Section):
     """Patterns for the names of the parameters to train; by default all are trained."""
     compile: bool = False
     """Compile the model's layers with torch.compile."""
-    kernels: Literal["torch", "liger"] = "torch"
-    """Implementation of norms, rotary embeddings and SwiGLU: torch (the model's own modules) or liger
-    (Liger's fused kernels, for GPUs only; install dsft[liger])."""
+    kernels: Literal["auto", "torch", "liger"] = "auto"
+    """Implementation of norms, rotary embeddings and SwiGLU: torch (the model's own modules), liger (Liger's
+    fused kernels, for GPUs only; install dsft[gpu]) or auto (liger where it works)."""
     activation_offload: bool = False
     """Keep the activations of checkpointed layers in host memory."""
     mlp_chunks: Count | None = None

@@ -19,6 +19,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+KERNELS = ("triton==3.7.1", "liger-kernel==0.8.5")
+"""Liger of constraints.txt and the Triton of its torch, beside the stand-in: for tests of Liger's kernels in
+Triton's interpreter, on the CPU."""
+
 RUNTIME = Path(__file__).resolve().parent / "runtime"
 
 LIBRARIES = {
@@ -171,6 +175,10 @@ def install(version: str, folder: Path) -> None:
         unpack(f"torch==={version}", site)
         versions(site / "torch")
         (site / "done").touch()
+    for requirement in KERNELS:
+        if not (place := folder.parent / "triton" / requirement).exists():
+            unpack(requirement, place.parent)
+            place.touch()
     shutil.rmtree(lib, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         build(site / "torch", headers(site / "torch", Path(place) / "headers"), Path(place) / "lib")

@@ -334,6 +334,11 @@ def with_norms(monkeypatch: pytest.MonkeyPatch, precision: str, forward: Any) ->
     return engine
 
 
+def proven_kernels(engine: Any, data: Any, *, may_fall_back: bool = False) -> str:
+    world: Any = Alone()
+    return check_kernels(engine, engine.policy, data, world, 0, may_fall_back=may_fall_back)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_kernels_that_only_round_otherwise_pass(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     def in_float64(self: Any, x: Tensor) -> Tensor:
@@ -343,7 +348,7 @@ def test_kernels_that_only_round_otherwise_pass(monkeypatch: pytest.MonkeyPatch,
 
     engine = with_norms(monkeypatch, precision, in_float64)
     data = rows(20, 30, 17, 60)
-    line = check_kernels(engine, engine.policy, data, Alone(), 0)  # type: ignore[arg-type]
+    line = proven_kernels(engine, data)
     assert line.startswith("self-check passed: liger's kernels (5 norms) and the model's own modules agree")
 
 
@@ -355,10 +360,14 @@ def test_a_kernel_of_another_norm_is_found(monkeypatch: pytest.MonkeyPatch, prec
         return LlamaRMSNorm.forward(self, x) * 2  # the weights are 1
 
     engine = with_norms(monkeypatch, precision, offset)
+    data = rows(20, 30, 17, 60)
     with pytest.raises(SpecError) as error:
-        check_kernels(engine, engine.policy, rows(20, 30, 17, 60), Alone(), 0)  # type: ignore[arg-type]
+        proven_kernels(engine, data)
     (problem,) = error.value.problems
     assert problem.where == "model.kernels" and problem.message.endswith("set it to torch")
+    line = proven_kernels(engine, data, may_fall_back=True)
+    assert line.startswith("kernels: the model's own modules, since with Liger's a token's loss is ")
+    assert not kernels.fused_modules(engine.policy.causal_lm)
 
 
 # --- attention in one call ----------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """Liger's kernels under Triton's interpreter against the model's own modules.
 
-Skipped but for TRITON_INTERPRET=1 python -m pytest …, where liger-kernel and triton are installed (with
-pip install --no-deps they bring nothing else).
+What needs it runs in a process of its own with TRITON_INTERPRET=1, where scripts/standin has installed
+liger-kernel and triton.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dsft.errors import SpecError
-from dsft.model.kernels import fused_modules, plain_kernels, use_liger
+from dsft.model import kernels
+from dsft.model.kernels import choose_kernels, fused_modules, plain_kernels, use_liger, use_own
 from dsft.model.lora import inject
 from dsft.spec.schema import Lora
+from tests.launching import ROOT
 
 SMALL: dict[str, Any] = {
     "vocab_size": 61,
@@ -135,24 +139,66 @@ def test_adapters_and_checkpointing_learn_the_same() -> None:
 
 
 @installed
+def test_auto_takes_what_fits_and_says_so() -> None:
+    made = model("llama")
+    assert choose_kernels(made, "auto") == f"kernels: Liger's for {CHANGED['llama']}"
+    use_own(made)
+    assert not fused_modules(made) and choose_kernels(made, "torch") == "" and not fused_modules(made)
+    assert choose_kernels(made, "auto", compiled=True).startswith("kernels: torch.compile fuses")
+    assert not fused_modules(made)
+
+
+@installed
 def test_a_model_without_such_modules_is_refused() -> None:
     config = AutoConfig.for_model("gpt2", vocab_size=61, n_embd=32, n_layer=1, n_head=2)
+    made = AutoModelForCausalLM.from_config(config)
     with pytest.raises(SpecError) as error:
-        use_liger(AutoModelForCausalLM.from_config(config))
+        choose_kernels(made, "liger")
     (problem,) = error.value.problems
     assert problem.where == "model.kernels" and "of a gpt2 model" in problem.message
+    assert "of a gpt2 model" in choose_kernels(made, "auto")
 
 
-def test_without_the_package_or_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_what_they_need_liger_is_refused_and_auto_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package, a GPU, one that is new enough, and a compiler and a driver with which they run."""
     made = model("llama")
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    def refused(reason: str) -> None:
         with pytest.raises(SpecError) as error:
-            use_liger(made)
-    assert "install dsft[liger]" in error.value.problems[0].message
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "found")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+            choose_kernels(made, "liger")
+        (problem,) = error.value.problems
+        assert reason in problem.message and problem.message.endswith("; set it to auto or torch")
+        said = choose_kernels(made, "auto")
+        assert not fused_modules(made)
+        assert said == "" if "found" in reason else reason in said
+
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(SpecError) as error:
-        use_liger(made)
-    assert "need a GPU" in error.value.problems[0].message
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: "found")
+    refused("need a GPU, and none was found")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    refused("this GPU has compute capability 7.5, and they need 8.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("the driver is too old\nand more")
+
+    monkeypatch.setattr(kernels, "_try", fails)
+    refused("they do not run here (RuntimeError: the driver is too old)")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    refused("liger-kernel is not installed (pip install 'dsft[gpu]')")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert choose_kernels(made, "auto") == ""
+
+
+def test_the_kernels_are_those_of_the_modules_under_tritons_interpreter() -> None:
+    """The tests above that need it."""
+    folder = ROOT / ".cache" / "standin" / "triton"
+    if INSTALLED or not folder.is_dir():
+        pytest.skip("it is what runs here" if INSTALLED else "scripts/standin installs Triton and Liger")
+    environ = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "13 passed" in done.stdout, done.stdout[-5000:]
