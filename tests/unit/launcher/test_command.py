@@ -89,8 +89,8 @@ def test_a_stop_ends_the_wait_for_a_lost_host(monkeypatch: pytest.MonkeyPatch) -
     assert time.monotonic() < began + command.PAUSE
 
 
-def test_the_end_of_a_run_says_its_error_once_and_last() -> None:
-    start = command.prepared(Path(TWO), (), command.Options())
+def test_the_end_of_a_run_says_its_error_once_and_last(tmp_path: Path) -> None:
+    start = command.prepared(Path(TWO), (f"output_dir={tmp_path}",), command.Options())
     lines = ("--- rank 1 of 2", "reading", "error: rank 1: no row is left.", "  a.jsonl:3: empty")
     failure = Failure("rank", "node2", 65, "no row is left.\n  a.jsonl:3: empty", 1, None, lines)
     said = list(command.ending(start, Outcome(65, failure, (), 3.2), []))
