@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.paired import device_peaks
-from dsft.model.attention import attend_per_segment, packed_keywords
+from dsft.model.attention import SHAPES, attend_per_segment, packed_keywords
 
 Batch = dict[str, Any]
 Step = Callable[[Sequence[Batch], int], float]
@@ -173,8 +173,9 @@ def moved(batch: Batch, model: Any) -> Batch:
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in batch["given"].items()}
     if "lengths" in batch:
-        kind = getattr(model, "module", model).config._attn_implementation
-        inputs |= packed_keywords(kind, inputs["position_ids"], batch["lengths"])
+        own = getattr(model, "module", model)
+        kind, shapes = own.config._attn_implementation, getattr(own, SHAPES)
+        inputs |= packed_keywords(kind, inputs["position_ids"], batch["lengths"], shapes=shapes)
     return batch | {"given": inputs, "labels": batch["labels"].to(device)}
 
 

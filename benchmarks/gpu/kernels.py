@@ -186,7 +186,7 @@ def layers(sizes: Sizes, kernels: str) -> dict[str, float]:
     """Forward and backward of two layers over a packed micro-batch of four documents."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from dsft.model.attention import attend_per_segment, packed_keywords
+    from dsft.model.attention import SHAPES, attend_per_segment, packed_keywords
     from dsft.model.build import compile_layers
     from dsft.model.kernels import choose_kernels
 
@@ -205,7 +205,8 @@ def layers(sizes: Sizes, kernels: str) -> dict[str, float]:
         compile_layers(model)
     ids = torch.randint(512, (1, sizes.tokens), device=device())
     positions = torch.arange(length, device=device()).repeat(4)[None]
-    keywords = packed_keywords(model.config._attn_implementation, positions, (length,) * 4, longest=length)
+    kind, shapes = model.config._attn_implementation, getattr(model, SHAPES)
+    keywords = packed_keywords(kind, positions, (length,) * 4, shapes=shapes)
 
     def work() -> None:
         model.zero_grad()

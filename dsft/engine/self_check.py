@@ -23,7 +23,7 @@ from dsft.engine.api import Scorer
 from dsft.engine.world import World
 from dsft.errors import Problem, SpecError
 from dsft.model.attention import own_attention
-from dsft.model.attention_choice import PACKAGE, VARLEN
+from dsft.model.attention_choice import ONE_CALL
 from dsft.model.attention_split import SPLIT
 from dsft.model.kernels import fused_modules, plain_kernels, use_own
 from dsft.model.policy import Policy
@@ -89,7 +89,7 @@ def check_packing(
     ]
     with own_attention(policy.causal_lm):
         alone = [engine.score([collate_padded([row], pad_id) for row in trial.rows]) for trial in trials]
-    one_call = policy.causal_lm.config._attn_implementation.removesuffix(SPLIT) in (VARLEN, PACKAGE)
+    one_call = policy.causal_lm.config._attn_implementation.removesuffix(SPLIT) in ONE_CALL
     way_out = "set it to false, or model.attention to sdpa" if one_call else "set it to false"
     apart = [
         world.each(partial(trial.compare, scored, expected, precision, way_out))

@@ -14,27 +14,31 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dsft.data.steps.batch import Borders, borders_of
 from dsft.errors import DsftError, Problem, SpecError
-from dsft.model.attention_choice import FUNCTIONS, AttentionChoice, choose
+from dsft.model.attention_choice import FUNCTIONS, AttentionChoice, choose, try_cudnn
 from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments
+from dsft.model.attention_shapes import SegmentShapes
 from dsft.model.attention_split import SPLIT, Exchange, split_attention
-from dsft.model.attention_varlen import KEY_INDEX
+from dsft.model.attention_varlen import BY_PRIORITY, IS_ROWS, KEY_INDEX
 from dsft.model.recurrence import SEGMENT_ROWS, mix_per_segment, recurrent_layers, segment_rows
 from dsft.older import can_use_sdpa
 
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})  # layer types that can be packed
+PADDED_PRIORITY = [*BY_PRIORITY, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # all that torch has
 CPU = torch.device("cpu")
-LONGEST = "longest_segment"
-"""Attribute of a model: tokens of the longest segment that it may get, the same for every micro-batch."""
+SHAPES = "segment_shapes"
+"""Attribute of a model, and of its modules where padded rows may go through cuDNN: its SegmentShapes."""
 RECURRENT = "has_recurrent_layers"
 """Attribute of a model: whether it has recurrent layers, which need the segments too."""
 
@@ -56,15 +60,16 @@ def attend_per_segment(
     """
     if exchange is None:  # else `check_can_split` has asked for more
         check_can_pack(causal_lm.config, max_length)
-    setattr(causal_lm, LONGEST, max_length)
     setattr(causal_lm, RECURRENT, mix_per_segment(causal_lm))
     if attention == "auto":
         choice = choose(causal_lm, device)
     elif attention == "sdpa":
         choice = AttentionChoice(SEGMENTS, "segment by segment, as model.attention is sdpa")
     else:
-        return f"attention of packed rows: {attention}, as model.attention says"
-    use(causal_lm, choice.name, exchange)
+        choice = AttentionChoice("", f"{attention}, as model.attention says")
+    setattr(causal_lm, SHAPES, SegmentShapes(max_length, choice.with_cudnn))
+    if choice.name:
+        use(causal_lm, choice.name, exchange)
     return f"attention of packed rows: {choice.description}"
 
 
@@ -77,6 +82,37 @@ def use(causal_lm: PreTrainedModel, name: str, exchange: Exchange | None = None)
         name, attend = name + SPLIT, split_attention(attend, exchange)
     AttentionInterface.register(name, attend)
     causal_lm.set_attn_implementation(name)
+
+
+def attend_padded(causal_lm: PreTrainedModel, max_length: int, device: torch.device) -> str:
+    """Let padded rows of lengths that SegmentShapes names go through cuDNN where it works and is faster, in
+    layers without a mask, inside transformers' own attention. Return a line for the log; empty where nothing
+    changes."""
+    if causal_lm.config._attn_implementation != "sdpa":
+        return ""
+    works, clause = try_cudnn(causal_lm, device)
+    if works:
+        shapes = SegmentShapes(max_length, with_cudnn=True)
+        for module in causal_lm.modules():  # an attention function gets its own module alone
+            setattr(module, SHAPES, shapes)
+        AttentionInterface.register("sdpa", padded_attention)
+    return clause and f"attention of padded rows: torch's{clause}"
+
+
+def padded_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Compute transformers' sdpa attention, with cuDNN first for shapes that the module's SHAPES plans."""
+    rows, _, length, _ = query.shape
+    shapes: SegmentShapes | None = getattr(module, SHAPES, None)
+    is_planned = attention_mask is None and shapes is not None and shapes.planned(rows, length)
+    with sdpa_kernel(PADDED_PRIORITY, set_priority=True) if is_planned else nullcontext():
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
 
 
 def check_can_compile(causal_lm: PreTrainedModel, choice: str) -> None:
@@ -139,11 +175,11 @@ def packed_keywords(
     lengths: tuple[int, ...] | None,
     starts: tuple[int, ...] | None = None,
     borders: Borders | None = None,
-    longest: int = 0,
+    shapes: SegmentShapes | None = None,
 ) -> Mapping[str, Any]:
     """Return the keywords that give the model's attention the segments of its one row; none for padded rows.
     Without `lengths` they are read from position_ids, (B, T). borders: of the same segments, where they are
-    on the device already; longest: tokens of the longest segment that may occur.
+    on the device already; shapes: the model's, from `attend_per_segment`.
 
     Raises DsftError where segments share a prompt and the attention is none of FUNCTIONS.
     """
@@ -165,13 +201,16 @@ def packed_keywords(
         found = borders_of(*zip(*segments, strict=True))
         borders = tuple(part.to(position_ids.device, non_blocking=True) for part in found)
     queries, keys, *index = borders if len(borders) > 1 else borders * 2
-    longest = max(longest, *(length + start for length, start in segments))
+    longest = max(length + start for length, start in segments)
+    if shapes is not None:
+        longest = shapes.bound(longest)
     return {
         "cu_seq_lens_q": queries,
         "cu_seq_lens_k": keys,
         "max_length_q": longest,
         "max_length_k": longest,
         **({KEY_INDEX: index[0]} if index else {}),
+        **({IS_ROWS: True} if shapes is not None and shapes.is_rows(segments) else {}),
     }
 
 

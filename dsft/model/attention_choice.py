@@ -2,15 +2,15 @@
 
 Each candidate runs forward and backward on the device with the head sizes, scales, windows, soft-cap and
 dropout of the model, and is compared with attention computed from its definition. The first that agrees is
-chosen, in this order: FlashAttention 3 and 2 behind torch's varlen_attn, the package flash-attn, the loop.
+chosen, in this order: the package of FlashAttention 3, torch's varlen_attn, the package flash-attn, the loop.
+Where cuDNN is faster, it is tried in the same way for segments of one length.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -20,35 +20,53 @@ from transformers import PreTrainedModel
 
 from dsft.errors import DsftError
 from dsft.model.attention_loop import SEGMENTS, segment_attention
+from dsft.model.attention_shapes import MULTIPLE, PLANS
 from dsft.model.attention_varlen import (
+    CUDNN,
     AttentionArguments,
     Kernel,
+    package_3_kernel,
     package_kernel,
+    rows_kernel,
     torch_kernel,
     varlen_attention,
 )
 
-VARLEN, PACKAGE = "dsft_varlen", "dsft_package"
+VARLEN, PACKAGE, PACKAGE_3 = "dsft_varlen", "dsft_package", "dsft_package_3"
 FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
+    PACKAGE_3: varlen_attention(package_3_kernel),
     VARLEN: varlen_attention(torch_kernel()),
     PACKAGE: varlen_attention(package_kernel),
     SEGMENTS: segment_attention,
 }
 """The attention functions by the name under which transformers registers them."""
+ONE_CALL = frozenset(FUNCTIONS) - {SEGMENTS}
+"""Those that compute a row in one call."""
 
 FLASH_TYPES = (torch.bfloat16, torch.float16)
 BORDERS = (0, 3, 8)  # of the two segments on which kernels are tried
+ROWS = (0, MULTIPLE, 2 * MULTIPLE)  # the same for kernels of segments of one length
+CUDNN_CAPABILITIES = ((9, 0), (10, 0))
+"""Compute capabilities of the GPUs on which cuDNN is tried: H100 and H200, B200. It is about twice as fast as
+FlashAttention 2 on an H100, and not faster on an A100 or an L40S (transformers' pull request 48163)."""
 ROUNDING = 0.05
 """Largest difference, relative to the norm of an output or a gradient; rounding in bf16 alone gives 0.01 to
 0.02."""
 
 
+_cudnn_failed: list[str] = []
+"""Why cuDNN failed in this process; empty where it has not. It is not tried again: torch 2.13 stores an empty
+plan for a shape whose plan cannot be built, and crashes when that is used (run_cudnn_SDP_fprop)."""
+
+
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The chosen attention. name: its key in FUNCTIONS; description: which it is, and why none before it."""
+    """The chosen attention. name: its key in FUNCTIONS; description: which it is, and why none before it;
+    with_cudnn: segments of one length go through cuDNN."""
 
     name: str
     description: str
+    with_cudnn: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,19 +99,49 @@ def choose(causal_lm: PreTrainedModel, device: torch.device) -> AttentionChoice:
             SEGMENTS, f"{loop}, as FlashAttention needs keys and values with heads of one size"
         )
     refused = ""
-    for name, kernel, flash_3, description in (
-        (VARLEN, torch_kernel(), True, "FlashAttention 3"),
-        (VARLEN, torch_kernel(), False, "varlen_attn of torch"),
-        (PACKAGE, package_kernel, False, "the package flash-attn"),
+    for name, kernel, description in (
+        (PACKAGE_3, package_3_kernel, "the package of FlashAttention 3"),
+        (VARLEN, torch_kernel(), "varlen_attn of torch"),
+        (PACKAGE, package_kernel, "the package flash-attn"),
     ):
-        try:
-            with _flash_3(flash_3):
-                _try(kernel, needs, dtype, device)
-        except Exception as error:  # what torch, the packages and the driver raise
-            refused += f"; not {description}: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        else:
-            return AttentionChoice(name, description + refused)
+        reason = _why_not(kernel, needs, dtype, device)
+        if reason:
+            refused += f"; not {description}: {reason}"
+            continue
+        with_cudnn, clause = (False, "") if name == PACKAGE_3 else try_cudnn(causal_lm, device)
+        return AttentionChoice(name, description + refused + clause, with_cudnn)
     return AttentionChoice(SEGMENTS, loop + refused)
+
+
+def try_cudnn(causal_lm: PreTrainedModel, device: torch.device) -> tuple[bool, str]:
+    """Return whether cuDNN computes rows of one length as the layers of `causal_lm` without a window ask, and
+    a clause for the log; empty where `device` or the type is none for which it is tried."""
+    dtype = next(causal_lm.parameters()).dtype
+    if device.type != "cuda" or dtype not in FLASH_TYPES:
+        return False, ""
+    if torch.cuda.get_device_capability(device) not in CUDNN_CAPABILITIES:
+        return False, ""
+    needs = requirements_of(causal_lm)
+    if needs.is_uneven or needs.softcap or needs.dropout:
+        reason = "it needs heads of one size, and attention without soft-caps and dropout"
+    else:
+        if not _cudnn_failed:
+            reason = _why_not(rows_kernel([CUDNN]), replace(needs, windows=(None,)), dtype, device, True)
+            _cudnn_failed.extend([reason] if reason else [])
+        reason = "".join(_cudnn_failed)
+    if reason:
+        return False, f"; not cuDNN for rows of one length: {reason}"
+    lengths = f"a multiple of {MULTIPLE}, or data.max_length"
+    return True, f"; rows of one length ({lengths}) by cuDNN, with plans for at most {PLANS} shapes"
+
+
+def _why_not(kernel: Kernel, *arguments: Any) -> str:
+    """Return why a kernel is not chosen, empty where it is; the arguments are those of `_try`."""
+    try:
+        _try(kernel, *arguments)
+    except Exception as error:  # what torch, the packages and the driver raise
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return ""
 
 
 def requirements_of(causal_lm: PreTrainedModel) -> AttentionRequirements:
@@ -117,32 +165,21 @@ def requirements_of(causal_lm: PreTrainedModel) -> AttentionRequirements:
     )
 
 
-@contextmanager
-def _flash_3(wanted: bool) -> Iterator[None]:
-    """Activate FlashAttention 3 in the place of torch's own; undo it if the block fails.
-
-    Raises ImportError where this torch does not support it, or its package is not installed.
-    """
-    if not wanted:
-        yield
-        return
-    from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
-
-    activate_flash_attention_impl("FA3")
-    try:
-        yield
-    except Exception:
-        restore_flash_attention_impl()
-        raise
-
-
-def _try(kernel: Kernel, needs: AttentionRequirements, dtype: torch.dtype, device: torch.device) -> None:
-    """Run a kernel forward and backward on two segments, the first with one key before it, with a window of
-    two tokens where layers have a window. Raises what the kernel raises, and DsftError where its output or a
-    gradient differs from the definition's by more than rounding. Dropout is run but not compared."""
-    begins = torch.tensor(BORDERS, dtype=torch.int32, device=device)
-    keys = begins + torch.arange(len(BORDERS), dtype=torch.int32, device=device).clamp(max=1)
-    tokens, pairs = BORDERS[-1], list[tuple[Tensor, Tensor]]()
+def _try(
+    kernel: Kernel,
+    needs: AttentionRequirements,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_rows: bool = False,
+) -> None:
+    """Run a kernel forward and backward on two segments, with a window of two tokens where layers have a
+    window. They have one length and their own keys where `is_rows`; else the first has one key before it.
+    Raises what the kernel raises, and DsftError where its output or a gradient differs from the definition's
+    by more than rounding. Dropout is run but not compared."""
+    borders, before = (ROWS, 0) if is_rows else (BORDERS, 1)
+    of_keys = (0, *(end + before for end in borders[1:]))
+    begins, keys = (torch.tensor(part, dtype=torch.int32, device=device) for part in (borders, of_keys))
+    tokens, pairs = borders[-1], list[tuple[Tensor, Tensor]]()
     for size, scale, window in product(needs.head_sizes, needs.scales, needs.windows):
         scaling = size**-0.5 if scale is None else scale
         generator = torch.Generator().manual_seed(size)
@@ -152,7 +189,7 @@ def _try(kernel: Kernel, needs: AttentionRequirements, dtype: torch.dtype, devic
             .requires_grad_()
             for length, heads, factor in (
                 (tokens, needs.heads, 1 / (scaling * size**0.5)),  # scores of about 1
-                *[(tokens + 1, needs.key_heads, 1.0)] * 2,
+                *[(tokens + before, needs.key_heads, 1.0)] * 2,
                 (tokens, needs.heads, 1.0),
             )
         )
@@ -164,7 +201,7 @@ def _try(kernel: Kernel, needs: AttentionRequirements, dtype: torch.dtype, devic
             if form.dropout > 0:
                 continue
             q, k, v = (x.detach().float().requires_grad_() for x in (query, key, value))
-            output = _by_definition(q, k, v, form)
+            output = _by_definition(q, k, v, (borders, of_keys), form)
             right = (output, *torch.autograd.grad(output, (q, k, v), pull.float()))
         pairs += zip(mine, right, strict=True)
     if differ(pairs):
@@ -178,14 +215,19 @@ def differ(pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
     return bool(apart) and bool(torch.stack(apart).any())
 
 
-def _by_definition(query: Tensor, key: Tensor, value: Tensor, form: AttentionArguments) -> Tensor:
-    """Compute attention score by score over BORDERS' segments, of which the first has one key more than
-    queries; shapes as in dsft.model.attention_varlen's Kernel."""
+def _by_definition(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    borders: tuple[Sequence[int], Sequence[int]],
+    form: AttentionArguments,
+) -> Tensor:
+    """Compute attention score by score over segments; shapes, and borders of queries and of keys, as in
+    dsft.model.attention_varlen's Kernel."""
     outputs = []
-    for begin, end in pairwise(BORDERS):
-        q, groups = query[begin:end], query.shape[1] // key.shape[1]
-        behind = begin + (begin > 0)
-        k, v = (x[behind : end + 1].repeat_interleave(groups, dim=1) for x in (key, value))
+    for queries, keys in zip(*map(pairwise, borders), strict=True):
+        q, groups = query[slice(*queries)], query.shape[1] // key.shape[1]
+        k, v = (x[slice(*keys)].repeat_interleave(groups, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", q, k) * form.scale
         if form.softcap is not None:
             scores = form.softcap * torch.tanh(scores / form.softcap)

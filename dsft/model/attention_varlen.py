@@ -1,19 +1,22 @@
 """Compute attention over a packed row in one call, as `segment_attention`: as many kernels run for a hundred
 segments as for one.
 
-The kernel is FlashAttention's for sequences of varying length: torch's own (torch.nn.attention.varlen) or the
-package flash-attn's. Its causal mask is aligned to the last key, so a segment's keys may begin before its
-queries: one gather puts those of a shared prompt before the segment's own. The backward pass adds to the
-gradient of the queries in no fixed order, so two runs differ by rounding.
+The kernel is FlashAttention's for sequences of varying length: torch's own (torch.nn.attention.varlen) or a
+package's. Its causal mask is aligned to the last key, so a segment's keys may begin before its queries: one
+gather puts those of a shared prompt before the segment's own. The backward pass adds to the gradient of the
+queries in no fixed order, so two runs differ by rounding. Segments of one length may be rows of
+scaled_dot_product_attention instead, which cuDNN computes.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from dsft.errors import DsftError
@@ -21,6 +24,11 @@ from dsft.model.attention_loop import WINDOW_NOT_GIVEN, check_supported
 
 KEY_INDEX = "key_index"
 """Keyword of the indices (K,) of the row's tokens that are the segments' keys; None: each token once."""
+IS_ROWS = "segments_are_rows"
+"""Keyword: whether the segments have one length and go through cuDNN, in layers whose window holds them."""
+
+CUDNN = SDPBackend.CUDNN_ATTENTION
+BY_PRIORITY = [CUDNN, SDPBackend.FLASH_ATTENTION]
 
 
 class AttentionArguments(NamedTuple):
@@ -111,9 +119,57 @@ def package_kernel(
     return output
 
 
+def package_3_kernel(
+    query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: AttentionArguments
+) -> Tensor:
+    """Call flash_attn_varlen_func of FlashAttention 3's package, by its own name: torch's
+    activate_flash_attention_impl would put it in the place of every attention of the process.
+
+    Raises DsftError for dropout, which it does not have.
+    """
+    from flash_attn_interface import flash_attn_varlen_func  # type: ignore[import-not-found]
+
+    if form.dropout > 0:
+        raise DsftError("it does not support dropout")
+    output: Tensor | tuple[Tensor, ...] = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        *borders,
+        max_seqlen_q=form.longest,
+        max_seqlen_k=form.longest,
+        softmax_scale=form.scale,
+        causal=True,
+        window_size=form.window,
+        softcap=form.softcap or 0.0,
+    )
+    return output[0] if isinstance(output, tuple) else output  # its first releases return the sums too
+
+
+def rows_kernel(backends: Sequence[SDPBackend] = BY_PRIORITY) -> Kernel:
+    """Return the kernel for segments of one length, which are rows of scaled_dot_product_attention by the
+    first of `backends` that supports them. It knows neither windows nor soft-caps. Elsewhere in the process
+    cuDNN stays off (dsft.engine.world.join)."""
+
+    def call(
+        query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: AttentionArguments
+    ) -> Tensor:
+        rows = len(borders[0]) - 1
+        q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (query, key, value))
+        is_grouped = query.shape[1] != key.shape[1]
+        with sdpa_kernel(list(backends), set_priority=True):
+            output = F.scaled_dot_product_attention(
+                q, k, v, None, form.dropout, True, scale=form.scale, enable_gqa=is_grouped
+            )
+        return output.transpose(1, 2).flatten(0, 1)
+
+    return call
+
+
 def varlen_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
-    """Return the attention function that calls `kernel`, with the signature and shapes of
-    `segment_attention`."""
+    """Return the attention function that calls `kernel`, and that of rows where `IS_ROWS` says so, with the
+    signature and shapes of `segment_attention`."""
+    of_rows = rows_kernel()
 
     def attend(
         module: nn.Module,
@@ -128,6 +184,7 @@ def varlen_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         borders = arguments.pop("cu_seq_lens_q", None), arguments.pop("cu_seq_lens_k", None)
         longest, _ = arguments.pop("max_length_q", None), arguments.pop("max_length_k", None)
         index, softcap = arguments.pop(KEY_INDEX, None), arguments.pop("softcap", None)
+        is_rows = arguments.pop(IS_ROWS, False)
         window = arguments.pop("sliding_window", WINDOW_NOT_GIVEN)
         check_supported(module, attention_mask, borders[0] is not None, window, arguments)
         reach = -1 if window in (None, WINDOW_NOT_GIVEN) or window >= longest else window - 1
@@ -136,6 +193,7 @@ def varlen_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         if index is not None:
             k, v = k.index_select(0, index), v.index_select(0, index)
         form = AttentionArguments(longest, scale, (reach, 0), softcap, dropout)
-        return kernel(q, k, v, borders, form)[None], None
+        called = of_rows if is_rows and reach == -1 and softcap is None else kernel
+        return called(q, k, v, borders, form)[None], None
 
     return attend

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import Borders, MicroBatch
-from dsft.model.attention import LONGEST, packed_keywords, recurrent_keywords
+from dsft.model.attention import SHAPES, packed_keywords, recurrent_keywords
 from dsft.model.head import install_head, plain_logps
 from dsft.model.names import plain_name
 from dsft.model.routing import Routing
@@ -98,8 +98,8 @@ class Policy(nn.Module):
         if self._entry:
             self._entry[0].received = inputs
             given = {"inputs_embeds": inputs.detach()}  # for their shape and type: masks, rotary tables
-        kind, longest = self.causal_lm.config._attn_implementation, getattr(self.causal_lm, LONGEST, 0)
-        given |= packed_keywords(kind, position_ids, lengths, starts, borders, longest)
+        kind, shapes = self.causal_lm.config._attn_implementation, getattr(self.causal_lm, SHAPES, None)
+        given |= packed_keywords(kind, position_ids, lengths, starts, borders, shapes)
         given |= {"position_ids": position_ids, "use_cache": False}
         given |= recurrent_keywords(self.causal_lm, position_ids, lengths, starts)
         with with_noise(self.causal_lm, noise_scale if self.training and self.is_first else None):

@@ -19,7 +19,7 @@ from dsft.engine.split import exchange_of
 from dsft.engine.world import World
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.inputs import Inputs
-from dsft.model.attention import attend_per_segment
+from dsft.model.attention import attend_padded, attend_per_segment
 from dsft.model.build import build_model, switch_off_dropout
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts, config_around
@@ -70,6 +70,8 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> OpenReference
         if spec.data.packing or exchange is not None:
             max_length, device = spec.data.max_length, world.device
             attend_per_segment(policy.causal_lm, model.attention, max_length, device, exchange)
+        elif model.attention == "auto":
+            attend_padded(policy.causal_lm, spec.data.max_length, world.device)
         return policy
 
     policy = world.each(part)

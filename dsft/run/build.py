@@ -21,7 +21,7 @@ from dsft.engine.self_check import check_around, check_rows
 from dsft.engine.split import exchange_of
 from dsft.engine.world import World
 from dsft.inputs import Inputs
-from dsft.model.attention import attend_per_segment, check_can_compile
+from dsft.model.attention import attend_padded, attend_per_segment, check_can_compile
 from dsft.model.build import build_model, switch_off_dropout
 from dsft.model.conversion import persistent_buffers, renames
 from dsft.model.experts import described
@@ -112,6 +112,9 @@ def build(
             attention.append(attend_per_segment(policy.causal_lm, kind, max_length, world.device, exchange))
             if spec.model.compile:
                 check_can_compile(policy.causal_lm, attention[-1])
+        elif spec.model.attention == "auto" and not spec.model.compile:
+            line = attend_padded(policy.causal_lm, spec.data.max_length, world.device)
+            attention.extend([line] if line else [])
         return policy
 
     policy = world.each(part)

@@ -6,6 +6,8 @@ or a GPU adds is torch's part, and takes minutes here.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,22 +15,23 @@ from torch import Tensor
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.errors import SpecError
 from dsft.model import build
-from dsft.model.attention import attend_per_segment, check_can_compile, use
+from dsft.model.attention import SHAPES, attend_per_segment, check_can_compile, use
 from dsft.model.attention_choice import VARLEN
+from dsft.model.attention_shapes import SegmentShapes
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.policy import forward_arguments
 from dsft.spec.schema import Model
 from tests import varlen_on_cpu
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 16,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 4096,
 }
 FACTS = TokenFacts(96, bos_token_id=1, eos_token_id=2, pad_token_id=None)
 
@@ -67,14 +70,19 @@ def test_compiled_layers_give_the_same(monkeypatch: pytest.MonkeyPatch, checkpoi
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+UNEQUAL = (9, 3, 17), (30,), (2, 5, 1, 8, 4), (200, 1), (300, 20), (600,), (1100, 3), (2100, 2)
+EQUAL = (256, 256), (512, 512, 512), (256, 256, 256)  # through the kernel for rows of one length
+
+
 def packed(compile: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Rows of different numbers of segments, attended in one call."""
+    """Rows of different numbers and bounds of segments, attended in one call."""
     model = Model(from_config=LLAMA, compile=compile, gradient_checkpointing=True)
     policy = build_model(model, FACTS, 3, torch.float32).train()
-    attend_per_segment(policy.causal_lm, "auto", 32)
+    attend_per_segment(policy.causal_lm, "auto", 4096)
     use(policy.causal_lm, VARLEN)
+    setattr(policy.causal_lm, SHAPES, SegmentShapes(4096, with_cudnn=True))
     found = []
-    for lengths in ((9, 3, 17), (30,), (2, 5, 1, 8, 4)):
+    for lengths in (*UNEQUAL, *EQUAL):
         tokens = sum(lengths)
         ids = torch.arange(tokens)[None] % 96
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -95,12 +103,15 @@ def test_compiled_layers_with_packed_rows(monkeypatch: pytest.MonkeyPatch) -> No
     expected = packed(False)
     before = len(varlen_on_cpu.calls)
     found = packed(True)
-    assert set(varlen_on_cpu.calls[before:]) == {1, 3, 5}
+    calls = varlen_on_cpu.calls[before:]
+    assert set(calls) == {1, 2, 3, 5}
+    assert len(calls) == len(UNEQUAL) * LLAMA["num_hidden_layers"] * 2, "each layer twice, by checkpointing"
     for one, other in zip(expected[0], found[0], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     assert expected[1].keys() == found[1].keys()
     for name, gradient in expected[1].items():
         torch.testing.assert_close(gradient, found[1][name], rtol=1e-6, atol=1e-5)
+    print(torch._dynamo.utils.counters)
     assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
     assert not torch._dynamo.utils.counters["graph_break"]
 

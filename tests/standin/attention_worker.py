@@ -1,22 +1,25 @@
 """Runs over the stand-in GPU in fast mode: tells what attention over packed rows asks of the device.
 
 `kernels`: what torch chooses for one segment; `cudnn`: the same with cuDNN switched on; `models`: what whole
-models call; `launches`: what a layer launches, of the sizes of a Llama of 1.3 billion parameters."""
+models call; `launches`: what a layer launches, of the sizes of a Llama of 1.3 billion parameters; `shapes`:
+what rows of one length call, and others. With the word `shapes`, only that."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise, product
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.model import attention_choice
-from dsft.model.attention import attend_per_segment
+from dsft.model.attention import attend_padded, attend_per_segment
 from dsft.model.policy import Policy, forward_arguments
+from dsft.older import checkpoint_activations
 from tests.standin.inside import attention_kernel, counted, tell, waits
 
 attention_choice.differ = lambda _: False  # kernels that compute nothing give no numbers
@@ -124,5 +127,103 @@ def launches() -> dict[str, Any]:
     return found
 
 
+# --- by the lengths of the segments ---------------------------------------------------------------------
+
+LAYOUTS: dict[str, tuple[Sequence[int], Sequence[int] | None]] = {
+    "four of 1024": ([1024] * 4, None),
+    "one of 512": ([512], None),
+    "four of the longest": ([1000] * 4, None),  # data.max_length of this case
+    "four of 1001": ([1001] * 4, None),
+    "unequal": ([1024, 1024, 512], None),
+    "pairs": ([512, 512, 512, 512], [0, 256, 0, 256]),
+    "short": ([100, 130], None),
+}
+
+
+class Cudnn:
+    """cuDNN's operations, which its library here cannot compute: notes the shapes that get plans."""
+
+    def __init__(self) -> None:
+        self.shapes = set[tuple[int, int]]()
+        self._library = torch.library.Library("aten", "IMPL")
+        name = "_scaled_dot_product_cudnn_attention"
+        self._library.impl(name, self.forward, "CUDA")
+        self._library.impl(
+            f"{name}_backward", lambda _, *qkv, **__: tuple(map(torch.empty_like, qkv[:3])), "CUDA"
+        )
+
+    def forward(self, query: Any, *_: Any, **__: Any) -> tuple[Any, ...]:
+        rows, _, length, _ = query.shape
+        self.shapes.add((rows, length))
+        sums, seed = query.new_empty(query.shape[:3], dtype=torch.float32), torch.empty((), dtype=torch.int64)
+        return torch.empty_like(query), sums, None, None, length, length, seed, seed, None
+
+
+class Bounds(TorchDispatchMode):
+    """The longest segment that varlen_attn is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "_varlen_attn.default":
+            self.found.add(args[5])
+        return func(*args, **(kwargs or {}))
+
+
+def shapes() -> dict[str, Any]:
+    """What is called by model and layout, in training with checkpointing; the line of the start; how many
+    plans rows of many shapes need, and what bounds segments of many lengths have; what padded rows call."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as `join` does
+    policy = policy_of(2, 4, torch.bfloat16)
+    found: dict[str, Any] = {"cuDNN fails": attend_per_segment(policy.causal_lm, "auto", TOKENS, GPU)}
+    cudnn = Cudnn()
+    attention_choice._cudnn_failed.clear()
+    for name, longest, keys in (
+        ("llama", 1000, {}),
+        ("mistral", 1000, {"kind": "mistral", "sliding_window": 600}),
+        (
+            "gemma3",
+            1000,
+            {"kind": "gemma3_text", "head_dim": 128, "sliding_window": 64, "num_hidden_layers": 6},
+        ),
+    ):
+        policy = policy_of(2, 4, torch.bfloat16, **keys)
+        checkpoint_activations(policy.causal_lm)
+        found[name] = {"line": attend_per_segment(policy.causal_lm, "auto", longest, GPU)}
+        for layout, (lengths, starts) in LAYOUTS.items():
+            batch = packed(lengths, starts)
+            run(policy, batch)
+            with Seen() as seen, counted() as counts, waits() as places:
+                run(policy, batch)
+            waited = sum(
+                counts[kind] for kind in ("stream_syncs", "device_syncs", "event_syncs", "to_device")
+            )
+            found[name][layout] = {"kernels": sorted(seen.names), "waits": {**places} or waited}
+    policy = policy_of(1, 4, torch.bfloat16)
+    attend_per_segment(policy.causal_lm, "auto", TOKENS, GPU)
+    cudnn.shapes.clear()
+    with Seen() as seen, Bounds() as bounds:
+        for _, rows, length in product(range(2), (1, 2), range(256, TOKENS + 1, 256)):
+            run(policy, packed([length] * rows))
+        for longest in (1, 2, 100, 129, 500, 511, 512, 513, 1025, 3000, 4096):
+            run(policy, packed([longest, longest // 2 + 1]))
+    found["plans"], found["bounds"] = sorted(cudnn.shapes), sorted(bounds.found)
+    masking_utils.find_packed_sequence_indices = lambda *_: None  # what it computes here is no number
+    policy = policy_of(2, 4, torch.bfloat16, attn_implementation="sdpa")
+    found["padded"] = {"line": attend_padded(policy.causal_lm, 1000, GPU)}
+    for rows, length in ((4, 1024), (2, 1000), (2, 1001)):
+        with Seen() as seen:
+            run(policy, MicroBatch(*[torch.arange(length).repeat(rows, 1)] * 3).to(GPU))
+        found["padded"][f"{rows} of {length}"] = sorted(seen.names)
+    found["left on"] = torch.backends.cuda.cudnn_sdp_enabled()
+    return found
+
+
 if __name__ == "__main__":
-    tell({"cudnn": kernels(True), "kernels": kernels(False), "models": models(), "launches": launches()})
+    if sys.argv[1:] == ["shapes"]:
+        tell(shapes())
+    else:
+        told = {"cudnn": kernels(True), "kernels": kernels(False), "models": models(), "launches": launches()}
+        tell(told | {"shapes": shapes()})

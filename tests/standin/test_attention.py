@@ -12,7 +12,7 @@ pytestmark = pytest.mark.standin
 WORKER = "tests.standin.attention_worker"
 BEFORE_WINDOWS = torch_version().startswith("2.10.")
 """Whether torch's varlen_attn has no windows yet, nor torch cuDNN before FlashAttention."""
-ONE_CALL = ["_varlen_attn"]
+ONE_CALL, CUDNN = ["_varlen_attn"], ["_scaled_dot_product_cudnn_attention"]
 BY_HAND = ["_softmax", "_softmax_backward_data"]
 EFFICIENT, FLASH = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention"
 
@@ -55,8 +55,51 @@ def test_what_a_layer_launches_does_not_depend_on_the_number_of_segments(told: A
         assert (case["syncs"], case["to_device"], case["waits"]) == (0, 0, {})
 
 
-def test_torch_never_takes_cudnn(told: Any) -> None:
-    """It makes a plan for each new length. Torch chooses it where it is not switched off, as `join` does."""
+BY_CUDNN = {
+    "llama": {"four of 1024", "one of 512", "four of the longest"},
+    "mistral": {"one of 512"},  # a window of 600
+    "gemma3": {"four of 1024", "one of 512", "four of the longest"},  # in its layers without a window
+}
+"""The layouts that go through cuDNN. Not: lengths that are not one, or are neither a multiple of 256 nor
+data.max_length, and answers that share a prompt."""
+
+
+def test_rows_of_one_length_go_through_cudnn_on_hopper(told: Any) -> None:
+    found = told["shapes"]
+    assert "not cuDNN for rows of one length: " in found["cuDNN fails"]
+    for model, expected in BY_CUDNN.items():
+        line = found[model].pop("line")
+        if BEFORE_WINDOWS and model != "llama":
+            continue
+        assert line.endswith("by cuDNN, with plans for at most 16 shapes")
+        for layout, seen in found[model].items():
+            kernels = CUDNN if layout in expected else ONE_CALL
+            windowed = ONE_CALL if model == "gemma3" else []
+            assert (layout, seen["kernels"]) == (layout, sorted({*kernels, *windowed}))
+            assert seen["waits"] == 0
+    padded = found["padded"]
+    assert padded["line"].startswith("attention of padded rows: torch's; rows of one length")
+    assert padded["4 of 1024"] == padded["2 of 1000"] == CUDNN and padded["2 of 1001"] == [FLASH]
+    assert found["left on"] is False, "cuDNN is on around dsft's own calls alone"
+
+
+def test_plans_and_bounds_of_segments_are_few(told: Any) -> None:
+    """Of 32 shapes, each twice; segments of up to 4,096 tokens."""
+    assert len(told["shapes"]["plans"]) == 16
+    assert told["shapes"]["bounds"] == [128, 256, 512, 1024, 2048, 4096]
+
+
+def test_other_gpus_do_not_try_cudnn() -> None:
+    found = answer(WORKER, "shapes", STANDIN_CAPABILITY="8.0")
+    for model in BY_CUDNN:
+        assert "cuDNN" not in found[model].pop("line")
+        for seen in found[model].values():
+            assert BEFORE_WINDOWS or (seen["kernels"], seen["waits"]) == (ONE_CALL, 0)
+    assert (found["plans"], found["padded"]["line"], found["padded"]["4 of 1024"]) == ([], "", [FLASH])
+
+
+def test_torch_never_takes_cudnn_by_itself(told: Any) -> None:
+    """It makes a plan for each new length. Torch chooses it unless it is switched off, as `join` does."""
     kernels, left_on = told["kernels"], told["cudnn"]
     assert left_on["bf16 8 128 causal"] == ("flash" if BEFORE_WINDOWS else "cudnn")
     assert "cudnn" not in kernels.values()

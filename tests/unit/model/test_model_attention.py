@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,21 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, 
 
 from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs, borders_of
 from dsft.errors import DsftError, SpecError
-from dsft.model import attention_choice, attention_loop
-from dsft.model.attention import attend_per_segment, own_attention, packed_keywords, segments_of, use
+from dsft.model import attention, attention_choice, attention_loop
+from dsft.model.attention import (
+    SHAPES,
+    attend_padded,
+    attend_per_segment,
+    own_attention,
+    packed_keywords,
+    padded_attention,
+    segments_of,
+    use,
+)
 from dsft.model.attention_choice import (
     FUNCTIONS,
     PACKAGE,
+    PACKAGE_3,
     VARLEN,
     AttentionChoice,
     AttentionRequirements,
@@ -30,7 +41,16 @@ from dsft.model.attention_choice import (
     requirements_of,
 )
 from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments, segment_attention
-from dsft.model.attention_varlen import KEY_INDEX, AttentionArguments, Kernel, torch_kernel, varlen_attention
+from dsft.model.attention_shapes import SegmentShapes
+from dsft.model.attention_varlen import (
+    IS_ROWS,
+    KEY_INDEX,
+    AttentionArguments,
+    Kernel,
+    rows_kernel,
+    torch_kernel,
+    varlen_attention,
+)
 from dsft.model.policy import Policy, forward_arguments
 from dsft.objective.preference import preference
 from dsft.older import checkpoint_activations
@@ -413,7 +433,8 @@ whole_varlen = pytest.mark.skipif(
 
 def told(segments: Segments, longest: int = 0) -> dict[str, Any]:
     """What the attention that takes the row in one call is told."""
-    return dict(packed_keywords(VARLEN, positions_of(segments), None, longest=longest))
+    shapes = SegmentShapes(longest) if longest else None
+    return dict(packed_keywords(VARLEN, positions_of(segments), None, shapes=shapes))
 
 
 @whole_varlen
@@ -447,9 +468,115 @@ def test_one_call_equals_the_loop(
         torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=bound)
 
 
+@whole_varlen
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("window", [None, 100, 300, 512])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_of_one_length_equal_the_loop(rows: int, window: int | None, key_heads: int) -> None:
+    """The output and the gradients of query, key and value; with a window shorter than the rows by the kernel
+    for segments."""
+    torch.manual_seed(3)
+    segments = ((256, 0),) * rows
+    row = [
+        torch.randn(1, 256 * rows, n, SIZE, dtype=torch.float64).transpose(1, 2)
+        for n in (HEADS, key_heads, key_heads)
+    ]
+    ours, theirs = ([x.clone().requires_grad_() for x in row] for _ in range(2))
+    asked = {"sliding_window": window, "scaling": 0.3}
+    given = packed_keywords(VARLEN, positions_of(segments), None, shapes=SegmentShapes(1024, with_cudnn=True))
+    assert given[IS_ROWS] is True
+    before = len(varlen_on_cpu.calls)
+    found, _ = ATTENTION(nn.Module(), *ours, None, **asked, **given)
+    assert varlen_on_cpu.calls[before:] == ([rows] if window == 100 else [])
+    expected, _ = segment_attention(nn.Module(), *theirs, None, segments=segments, **asked)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    pull = torch.randn_like(found)
+    found.backward(pull)
+    expected.backward(pull)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is not None and other.grad is not None
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("segments", "expected"),
+    [
+        (((256, 0), (256, 0)), True),
+        (((1000, 0), (1000, 0)), True),  # data.max_length
+        (((1001, 0), (1001, 0)), False),
+        (((256, 0), (512, 0)), False),
+        (((512, 0), (256, 256)), False),  # answers that share their prompt
+        (((512, 0), (512, 256)), False),
+    ],
+)
+def test_which_rows_go_through_cudnn(segments: Segments, expected: bool) -> None:
+    for shapes, is_rows in (
+        (SegmentShapes(1000, with_cudnn=True), expected),
+        (SegmentShapes(1000), False),
+        (None, False),
+    ):
+        assert (
+            IS_ROWS in packed_keywords(VARLEN, positions_of(segments), None, shapes=shapes),
+            IS_ROWS in packed_keywords(SEGMENTS, positions_of(segments), None, shapes=shapes),
+        ) == (is_rows, False)
+
+
+def test_shapes_beyond_the_plans_stay_out_of_cudnn() -> None:
+    shapes = SegmentShapes(8192, with_cudnn=True)
+    lengths = range(256, 8193, 256)
+    for _ in range(2):
+        assert [n for n in lengths if shapes.planned(2, n)] == list(lengths)[:16]
+
+
+@pytest.mark.parametrize(
+    ("max_length", "bounds"),
+    [
+        (100, [100]),
+        (1000, [128, 256, 512, 1000]),
+        (4096, [128, 256, 512, 1024, 2048, 4096]),
+        (5000, [256, 512, 1024, 2048, 4096, 5000]),
+        (131072, [4096, 8192, 16384, 32768, 65536, 131072]),
+    ],
+)
+def test_bounds_of_the_longest_segment(max_length: int, bounds: list[int]) -> None:
+    shapes = SegmentShapes(max_length)
+    found = {length: shapes.bound(length) for length in range(1, max_length + 1)}
+    assert sorted(set(found.values())) == bounds
+    for length, bound in found.items():
+        assert length <= bound == min(x for x in bounds if x >= length)
+
+
+def test_padded_rows_of_planned_shapes_may_use_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In transformers' own attention, where there is no mask; elsewhere it is off again."""
+    seen: list[bool] = []
+
+    def own(module: nn.Module, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return query, None
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", own)
+    module, other = nn.Module(), nn.Module()
+    setattr(module, SHAPES, SegmentShapes(1000, with_cudnn=True))
+    kept = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        for length, mask in ((512, None), (512, torch.ones(1)), (1000, None), (999, None)):
+            for each in (module, other):
+                padded_attention(each, *[torch.zeros(2, 1, length, 8)] * 3, mask)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(kept)
+    assert seen == [True, False, False, False, True, False, False, False]
+
+
+def test_padded_rows_on_a_cpu_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention.AttentionInterface, "register", pytest.fail)
+    assert attend_padded(small("llama").bfloat16(), 64, torch.device("cpu")) == ""
+    assert attend_padded(small("gemma2").bfloat16(), 64, torch.device("cuda")) == ""  # eager
+
+
 def test_what_one_call_is_told() -> None:
-    """Borders are int32, the keys of a shared prompt stand before the segment's own, and the longest segment
-    is the same number for every row."""
+    """Borders are int32, and the keys of a shared prompt stand before the segment's own."""
     alone, shared = told(ALONE, 64), told(SHARED, 64)
     assert alone["cu_seq_lens_q"].tolist() == alone["cu_seq_lens_k"].tolist() == [0, 7, 20, 21, 30]
     assert KEY_INDEX not in alone
@@ -471,14 +598,14 @@ def test_a_micro_batch_brings_the_borders_to_the_device() -> None:
     lengths, starts = (tuple(numbers) for numbers in zip(*SHARED, strict=True))
     made = MicroBatch(tokens, positions_of(SHARED), tokens, lengths, starts=starts).to(torch.device("cpu"))
     assert made.borders is not None and any(one is made.borders for one in forward_arguments(made))
-    given = packed_keywords(VARLEN, made.position_ids, lengths, starts, made.borders, 64)
+    given = packed_keywords(VARLEN, made.position_ids, lengths, starts, made.borders)
     assert given["cu_seq_lens_k"] is made.borders[1] and given[KEY_INDEX] is made.borders[2]
     assert MicroBatch(tokens, tokens, tokens).to(torch.device("cpu")).borders is None
     again = made.to(torch.device("cpu")).borders
     assert again is not None and all(a is b for a, b in zip(again, made.borders, strict=True))
 
 
-@pytest.mark.parametrize("implementation", [VARLEN, PACKAGE])
+@pytest.mark.parametrize("implementation", [VARLEN, PACKAGE, PACKAGE_3])
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -561,6 +688,32 @@ def test_the_package_is_called_by_its_names(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @whole_varlen
+def test_flash_attention_3_is_called_by_its_names_and_changes_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's own kernels stay for all other attention of the process. Its first releases return a tuple."""
+
+    def called(*values: Tensor, max_seqlen_q: int, max_seqlen_k: int, **keywords: Any) -> Any:
+        return flash_attn_varlen_func(*values, max_seqlen_q, max_seqlen_k, dropout_p=0.0, **keywords), None
+
+    package = SimpleNamespace(flash_attn_varlen_func=called)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
+    row = [torch.randn(1, heads, 41, SIZE) for heads in (HEADS, 2, 2)]
+    asked = {"scaling": 0.3, "sliding_window": 4}
+    found, _ = FUNCTIONS[PACKAGE_3](nn.Module(), *row, None, **asked, **told(SHARED))
+    expected, _ = segment_attention(nn.Module(), *row, None, segments=SHARED, **asked)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    with pytest.raises(DsftError, match="does not support dropout"):
+        FUNCTIONS[PACKAGE_3](nn.Module(), *row, None, 0.5, **asked, **told(SHARED))
+    trials = attention_choice._try
+    monkeypatch.setattr(attention_choice, "_try", lambda *given: trials(*given[:3], torch.device("cpu")))
+    choice = choose(small("llama").bfloat16(), torch.device("cuda"))
+    assert choice == AttentionChoice(PACKAGE_3, "the package of FlashAttention 3", with_cudnn=False)
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)  # not in torch 2.10
+    assert current() is None
+
+
+@whole_varlen
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "gemma2"])
 @pytest.mark.parametrize("layout", ["alone", "pairs"])
 def test_models_in_one_call_equal_the_loop(kind: str, layout: str) -> None:
@@ -576,13 +729,13 @@ def test_models_in_one_call_equal_the_loop(kind: str, layout: str) -> None:
     lengths, starts = (tuple(numbers) for numbers in zip(*segments, strict=True))
     batch = MicroBatch(ids, positions_of(segments), targets, lengths, starts=starts).to(torch.device("cpu"))
     found = []
-    for attention in ("sdpa", "auto"):
-        attend_per_segment(model, attention, 64)
-        if attention == "auto":
+    for kind_of in ("sdpa", "auto"):
+        attend_per_segment(model, kind_of, 64)
+        if kind_of == "auto":
             use(model, VARLEN)
         before = len(varlen_on_cpu.calls)
         logps = policy(batch.input_ids, *forward_arguments(batch)).logps
-        assert varlen_on_cpu.calls[before:] == ([len(segments)] * 4 if attention == "auto" else [])
+        assert varlen_on_cpu.calls[before:] == ([len(segments)] * 4 if kind_of == "auto" else [])
         pull = torch.linspace(0.5, 1.5, logps.numel()).view_as(logps)
         found.append((logps, torch.autograd.grad((logps * pull).sum(), parameters, allow_unused=True)))
     (loop, of_loop), (one, of_one) = found
@@ -626,7 +779,8 @@ def test_a_kernel_that_fails_in_any_way_is_not_chosen(monkeypatch: pytest.Monkey
     choice = choose(small("llama").bfloat16(), torch.device("cuda"))
     assert choice.name == SEGMENTS
     assert choice.description.endswith(
-        "not varlen_attn of torch: AssertionError; not the package flash-attn: AssertionError"
+        "not the package of FlashAttention 3: AssertionError; not varlen_attn of torch: AssertionError; "
+        "not the package flash-attn: AssertionError"
     )
 
 
@@ -654,6 +808,14 @@ def test_a_kernel_with_other_numbers_is_not_chosen(wrong: str, dtype: torch.dtyp
         else pytest.raises(DsftError, match="differ from those of attention by its definition")
     ):
         _try(kernel, asked, dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("wrong", ["right", "scale", "heads", "gradient", "not finite"])
+def test_a_kernel_for_rows_with_other_numbers_is_not_chosen(wrong: str) -> None:
+    asked = AttentionRequirements(4, 2, (16,), (None, 0.2), (None,), None, 0.0, is_uneven=False)
+    expected = nullcontext() if wrong == "right" else pytest.raises(DsftError, match="by its definition")
+    with expected:
+        _try(WRONG[wrong](rows_kernel()), asked, torch.bfloat16, torch.device("cpu"), True)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
