@@ -84,7 +84,7 @@ def test_rows_of_one_length_go_through_cudnn_on_hopper(told: Any) -> None:
 
 
 def test_plans_and_bounds_of_segments_are_few(told: Any) -> None:
-    """Of 32 shapes, each twice; segments of up to 4,096 tokens."""
+    """Of 20 shapes, each twice; segments of up to 4,096 tokens."""
     assert len(told["shapes"]["plans"]) == 16
     assert told["shapes"]["bounds"] == [128, 256, 512, 1024, 2048, 4096]
 
