@@ -15,12 +15,11 @@ if TYPE_CHECKING:
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the first is what most templates read
 
 
-def checkpoint_activations(model: PreTrainedModel, offload: bool = False) -> None:
-    """Enable activation checkpointing, without re-entrant autograd; `offload` keeps the saved activations
-    in host memory. Before 5.23 the method was `gradient_checkpointing_enable`, which is deprecated from
-    5.23 on."""
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Enable activation checkpointing, without re-entrant autograd. Before 5.23 the method was
+    `gradient_checkpointing_enable`, which is deprecated from 5.23 on."""
     newest = getattr(model, "activation_checkpointing_enable", None)
-    (newest or model.gradient_checkpointing_enable)({"use_reentrant": False}, offload=offload)
+    (newest or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def can_use_sdpa(model: PreTrainedModel | type[PreTrainedModel], config: PreTrainedConfig) -> bool:

@@ -8,13 +8,14 @@ without notice.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
 from dsft.errors import WorldError
+from dsft.plan.memory.offload import ALLOCATOR
 from dsft.rank.places import CPU, Device
 from dsft.spec.schema import Accelerator
 
@@ -32,7 +33,8 @@ def take_device(
     LOCAL_RANK is set to the device's number in `environ`, since DeepSpeed reads that from it
     (runtime/engine.py:1941 local_rank, runtime/zero/partition_parameters.py:1138 local_device).
 
-    Raises WorldError where the process sees too few devices, and where it sees none but should.
+    Raises WorldError where the process sees too few devices, where it sees none but should, and where torch
+    cannot allocate memory on its device.
     """
     accelerator = get_accelerator()
     kind = accelerator.device_name()
@@ -54,8 +56,29 @@ def take_device(
     for name in _LOCAL_RANK:
         if name in environ:
             environ[name] = str(number)
-    accelerator.set_device(number)
-    return torch.device(kind, number)
+    device = torch.device(kind, number)
+    try:
+        accelerator.set_device(number)
+        _allocate(device)
+    except RuntimeError as error:
+        line = (str(error).splitlines() or [""])[0].rstrip(".")
+        raise WorldError(f"torch cannot use {device}: {line}. {_way_out(line, environ)}") from None
+    return device
+
+
+def _allocate(device: torch.device) -> None:
+    torch.empty(1, device=device)
+
+
+def _way_out(error: str, environ: Mapping[str, str]) -> str:
+    """Return what to do where a device's first allocation fails. Under WSL2 that may be because of expandable
+    segments (pytorch/pytorch#192330), which torch asks the driver for itself."""
+    if "driver error" in error and "expandable_segments:True" in environ.get(ALLOCATOR, ""):
+        return (
+            "If the driver refuses expandable segments, start with PYTORCH_ALLOC_CONF= (empty) in the "
+            "environment, or in cluster.env."
+        )
+    return "nvidia-smi shows the device's state and the processes that use it."
 
 
 def _check_cpu_is_meant(expected: Accelerator | None, environ: MutableMapping[str, str]) -> None:

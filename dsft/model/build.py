@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.model.activations import offload_activations
 from dsft.model.config import TokenFacts, config_around, new_rows, on_meta, resolve_config
 from dsft.model.conversion import UnsupportedConversionError, write_map
 from dsft.model.experts import choose_experts
 from dsft.model.files import SafetensorsReader, weight_files
 from dsft.model.init import FreshWeights
-from dsft.model.kernels import choose_kernels
+from dsft.model.kernels import choose_kernels, on_gpu
 from dsft.model.lora import check_saved, fill_adapted, inject, with_adapters
 from dsft.model.mlp_chunks import chunk_mlps
 from dsft.model.policy import Policy
@@ -70,9 +71,9 @@ def build_model(  # noqa: PLR0913, PLR0917  a model's section, and what a run kn
     whole = around(model, causal_lm)
     weights = _weights(model, causal_lm, seed, dtype, new_rows(model, facts), whole)
     if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings
-        on_gpu = torch.cuda.is_available()  # else activations are in the host's memory already
-        offload = model.activation_offload and on_gpu
-        checkpoint_activations(causal_lm, offload)
+        checkpoint_activations(causal_lm)
+        if model.activation_offload and on_gpu():  # else they are in the host's memory already
+            offload_activations(causal_lm)
         for number, layer in enumerate(layers_of(causal_lm)):
             layer.gradient_checkpointing = model.checkpoints(number)
     routing = routing_of(causal_lm, model.experts)

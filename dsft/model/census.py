@@ -21,7 +21,7 @@ from dsft.model.attention_choice import requirements_of
 from dsft.model.build import around, check_trainable, choose_trained
 from dsft.model.config import TokenFacts, on_meta, resolve_config, token_facts
 from dsft.model.experts import choose_experts, expert_layers
-from dsft.model.mlp_chunks import check_mlps, mlps_of
+from dsft.model.mlp_chunks import check_layers, mlps_of
 from dsft.model.names import plain_name
 from dsft.model.recurrence import saved_bytes
 from dsft.model.split_check import query_heads
@@ -45,7 +45,7 @@ def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = T
     if whole is not None:
         check_text(whole.model.config)
     choose_trained(causal_lm, model, whole)
-    check_mlps(causal_lm, model)
+    check_layers(causal_lm, model)
     split_points = find_split_points(config) if cuts else NOT_SEARCHED
     before = split_points.before if isinstance(split_points, SplitPoints) else ()
     queries = query_heads(causal_lm, max_length=0)

@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from dsft.errors import Problem, SpecError
+from dsft.model.kernels import on_gpu
 from dsft.spec.architecture import unused_loss
 
 ROUTERS = ("gate", "router")
@@ -70,6 +72,13 @@ ALIGNED = 8
 """Grouped matrix products need rows of a multiple of 16 bytes, which are 8 elements of 16 bits."""
 
 
+ONE_KERNEL = (9, 10)
+"""Major compute capabilities for which torch (2.10 to 2.13, ATen/native/cuda/GroupedBlas.cpp) computes a
+grouped product in bf16 by one kernel. For others, fp16 and fp32 it multiplies expert by expert, and waits for
+the device once per product: for transformers' two products of a layer 2 times in the forward and 4 in the
+backward. That is still less than eager, which waits 5 times per expert (docs/experts.md)."""
+
+
 def choose_experts(causal_lm: PreTrainedModel, choice: str) -> None:
     """Set what computes the experts: model.experts.implementation, or for auto grouped_mm where transformers
     and the widths of the experts allow it, else eager. `causal_lm` is on the meta device. Raises SpecError
@@ -111,8 +120,18 @@ def described(causal_lm: PreTrainedModel) -> Iterator[str]:
     if layers := expert_layers(causal_lm):
         kinds = sorted({(layer.top_k, layer.num_experts) for layer in layers})
         counts = " or ".join(f"{top_k} of {num_experts}" for top_k, num_experts in kinds)
-        yield f"experts: {counts} for each token, computed by {causal_lm.config._experts_implementation}"
+        how = causal_lm.config._experts_implementation
+        if how == "grouped_mm" and _one_by_one(causal_lm.dtype):
+            how += ", expert by expert: one kernel for all needs bf16 and compute capability 9 or 10"
+        yield f"experts: {counts} for each token, computed by {how}"
         yield from unused_loss(vars(causal_lm.config))
+
+
+def _one_by_one(dtype: torch.dtype) -> bool:
+    """Return whether this process's GPU has no kernel for a grouped product in `dtype`."""
+    if not on_gpu() or not torch.cuda.is_available():
+        return False
+    return dtype != torch.bfloat16 or torch.cuda.get_device_capability()[0] not in ONE_KERNEL
 
 
 def _error(where: str, message: str) -> SpecError:

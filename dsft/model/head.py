@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from dsft.data.steps.batch import NO_TARGET
 from dsft.model.products import aligned_empty, multiply, pieces, product, tile_of, vocab_slices
 from dsft.model.softmax import Shaping, Softmax, SoftmaxChoice, choose_softmax
-from dsft.plan.memory.sizes import SCORED_PARTS, chunk_limit, in_chunks, kept_rows
+from dsft.plan.memory.sizes import SCORED_PARTS, head_chunk, in_chunks, kept_rows
 
 
 def shaping_of(causal_lm: PreTrainedModel) -> Shaping:
@@ -51,7 +52,7 @@ class Head(nn.Linear):
     uniform           the upstream gradient is the same for every target (Objective.uniform): the gradients
                       can then be computed and added up in the forward pass
     label_smoothing   probability mass moved from the target to all tokens alike, in training mode alone
-    chunk_bytes       bytes that the logits of a chunk may take; None: the device's chunk_limit
+    chunk_bytes       bytes that the logits of a chunk may take; None: see `chunk_on`
     """
 
     shaping = Shaping()
@@ -74,7 +75,7 @@ class Head(nn.Linear):
 
     def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
         smoothing = self.label_smoothing if self.training else 0.0
-        chunk_bytes = self.chunk_bytes or chunk_limit(hidden.device.type)
+        chunk_bytes = self.chunk_bytes or chunk_on(hidden.device)
         if not in_chunks(len(hidden) * self.out_features, chunk_bytes):
             return plain_logps(self.shaping(super().forward(hidden)), targets, smoothing)
         chunks = Chunks(self.softmax_on(hidden.device, smoothing).softmax, chunk_bytes)
@@ -94,6 +95,13 @@ class Head(nn.Linear):
 
     def _is_frozen(self) -> bool:
         return not any(parameter.requires_grad for parameter in self.parameters(recurse=False))
+
+
+@cache
+def chunk_on(device: torch.device) -> int:
+    """Return the maximum bytes of the logits of a chunk on `device`, by its whole memory."""
+    is_cuda = device.type == "cuda"
+    return head_chunk(device.type, torch.cuda.get_device_properties(device).total_memory if is_cuda else None)
 
 
 def install_head(causal_lm: PreTrainedModel) -> Head | None:

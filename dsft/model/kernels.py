@@ -73,10 +73,10 @@ def on_gpu() -> bool:
 
 def _why_not() -> str:
     """Return why Liger's kernels cannot be used in this process; empty where they can."""
-    if importlib.util.find_spec("liger_kernel") is None:
-        return "the package liger-kernel is not installed (pip install 'dsft[gpu]')"
     if not on_gpu():
         return "its Triton kernels need a GPU, and none was found"
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "the package liger-kernel is not installed (pip install 'dsft[gpu]')"
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         capability = torch.cuda.get_device_capability(device)

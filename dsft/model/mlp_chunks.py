@@ -62,8 +62,13 @@ def _ends(module: nn.Module) -> tuple[int, int] | None:
     return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else None
 
 
-def check_mlps(causal_lm: PreTrainedModel, model: Model) -> None:
-    """Raise SpecError where model.mlp_chunks has nothing to compute in chunks."""
+def check_layers(causal_lm: PreTrainedModel, model: Model) -> None:
+    """Raise SpecError where model.mlp_chunks has nothing to compute in chunks, and where
+    model.gradient_checkpointing has fewer layers than it takes one of."""
+    every, layers = model.gradient_checkpointing, causal_lm.config.num_hidden_layers
+    if isinstance(every, int) and every > layers:
+        message = f"{every} is more than the model's {layers} layers; write true, or a number up to {layers}"
+        raise SpecError("The model cannot be trained.", [Problem("model.gradient_checkpointing", message)])
     chunks, kind = model.mlp_chunks or 1, causal_lm.config.model_type
     if chunks > 1 and not mlps_of(causal_lm):
         message = f"{chunks} has no effect, since this {kind} model has no dense MLP in its layers; "

@@ -10,12 +10,11 @@ from dsft.errors import Problem, SpecError
 from dsft.plan.batch import BatchSizes
 from dsft.plan.census import Census, census
 from dsft.plan.checkpointing import Choice, Limits, choices, decided
-from dsft.plan.flops import memory_of
 from dsft.plan.layout import Layout, batch_on, layout_of
 from dsft.plan.memory import other_version
 from dsft.plan.memory.ranks import Memory, RankMemory, memory, needed
 from dsft.plan.memory.reference import ReferenceMemory, with_reference
-from dsft.plan.memory.sizes import GIB
+from dsft.plan.memory.sizes import GIB, gpu_bytes
 from dsft.plan.reference import dpo_of, has_engine, reference_model
 from dsft.plan.traffic import Flow, traffic
 from dsft.spec.architecture import heads_not_divided
@@ -156,12 +155,9 @@ class Need:
 
 
 def memory_limits(spec: Spec) -> tuple[int | None, int | None]:
-    """Return the bytes of a GPU and of a host; None for what is unknown. A GPU has what the spec gives, or
-    else what nvidia-smi shows for its name."""
-    accelerator = spec.accelerator
-    gpu = accelerator and (accelerator.memory_gib or memory_of(accelerator.name))
+    """Return the bytes of a GPU (as in `gpu_bytes`) and of a host; None for what is unknown."""
     host = spec.cluster.host_memory_gib if spec.cluster else None
-    return int(gpu * GIB) if gpu else None, int(host * GIB) if host else None
+    return gpu_bytes(spec), int(host * GIB) if host else None
 
 
 def memory_needs(spec: Spec, sizes: Memory, reference: ReferenceMemory | None) -> list[Need]:

@@ -20,6 +20,7 @@ from dsft.inputs import Inputs
 from dsft.model.build import has_frozen
 from dsft.plan.memory.ranks import memory as memory_plan
 from dsft.plan.memory.reference import with_reference
+from dsft.plan.memory.sizes import with_device
 from dsft.plan.reference import has_engine, in_stages, reference_facts
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.reference.model import config_of
@@ -120,7 +121,8 @@ def shown_config(job: Job, config: Config, loaded: RunData) -> dict[str, Any]:
 def open_memory(resolved: Resolved, job: Job, tokens: int, world: World) -> MemoryFile:
     """Open the memory file, which shows the planned bytes of the fullest rank beside the measured ones.
     tokens: of one micro-batch."""
-    spec, counted, on_gpu = resolved.spec, resolved.counted, world.device.type != "cpu"
+    counted, on_gpu = resolved.counted, world.device.type != "cpu"
+    spec = with_device(resolved.spec, world.device.type, world.places[world.rank].device.memory)
     alone = memory_plan(counted, spec, job.layout, {}, tokens)
     ranks = with_reference(alone, counted, spec, job.layout, {}, tokens)[0].stages
     figures: dict[Phase, Peaks] = {}

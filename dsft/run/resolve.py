@@ -44,7 +44,7 @@ from dsft.plan.memory.offload import (
     with_pinning,
 )
 from dsft.plan.memory.ranks import most_tokens
-from dsft.plan.memory.sizes import runs_on_cpu, saved_bytes
+from dsft.plan.memory.sizes import runs_on_cpu, saved_bytes, with_device
 from dsft.rank.swap import remove_stale_folders, shared_swap_folder
 from dsft.report.memory import room
 from dsft.run.job import Config, Job, Log
@@ -109,7 +109,9 @@ def with_checkpointing(job: Job, counted: Census, world: World, log: Log) -> Spe
         limits = Limits(None, min(free for _, free in found))
     else:
         limits = Limits(min(free // hosts[host] for host, free in found), None)
-    spec = decided(job.spec, counted, counted, job.layout, hosts, limits)
+    planned = with_device(job.spec, world.device.type, world.places[0].device.memory)
+    model = decided(planned, counted, counted, job.layout, hosts, limits).model
+    spec = job.spec.model_copy(update={"model": model})
     layers = sum(map(spec.model.checkpoints, range(counted.num_layers)))
     log(f"gradient checkpointing: {layers} of {counted.num_layers} layers")
     return spec

@@ -49,7 +49,7 @@ from dsft.plan.census import Elements, census_from
 from dsft.plan.ds_config import deepspeed_config, sized
 from dsft.plan.layout import layout_of
 from dsft.plan.memory.ranks import memory
-from dsft.plan.memory.sizes import GIB
+from dsft.plan.memory.sizes import GIB, with_device
 from dsft.rank.environment import detect
 from dsft.report.memory import MemoryMeter
 from dsft.spec.schema import Spec
@@ -168,6 +168,7 @@ def measure(case: Case) -> dict[str, Any]:
     for part in engine.owned_fragments():
         assert part.data.numel() >= 0
     meter.enter("start")
+    spec = with_device(spec, "cuda", world.places[0].device.memory)
     plan = memory(census, spec, ranks, {"here": 1}, case.tokens).stages[0]
     phases = [phase for phase in meter.peaks if phase != "start"]
     return {

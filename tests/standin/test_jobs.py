@@ -30,10 +30,12 @@ CASES: dict[str, tuple[str, ...]] = {
     "zero0": ("parallel.zero_stage=0",),
     "zero1": ("parallel.zero_stage=1",),
     "zero2-packed": ("parallel.zero_stage=2", "data.packing=true"),
-    "zero3-checkpointing": ("parallel.zero_stage=3", "model.gradient_checkpointing=true"),
+    "zero3-checkpointing": (
+        "parallel.zero_stage=3", "model.gradient_checkpointing=true", "model.activation_offload=true",
+    ),
     "offload": ("parallel.zero_stage=2", "parallel.offload_optimizer={device: cpu}"),
     "lora": ("model.lora={rank: 4, alpha: 8}",),
-}
+}  # fmt: skip
 """Runs of tests/integration/runs.py's spec. The quickstart, its resumed half and DPO stand beside them."""
 ALWAYS = ("zero1", "zero2-packed", "dpo")
 """DPO begins with what zero1 has trained."""

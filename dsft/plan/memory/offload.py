@@ -7,6 +7,7 @@ for anything else, so a run may pin at most half of a host's memory.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -159,20 +160,24 @@ def allocator(spec: Spec, environ: Mapping[str, str], torch_version: str) -> dic
     the user has set them or torch is a build for a device other than CUDA.
 
     expandable_segments: GPU memory is taken in pages by which a segment grows, so that micro-batches of other
-    lengths reuse what earlier ones have freed (docs/performance.md). pinned_max_round_threshold_mb, if the
-    run offloads: large tensors are pinned at their own size. Otherwise torch rounds up to the next power of
-    two of bytes, up to twice the size (torch, ATen/core/CachingHostAllocator.h); the option exists from torch
-    2.13 on.
+    lengths reuse what earlier ones have freed (docs/performance.md); not under WSL2, where some drivers
+    refuse them at the first allocation (pytorch/pytorch#192330). pinned_max_round_threshold_mb, if the run
+    offloads: large tensors are pinned at their own size. Otherwise torch rounds up to the next power of two
+    of bytes, up to twice the size (torch, ATen/core/CachingHostAllocator.h); the option exists from torch
+    2.13 on. pinned_max_cached_size_mb: what is not rounded is not cached either, since torch's cache looks
+    for a block by the power of two alone (get_free_block there) and would return one that is too small.
     """
     version, _, build = torch_version.partition("+")
     if {ALLOCATOR, OLDER} & environ.keys() or build.startswith(("cpu", "rocm", "xpu")):
         return {}
-    options, parallel = ["expandable_segments:True"], spec.parallel
-    offloads = {parallel.offload_optimizer.device, parallel.offload_parameters.device} != {"none"}
+    is_wsl = "microsoft" in platform.release().lower()
+    options, parallel = [] if is_wsl else ["expandable_segments:True"], spec.parallel
+    devices = {parallel.offload_optimizer.device, parallel.offload_parameters.device}
+    offloads = devices != {"none"} or spec.model.activation_offload
     major, minor = (int(part) for part in version.split(".")[:2])
     if offloads and (major, minor) >= (2, 13):
-        options.append("pinned_max_round_threshold_mb:64")
-    return {ALLOCATOR: ",".join(options)}
+        options += ["pinned_max_round_threshold_mb:64", "pinned_max_cached_size_mb:64"]
+    return {ALLOCATOR: ",".join(options)} if options else {}
 
 
 def may_pin(ranks: Sequence[tuple[str, int, int]]) -> tuple[bool, str]:

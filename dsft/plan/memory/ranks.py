@@ -25,7 +25,8 @@ from dsft.plan.memory.sizes import (
     FP32,
     PLAIN_BYTES_PER_LOGIT,
     SCORED_PARTS,
-    chunk_limit,
+    gpu_bytes,
+    head_chunk,
     in_chunks,
     kept_rows,
     moment_bytes,
@@ -303,7 +304,9 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
     stored = [layer for layer, again in zip(layers, recomputed, strict=True) if not again]
     ahead, on_host = sum(stored * in_flight, inputs), NONE
     if spec.model.activation_offload:
-        ahead, on_host = sum(stored * in_flight, NONE), inputs
+        # The device has the inputs of the layer that is computed, and those of the next one, on their way.
+        arrived = each([hidden] * min(2, sum(recomputed)), token)
+        ahead, on_host = sum(stored * in_flight, arrived), inputs
     back = ahead + _recomputed_at_once(layers, recomputed)
     forward: Phase = {"activations": ahead, "head": one(logits) + one(gradient), "offloaded": on_host}
     backward: Phase = {"activations": back + flowing, "head": one(gradient), "offloaded": on_host}
@@ -358,7 +361,7 @@ def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
     preference pairs, which do not need it), and of the logits in a forward without backward. Every token
     counts as a target."""
     vocabulary, hidden = _embedding(census)
-    chunk = chunk_limit("cpu" if runs_on_cpu(spec) else "cuda")
+    chunk = head_chunk("cpu" if runs_on_cpu(spec) else "cuda", gpu_bytes(spec))
     if not in_chunks(tokens * vocabulary, chunk):
         plain = tokens * vocabulary * PLAIN_BYTES_PER_LOGIT
         return plain, 0, plain

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dsft.spec.schema import Spec
+from dsft.plan.flops import memory_of
+from dsft.spec.schema import Accelerator, Cluster, Spec
 
 if TYPE_CHECKING:
     from dsft.plan.census import Census
@@ -20,6 +21,10 @@ CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 """Device -> maximum bytes of the logits of one chunk. Every chunk reads and writes the whole float32 gradient
 of the weight, so it needs many rows to be efficient: 512 with a vocabulary of 65,536 on a CPU, and 1,024 with
 131,072 on a GPU, which computes more per byte that it moves."""
+OF_HEAD = 32, 4 << 30
+"""A GPU's chunk of logits takes at most this part of its memory, rounded down to a power of two, and at most
+these bytes: 2 GiB of an H100's 80, 4 GiB of an H200's 140. With a vocabulary of 128,256 each chunk reads and
+writes 4 GB for 8 billion parameters, about 1 % of a step of 8,192 tokens at 1 GiB."""
 SCORED_PARTS = 4  # without a gradient of the weight, a quarter of the rows per chunk is as fast
 PLAIN_BYTES = 1 << 24  # below this size, the memory saved is not worth computing the logits twice
 PLAIN_BYTES_PER_LOGIT = 12  # without chunks: logits, log-probabilities and their gradient, in float32
@@ -28,6 +33,14 @@ PLAIN_BYTES_PER_LOGIT = 12  # without chunks: logits, log-probabilities and thei
 def chunk_limit(device: str) -> int:
     """Return the maximum bytes of a chunk. device: "cpu" or "cuda"; others count as "cuda"."""
     return CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"])
+
+
+def head_chunk(device: str, memory: int | None) -> int:
+    """Return the maximum bytes of the logits of a chunk. memory: the device's, in bytes; None: unknown."""
+    part, most = OF_HEAD
+    if device == "cpu" or memory is None:
+        return chunk_limit(device)
+    return max(chunk_limit(device), min(most, 1 << (memory // part).bit_length() - 1))
 
 
 def in_chunks(logits: int, chunk: int) -> bool:
@@ -40,6 +53,24 @@ def kept_rows(rows: int, row_bytes: int, chunk: int) -> int:
     backward that the forward cannot know: as many as fit into a chunk. row_bytes: bytes of one row's
     gradient; chunk: maximum bytes of a chunk."""
     return min(rows, chunk // row_bytes)
+
+
+def gpu_bytes(spec: Spec) -> int | None:
+    """Return the memory of a GPU: what cluster.accelerator gives, or else what nvidia-smi shows for its name;
+    None if it is unknown."""
+    accelerator = spec.accelerator
+    gib = accelerator and (accelerator.memory_gib or memory_of(accelerator.name))
+    return int(gib * GIB) if gib else None
+
+
+def with_device(spec: Spec, device: str, memory: int | None) -> Spec:
+    """Return the spec as of a cluster of this device, where it is a GPU: for the plan of a run, which knows
+    its own. memory: bytes."""
+    if device == "cpu" or memory is None:
+        return spec
+    cluster = spec.cluster or Cluster(hosts={"localhost": 1})
+    accelerator = Accelerator(name=device, memory_gib=memory / GIB)
+    return spec.model_copy(update={"cluster": cluster.model_copy(update={"accelerator": accelerator})})
 
 
 def runs_on_cpu(spec: Spec) -> bool:

@@ -1,5 +1,6 @@
 /* CUDA's driver as far as torch asks it: devices, and the memory of its expandable segments, where a range of
-   addresses is reserved and pieces of memory are put into it one by one. */
+   addresses is reserved and pieces of memory are put into it one by one. With STANDIN_SEGMENTS_REFUSED this
+   fails as some drivers of WSL2 do. */
 #define _GNU_SOURCE
 #include "standin.h"
 #include <stdlib.h>
@@ -7,6 +8,7 @@
 
 #define GRANULARITY (2u << 20)
 #define OUT_OF_MEMORY 2
+#define UNKNOWN 999
 typedef unsigned long long Pointer;
 
 int cuInit(unsigned flags) { return 0; }
@@ -55,7 +57,9 @@ int cuMemRelease(Piece *piece) {
 int cuMemMap(Pointer p, size_t bytes, size_t at, Piece *piece, unsigned long long flags) {
     return standin_know((void *)p, bytes), 0;
 }
-int cuMemSetAccess(Pointer p, size_t bytes, const void *access, size_t n) { return 0; }
+int cuMemSetAccess(Pointer p, size_t bytes, const void *access, size_t n) {
+    return getenv("STANDIN_SEGMENTS_REFUSED") ? UNKNOWN : 0;
+}
 int cuMemUnmap(Pointer p, size_t bytes) {
     standin_forget((void *)p);
     madvise((void *)p, bytes, MADV_DONTNEED);

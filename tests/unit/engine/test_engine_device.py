@@ -37,6 +37,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     found = Gpus(0)
     monkeypatch.setattr(module, "get_accelerator", lambda: found)
     monkeypatch.setattr(module, "_NODE", Path("/dev/null/nvidiactl"))
+    monkeypatch.setattr(module, "_allocate", lambda device: None)
     return found
 
 
@@ -53,6 +54,17 @@ def test_a_process_that_sees_one_gpu_takes_it(gpus: Gpus) -> None:
     assert take_device(3, None, environ) == torch.device("cuda", 0)
     assert gpus.current == 0
     assert environ == {"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "RANK": "3"}
+
+
+def test_a_gpu_whose_first_allocation_fails(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise RuntimeError("CUDA driver error: unknown error\nmore lines")
+
+    gpus.count = 1
+    monkeypatch.setattr(module, "_allocate", refuse)
+    for conf, way_out in (("expandable_segments:True", "PYTORCH_ALLOC_CONF= "), ("", "nvidia-smi")):
+        with pytest.raises(WorldError, match=f"cuda:0: CUDA driver error: unknown error[.] .*{way_out}"):
+            take_device(0, None, {"PYTORCH_ALLOC_CONF": conf})
 
 
 def test_fewer_gpus_than_processes(gpus: Gpus) -> None:

@@ -184,6 +184,10 @@ def test_a_model_without_mlps_refuses_chunks() -> None:
     keys = {"model_type": "mixtral", **keys_of("mixtral")}
     with pytest.raises(SpecError, match=r"model\.mlp_chunks: 2 has no effect, since this mixtral model"):
         take_census(Model(from_config=keys, gradient_checkpointing=True, mlp_chunks=2), FACTS, cuts=False)
+    layers = keys["num_hidden_layers"]
+    message = f"gradient_checkpointing: {layers + 1} is more than the model's {layers} layers"
+    with pytest.raises(SpecError, match=message):
+        take_census(Model(from_config=keys, gradient_checkpointing=layers + 1), FACTS, cuts=False)
     found = take_census(Model(from_config=keys, gradient_checkpointing=True), FACTS, cuts=False)
     assert {parameter.get("mlp") for parameter in found["parameters"]} == {None}
 

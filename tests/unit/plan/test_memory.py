@@ -10,6 +10,7 @@ from dsft.plan.ds_config import bucket_size
 from dsft.plan.layout import layout_of
 from dsft.plan.memory import other_version
 from dsft.plan.memory.ranks import BACKWARD, DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
+from dsft.plan.memory.sizes import GIB, gpu_bytes, head_chunk, with_device
 from dsft.plan.memory.tensors import MALLOC_KEEPS
 
 BIG, SMALL = 1_000_000, 100
@@ -199,7 +200,8 @@ def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: An
     assert (kept.activations, kept.head) == (recomputed + 4 * tokens * 4 * 1000, 4 * 2 * BIG)
     offload = {"gradient_checkpointing": True, "activation_offload": True}
     offloaded = sizes(tokens=None, train=given, model=offload).stages[0]
-    assert offloaded.activations == recomputed and offloaded.offloaded == 4 * tokens * 4 * 1000
+    assert offloaded.activations == recomputed + 2 * tokens * 4 * 1000  # of this layer and of the next one
+    assert offloaded.offloaded == 4 * tokens * 4 * 1000
 
     pipeline = {"zero_stage": 0, "pipeline_stages": 2}
     first, last = sizes(tokens=None, train=given, parallel=pipeline).stages
@@ -258,7 +260,17 @@ def test_the_heads_logits_are_those_of_a_chunk_at_most(
     assert planned(32, "cpu")[0] == 12 * 32 * WORDS  # 16 MiB at 8 bytes: made whole
     assert planned(33, "cpu") == (8 * 33 * WORDS, gradient)
     assert planned(512, "cpu") == planned(100_000, "cpu") == (1 << 28, gradient)
-    assert planned(100_000, "H100") == (1 << 30, gradient)
+    for accelerator, limit in (("RTX 4090", 1 << 30), ("H100", 2 << 30), ("H200", 4 << 30), ("X", 1 << 30)):
+        assert planned(100_000, accelerator) == (limit, gradient)
+
+
+def test_a_run_plans_with_the_memory_of_its_own_gpu(make_spec: Any) -> None:
+    named = make_spec(cluster={"hosts": {"a": 1}, "accelerator": {"name": "H100"}})
+    for spec in (make_spec(), named):
+        assert gpu_bytes(with_device(spec, "cuda", 24 * GIB)) == 24 * GIB
+        assert with_device(spec, "cpu", None) is spec
+    sizes = [head_chunk("cuda", gib * GIB) >> 30 for gib in (1, 63, 64, 127, 128, 1000)]
+    assert sizes == [1, 1, 2, 2, 4, 4] and head_chunk("cpu", 512 * GIB) == 1 << 28
 
 
 def test_the_phases_of_a_run_take_parts_of_it(sizes: Any) -> None:

@@ -66,12 +66,18 @@ def test_only_what_is_named_is_changed() -> None:
 
 def test_torch_is_told_to_grow_segments_and_to_lock_no_more_than_it_is_asked_for(make_spec: Any) -> None:
     offloaded = make_spec(parallel={"zero_stage": 1, "offload_optimizer": CPU})
-    grows = "expandable_segments:True"
+    kept = make_spec(model={"gradient_checkpointing": True, "activation_offload": True})
+    grows, exact = "expandable_segments:True", "pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
     for version in ("2.13.0", "2.13.0+cu130", "2.15.0a0+b4e4ee81d3.nv26.12"):
-        exact = {"PYTORCH_ALLOC_CONF": f"{grows},pinned_max_round_threshold_mb:64"}
-        assert allocator(offloaded, {}, version) == exact
+        for spec in (offloaded, kept):
+            assert allocator(spec, {}, version) == {"PYTORCH_ALLOC_CONF": f"{grows},{exact}"}
         assert allocator(make_spec(), {}, version) == {"PYTORCH_ALLOC_CONF": grows}
     assert allocator(offloaded, {}, "2.12.1") == {"PYTORCH_ALLOC_CONF": grows}
+
+
+def test_segments_do_not_grow_under_wsl(make_spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.release", lambda: "5.15.90.1-microsoft-standard-WSL2")
+    assert allocator(make_spec(), {}, "2.13.0") == {}
 
 
 def test_what_the_user_says_of_the_allocator_stays_and_other_devices_have_no_segments(make_spec: Any) -> None:

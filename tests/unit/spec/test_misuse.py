@@ -272,6 +272,19 @@ def test_message(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert message.replace("\n", "").isprintable()
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "0.0", "1.0", "-0.5", ".nan", '"yes"', "[2]", "null"])
+def test_what_is_no_number_of_layers(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").touch()
+    Path("spec.yaml").write_text(
+        spec(model=f"model: {{from_config: {{model_type: llama}}, gradient_checkpointing: {value}}}\n")
+    )
+    with pytest.raises(DsftError) as raised:
+        load_spec("spec.yaml")
+    _, line = str(raised.value).splitlines()
+    assert "model.gradient_checkpointing: " in line and "N from 1 on for every N-th layer" in line
+
+
 def test_no_golden_is_left_over() -> None:
     assert {file.stem for file in GOLDEN.glob("*.txt")} == set(CASES)
 
