@@ -21,10 +21,9 @@ CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
 """Device -> maximum bytes of the logits of one chunk. Every chunk reads and writes the whole float32 gradient
 of the weight, so it needs many rows to be efficient: 512 with a vocabulary of 65,536 on a CPU, and 1,024 with
 131,072 on a GPU, which computes more per byte that it moves."""
-OF_HEAD = 32, 4 << 30
-"""A GPU's chunk of logits takes at most this part of its memory, rounded down to a power of two, and at most
-these bytes: 2 GiB of an H100's 80, 4 GiB of an H200's 140. With a vocabulary of 128,256 each chunk reads and
-writes 4 GB for 8 billion parameters, about 1 % of a step of 8,192 tokens at 1 GiB."""
+LARGE = 64 * GIB, 2 << 30
+"""Memory of a GPU from which on a chunk of logits may have these bytes. For 8 billion parameters and a
+vocabulary of 128,256 each chunk reads and writes 4 GB: computed as 1 % of a step of 8,192 tokens at 1 GiB."""
 SCORED_PARTS = 4  # without a gradient of the weight, a quarter of the rows per chunk is as fast
 PLAIN_BYTES = 1 << 24  # below this size, the memory saved is not worth computing the logits twice
 PLAIN_BYTES_PER_LOGIT = 12  # without chunks: logits, log-probabilities and their gradient, in float32
@@ -37,10 +36,8 @@ def chunk_limit(device: str) -> int:
 
 def head_chunk(device: str, memory: int | None) -> int:
     """Return the maximum bytes of the logits of a chunk. memory: the device's, in bytes; None: unknown."""
-    part, most = OF_HEAD
-    if device == "cpu" or memory is None:
-        return chunk_limit(device)
-    return max(chunk_limit(device), min(most, 1 << (memory // part).bit_length() - 1))
+    least, large = LARGE
+    return large if device != "cpu" and memory is not None and memory >= least else chunk_limit(device)
 
 
 def in_chunks(logits: int, chunk: int) -> bool:
