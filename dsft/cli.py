@@ -368,7 +368,7 @@ def reference(
 
 @command(AFTER, "dsft report mychat other")
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or folders of runs.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Names or folders of runs.")],
     ask: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="Question for the base model and the export; may be repeated."),

@@ -215,7 +215,9 @@ def _only_with_rows(draft: Draft) -> None:
         if draft.spec.get(section, {}).pop(name, None) is not None:
             source = draft.comments.pop(key).partition(";")[0]
             draft.leave(
-                source, f"no rows to evaluate are named; give data.eval or data.eval_fraction, and {key}"
+                source,
+                "no rows to evaluate are named; give data.eval, data.eval_fraction or data.eval_count, and "
+                f"{key}",
             )
 
 

@@ -23,6 +23,7 @@ from dsft.launcher.attempt import Attempt, AttemptSettings, Log, Requests
 from dsft.launcher.launch_plan import LAUNCHERS, TRAIN, LaunchPlan
 from dsft.launcher.output import LineWriter, StatusWriter, now
 from dsft.launcher.verdict import STOPPED, Outcome, may_succeed, shown_lines
+from dsft.plan.layout import batch_on, layout_of
 from dsft.plan.load import load
 from dsft.rank.launched import counted, master_port
 from dsft.rank.promise import check_hosts
@@ -121,6 +122,7 @@ def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> Launch
             [Problem("--launcher", f"{launcher!r} is none of {', '.join(LAUNCHERS)}; give one of these")],
         )
     hosts = hosts_of(spec, options, slurm=launcher == "slurm")
+    batch_on(spec, layout_of(spec.parallel, sum(hosts.values())))  # ranks would find it only after imports
     program = (str(TRAIN), str(path), *overrides)
     logs = Path(spec.output_dir, spec.name, "logs").absolute()
     plan = LaunchPlan(launcher, hosts, program, str(Path.cwd()), str(logs), "")

@@ -42,6 +42,7 @@ from dsft.report.memory import MemoryFile
 from dsft.run.job import Job
 from dsft.run.loop import Progress, Record
 from dsft.run.resolve import Resolved
+from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec
 from dsft.system.process import is_verbose
 
@@ -102,7 +103,9 @@ def build(
         policy = build_model(
             spec.model, inputs.facts, spec.train.seed, dtype, world.stage, resolved.cut, keep, resolved.tokens
         )
-        notes.extend([*described(policy.causal_lm), *filter(None, [policy.kernels])])
+        known = warnings(spec)  # printed before the imports
+        lines = [*described(policy.causal_lm), *filter(None, [policy.kernels])]
+        notes.extend(line for line in lines if line not in known)
         if spec.model.lora is not None:
             notes.extend(left_out(policy.causal_lm))
         if spec.task_kind.preference:

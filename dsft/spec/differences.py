@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-ABSENT = "(absent)"
+ABSENT = "(not set)"
 _LONGEST = 80
 """Maximum characters of a text that is shown whole; of a longer one, only the part around the first
 difference is shown."""
@@ -68,6 +69,10 @@ def first_difference(one: str, other: str) -> int:
 
 
 def _shown(value: Any, other: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)  # YAML's word too
+    if value == ABSENT:
+        return ABSENT
     if not isinstance(value, str) or len(value) <= _LONGEST:
         return repr(value)
     at = first_difference(value, other) if isinstance(other, str) and other != ABSENT else 0

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 from os.path import isdir, isfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from dsft.errors import CheckpointError
@@ -89,11 +90,16 @@ def file_findings(spec: Spec) -> Iterator[Finding]:
 
 
 def _unwritable(folder: Path) -> str | None:
-    """Return why a folder, or the nearest one above it that exists, cannot be written; None if it can."""
+    """Return why a folder, or the nearest one above it that exists, cannot be written; None if it can, which
+    a folder that is created there and removed shows."""
     folder = folder.absolute()
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if isdir(there):
-        return None if os.access(there, os.W_OK | os.X_OK) else f"cannot be written: {there} is not writable"
+        try:  # os.access says yes to root, also in /proc
+            with TemporaryDirectory(prefix=".dsft-", dir=there):
+                return None
+        except OSError as error:
+            return f"cannot be written ({there}: {error.strerror})"
     return f"{'is' if there == folder else f'is in {there}, which is'} a file, but a folder is needed"
 
 

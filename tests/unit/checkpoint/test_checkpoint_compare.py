@@ -96,14 +96,16 @@ def test_what_may_differ(changes: dict[str, Any]) -> None:
         ({"data__train": [{"path": "b.jsonl"}]}, "data.train.0.path was 'a.jsonl', now 'b.jsonl'"),
         (
             {"data__train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]},
-            "data.train.1.path was '(absent)', now 'b.jsonl'",
+            "data.train.1.path was (not set), now 'b.jsonl'",
         ),
         (
             {"model__from_config": {"model_type": "llama", "hidden_size": 32}},
             "model.from_config.hidden_size was 64, now 32",
         ),
         ({"task": "sft"}, "task was 'pretrain', now 'sft'"),
-        ({"model__lora": {}}, "model.lora.alpha was '(absent)', now"),
+        ({"data__chat_template": "chatml"}, "data.chat_template was null, now 'chatml'"),
+        ({"data__packing": True, "train__tf32": True}, "train.tf32 was false, now true"),
+        ({"model__lora": {}}, "model.lora.alpha was (not set), now"),
     ],
     ids=str,
 )
@@ -224,7 +226,7 @@ def test_another_library_may_know_other_keys_and_write_a_tokenizer_otherwise() -
     older = SOFTWARE | {"versions": SOFTWARE["versions"] | {"transformers": "5.22.0"}}
     other = BUILT | {"config.json": BUILT["config.json"] | {"new_key": 1}, "tokenizer": "ffff"}
     check_same_model(checkpoint_of(BUILT, older), other, SOFTWARE)
-    with pytest.raises(CheckpointError, match="config.json.new_key was '\\(absent\\)', now 1; tokenizer was"):
+    with pytest.raises(CheckpointError, match=r"config.json.new_key was \(not set\), now 1; tokenizer was"):
         check_same_model(checkpoint_of(BUILT), other, SOFTWARE)
     with pytest.raises(CheckpointError, match="chat template was 'a', now 'b'"):
         check_same_model(checkpoint_of(BUILT, older), other | {"chat template": "b"}, SOFTWARE)
@@ -250,5 +252,5 @@ def test_a_key_that_the_checkpoint_does_not_know_differs_where_it_is_not_the_def
     old = checkpoint()
     del old.state["spec"]["model"]["kernels"], old.state["spec"]["train"]["tf32"]
     check_same_run(old, spec_with(), SAME, rows_of(a=10))
-    with pytest.raises(CheckpointError, match=r"train\.tf32 was '\(absent\)', now True\. To resume, set"):
+    with pytest.raises(CheckpointError, match=r"train\.tf32 was \(not set\), now true\. To resume, set"):
         check_same_run(old, spec_with(train__tf32=True), SAME, rows_of(a=10))

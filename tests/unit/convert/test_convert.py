@@ -373,7 +373,7 @@ def test_evaluation_without_rows_is_left_out() -> None:
     }  # fmt: skip
     spec, done = converted(config, model="a/b", data=["data/identity.json"])
     assert (spec.train.eval_every, spec.checkpoint.keep_best, spec.checkpoint.every) == (None, None, 6)
-    assert "data.eval or data.eval_fraction, and train.eval_every" in done.left["eval_steps"]
+    assert "data.eval, data.eval_fraction or data.eval_count, and train.eval_every" in done.left["eval_steps"]
     assert "checkpoint.keep_best" in done.left["load_best_model_at_end"]
     swift = {"model": "a/b", "dataset": "data/identity.json", "split_dataset_ratio": 0.0, "eval_steps": 50}
     spec, done = converted(swift)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from dsft.cli import app
 from dsft.doctor.results import CheckResult
-from dsft.errors import WorldError
+from dsft.errors import SpecError, WorldError
 from dsft.launcher import command
 from dsft.launcher.attempt import Requests
 from dsft.launcher.launch_plan import LaunchPlan
@@ -63,6 +63,10 @@ def test_train_uses_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for devices, hosts in (("cuda 4", 4), ("cpu 4", 1)):
         monkeypatch.setattr(command, "DEVICES", f"print('a line'); print('devices {devices}')")
         assert command.prepared(Path("specs/zero2.yaml"), (), here).plan.hosts == {"localhost": hosts}
+    with pytest.raises(SpecError, match=r"data-parallel ranks 3 does not hold: the product is 24"):
+        command.prepared(
+            Path("specs/quickstart.yaml"), ("train.global_batch_size=16",), command.Options(processes=3)
+        )
     monkeypatch.setattr(command, "DEVICES", "print('devices cuda 0')")
     with pytest.raises(WorldError, match="DeepSpeed finds no device"):
         command.prepared(Path("specs/zero2.yaml"), (), here)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from dsft.data.tokenizer.load import add_tokens, byte_level_tokenizer
 from dsft.errors import SpecError
-from dsft.reference.model import same_tokens
+from dsft.reference.model import proven, same_tokens
+from dsft.spec.schema import Dpo
+from tests.architectures.wholes import small_whole
+from tests.unit.reference.small import ALONE
 
 
 def test_a_reference_that_reads_the_same_tokens_is_told(tmp_path: Path) -> None:
@@ -35,3 +41,20 @@ def test_a_reference_that_reads_other_tokens_is_refused(tmp_path: Path, first: i
     with pytest.raises(SpecError, match=f"dpo.reference_model: .*{said}") as raised:
         same_tokens(str(tmp_path), byte_level_tokenizer())
     assert "read" in str(raised.value)
+
+
+def test_a_multimodal_reference_is_compared_with_its_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the policy is, of whose model it need not be."""
+    small_whole("gemma3").save_pretrained(tmp_path)
+    monkeypatch.setattr("dsft.reference.model.check_rows", lambda *_: iter(()))
+    row = SimpleNamespace(input_ids=np.arange(40), segment_lengths=[40])
+    inputs: Any = SimpleNamespace(tokenizer=byte_level_tokenizer(), train=[row], pad_id=0)
+    opened: Any = SimpleNamespace(engine=None, policy=None)
+    spec: Any = SimpleNamespace(dpo=Dpo(reference_model=str(tmp_path)), train=None)
+    _, line = proven(opened, spec, inputs, ALONE)
+    assert line.startswith("self-check passed: a small gemma3 model and its text model agree")
+    monkeypatch.setattr("dsft.model.whole_proof.apart", lambda *_: 1.0)
+    with pytest.raises(SpecError, match="gemma3 model gives other logits on text alone"):
+        list(proven(opened, spec, inputs, ALONE))

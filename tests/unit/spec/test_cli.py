@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -311,15 +310,17 @@ def test_what_validate_finds_without_reading_everything(dsft, write: Write) -> N
     assert code == 2 and "10000000000000" in err
 
 
-def test_folders_that_a_run_cannot_write(dsft, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+def test_folders_that_a_run_cannot_write(dsft, write: Write) -> None:  # noqa: ANN001
     nvme = "parallel={zero_stage: 3, offload_optimizer: {device: nvme, nvme_path: rows.jsonl/nvme}}"
     code, _, err = dsft("validate", str(write()), "output_dir=rows.jsonl/runs", nvme)
     assert code == 2 and err.count("/rows.jsonl, which is a file, but a folder is needed") == 2
-    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/")  # root may write everywhere
-    code, _, err = dsft("validate", str(write()), "output_dir=/none/runs")
-    assert code == 2 and "output_dir: '/none/runs' cannot be written: / is not writable" in err
-    assert dsft("validate", str(write()), "output_dir=/none/runs", "cluster={hosts: {a: 1}}")[0] == 0
+    nvme = "parallel={zero_stage: 3, offload_optimizer: {device: nvme, nvme_path: /proc/nvme}}"
+    code, _, err = dsft("validate", str(write()), "output_dir=/proc/runs", nvme)  # not even by root
+    assert code == 2 and err.count("cannot be written (/proc: ") == 2
+    assert dsft("validate", str(write()), "output_dir=/proc/runs", "cluster={hosts: {a: 1}}")[0] == 0
+    before = set(Path().iterdir())
     assert dsft("validate", str(write()), "output_dir=runs/a/b")[0] == 0
+    assert set(Path().iterdir()) == before, "validate leaves nothing behind"
 
 
 def test_config_of_another_tool_is_one_sentence(dsft, write: Write) -> None:  # noqa: ANN001
