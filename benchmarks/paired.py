@@ -190,16 +190,17 @@ def installed(package: str) -> str:
         return "not installed"
 
 
+def git(*words: str) -> str:
+    """What git prints in this repository; nothing where there is no git, or no repository."""
+    try:
+        here = Path(__file__).parents[1]
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
 def commit() -> str:
     """The commit that is measured, with a + where files differ from it."""
-    here = Path(__file__).parent
-
-    def git(*words: str) -> str:
-        try:
-            return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True).stdout.strip()
-        except OSError:  # there is no git
-            return ""
-
     changed = git("status", "--porcelain", "--untracked-files=no")
     return (git("rev-parse", "--short", "HEAD") or "no commit") + ("+" if changed else "")
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+from benchmarks.paired import git
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_MIB = 64  # of the folder and the repository together
@@ -78,12 +81,10 @@ def normal(name: str) -> str:
 
 def leave_out(folder: Path) -> None:
     """In .git/info/exclude, so that the folder is no change of the repository."""
-    asked = subprocess.run(
-        ["git", "rev-parse", "--git-path", "info/exclude"], cwd=ROOT, capture_output=True, text=True
-    )
-    if asked.returncode != 0:
+    where = git("rev-parse", "--git-path", "info/exclude")
+    if not where:
         return
-    path = ROOT / asked.stdout.strip()
+    path = ROOT / where
     path.parent.mkdir(parents=True, exist_ok=True)
     line = f"/{folder.name}/"
     known = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -92,7 +93,17 @@ def leave_out(folder: Path) -> None:
 
 
 def tracked_bytes() -> int:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout
-    return sum(
-        (ROOT / name).stat().st_size for name in listed.split("\0") if name and (ROOT / name).is_file()
-    )
+    """The size of the repository's files; without git, of all files outside of hidden folders and runs/."""
+    listed = git("ls-files", "-z").strip("\0")
+    files = [ROOT / name for name in listed.split("\0")] if listed else list(others(ROOT))
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def others(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.name.startswith(".") or path.name in ("runs", "shared") or path.is_symlink():
+            continue
+        if path.is_dir():
+            yield from others(path)
+        else:
+            yield path

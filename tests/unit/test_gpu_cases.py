@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu import __main__ as driver
-from benchmarks.gpu import runs
+from benchmarks.gpu import carry, runs
 from benchmarks.gpu.bodies import BODIES, differences, work_of
 from benchmarks.gpu.cases import CASES, MODELS, STAGE_SECONDS, STAGES, Case, cases_of
 from benchmarks.gpu.kernels import measure
@@ -275,3 +275,13 @@ def test_every_line_of_kernels_ends_with_figures_or_an_error() -> None:
     assert any("Error" in str(value) for value in found.values())  # no CPU has cuDNN
     text = page([result("kernels", kernels=found)])
     assert "| 2 layers, torch | ms " in text
+
+
+# --- wheels for a machine without a network --------------------------------------------------------------
+
+
+def test_wheels_can_be_prepared_where_git_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = carry.tracked_bytes()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    carry.leave_out(tmp_path / ".gpu")
+    assert carry.tracked_bytes() >= known > 2**20
