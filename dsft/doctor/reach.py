@@ -13,7 +13,7 @@ from pathlib import Path
 from dsft.doctor.hosts import NoResponse
 from dsft.doctor.results import CheckResult, ProbeResults, passed
 from dsft.errors import SpecError
-from dsft.generate.hostfile import parse
+from dsft.generate.hostfile import read_hostfile
 
 CHECK = "reach"
 WHY = "a run has to start processes there, and would hang or fail"
@@ -113,8 +113,8 @@ def hostfile(probed: ProbeResults) -> Iterator[CheckResult]:
     if cluster is None or cluster.launcher not in {"dsft", "deepspeed"} or not file.is_file():
         return
     try:
-        hosts = parse(file.read_text(encoding="utf-8"), str(file))
-    except (SpecError, OSError, UnicodeDecodeError) as error:
+        hosts = read_hostfile(file)
+    except (SpecError, OSError) as error:
         why = error.problems[0] if isinstance(error, SpecError) else error
         yield CheckResult(
             "hostfile", None, "warning", f"{file} cannot be used ({why})", "deepspeed --hostfile would fail",

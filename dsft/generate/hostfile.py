@@ -7,12 +7,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from dsft.errors import Problem, SpecError
 from dsft.spec.document import quote
 from dsft.spec.hosts import duplicates, expand, is_host
+from dsft.system.json_file import read_text
 
+_LARGEST = 2**24  # bytes, for some hundred thousand hosts
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Parse a hostfile. Raises as `parse` does, SpecError too where it is too large or not UTF-8, and
+    OSError where it cannot be read or is no regular file."""
+    try:
+        text = read_text(path, _LARGEST)
+    except ValueError as error:
+        raise SpecError("The hostfile cannot be used.", [Problem(str(path), f"it {error}")]) from None
+    return parse(text, str(path))
 
 
 def parse(text: str, where: str) -> dict[str, int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsft.errors import MissingInputError, Problem, SpecError, StorageError, WorldError, printable
-from dsft.generate.hostfile import parse
+from dsft.generate.hostfile import read_hostfile
 from dsft.launcher.agent import SILENCE
 from dsft.launcher.attempt import Attempt, AttemptSettings, Log, Requests
 from dsft.launcher.launch_plan import LAUNCHERS, TRAIN, LaunchPlan
@@ -143,13 +143,12 @@ def hosts_of(spec: Spec, options: Options, *, slurm: bool) -> dict[str, int]:
         raise SpecError("The command line cannot be used.", [Problem("--processes", f"{what}; leave it out")])
     if options.hostfile is not None:
         try:
-            text = options.hostfile.read_text(encoding="utf-8", errors="backslashreplace")
+            hosts = read_hostfile(options.hostfile)
         except OSError as error:
             raise MissingInputError(
                 f"--hostfile {options.hostfile} cannot be read ({error.strerror}); give one that exists, or "
                 "leave it out."
             ) from None
-        hosts = parse(text, str(options.hostfile))
         check_hosts(spec, hosts, f"--hostfile {options.hostfile}")
         return hosts
     if slurm:

@@ -153,6 +153,8 @@ def _chat_template(name: str, spec: Spec) -> Iterator[Finding]:
         yield value_finding(spec, "data.chat_template", message)
     elif name in CHAT_TEMPLATES or isfile(name):
         return
+    elif special := special_kind(Path(name)):
+        yield value_finding(spec, "data.chat_template", f"is {special}, not a file; give a file")
     elif not is_word or tokenizer is None or (isdir(tokenizer) and name not in _templates_in(tokenizer)):
         message = f"does not exist{_searched(name)}; correct the path, or give the name of one: "
         yield value_finding(spec, "data.chat_template", f"{message}{', '.join(CHAT_TEMPLATES)}")

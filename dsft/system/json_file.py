@@ -47,13 +47,18 @@ def special_kind(path: Path) -> str | None:
     return "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
-def unfit_file(folder: Path) -> str | None:
-    """Return a clause about the first entry of a folder that cannot be given to a library which reads it
-    without a limit: neither a file nor a folder, or a text file larger than LARGEST_TEXT; None if all can."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+def unfit_file(place: Path) -> str | None:
+    """Return a clause about the first entry of a folder, or about a file, that cannot be given to a library
+    which reads it without a limit: neither a file nor a folder, or a text, template or vocabulary larger than
+    LARGEST_TEXT; None if all can."""
+    for path in sorted(place.iterdir()) if place.is_dir() else (place,):
         if special := special_kind(path):
             return f"{path} is {special}, not a file"
-        if path.suffix in (".json", ".jinja") and path.is_file() and path.stat().st_size > LARGEST_TEXT:
+        if (
+            path.suffix in (".json", ".jinja", ".model")
+            and path.is_file()
+            and path.stat().st_size > LARGEST_TEXT
+        ):
             return f"{path} is larger than {LARGEST_TEXT:,} bytes"
     return None
 

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from dsft.errors import CheckpointError, MissingInputError
+from dsft.system.json_file import read_text
 
 LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
@@ -108,7 +109,7 @@ def _runs() -> str:
 
 def _named_by(pointer: Path) -> Path:
     try:
-        name = pointer.read_text(encoding="ascii").strip()
+        name = read_text(pointer, limit=100).strip()
     except (OSError, ValueError):
         name = ""
     if not STEP.fullmatch(name):

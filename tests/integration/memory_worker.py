@@ -16,9 +16,11 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.op_builder import CPUAdamBuilder
 from torch import nn
 
 from dsft.engine import state
+from dsft.engine.ops import load_op
 from dsft.engine.world import join
 from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
@@ -132,6 +134,8 @@ def measure(spec: Spec, sent: list[int], make: Callable[[], nn.Module] = dense) 
     elements = sum(parameter.numel for parameter in parameters)
     census = Census("Sequential", LAYERS, None, tuple(parameters))
     offloaded = spec.parallel.offload_optimizer.device == "cpu"
+    if offloaded:
+        load_op(CPUAdamBuilder(), print)
     optimizer = (DeepSpeedCPUAdam if offloaded else torch.optim.AdamW)(model.parameters(), lr=1e-3)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     largest = 0

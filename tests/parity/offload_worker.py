@@ -19,9 +19,11 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
+from dsft.engine.ops import load_op
 from dsft.engine.partition import sharding_for
 from dsft.engine.pipeline import find_ties, tie
 from dsft.engine.world import World, join
@@ -97,6 +99,8 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def optimizer(parameters: Any, offload: bool) -> torch.optim.Optimizer:
+    if offload:
+        load_op(CPUAdamBuilder(), print)
     kind = deepspeed.ops.adam.DeepSpeedCPUAdam if offload else torch.optim.AdamW
     return kind(list(parameters), lr=1e-2)
 

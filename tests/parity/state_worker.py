@@ -24,7 +24,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.ops.op_builder import CPUAdamBuilder
+from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBuilder
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
@@ -280,7 +280,11 @@ def distance(a: Tensor, b: Tensor) -> float:
 def main(folder: Path, cases: list[str]) -> None:
     launched = detect(os.environ)
     join(launched, Layout(launched.world_size, 1))
-    load_op(CPUAdamBuilder(), print)
+    for builder in (
+        CPUAdamBuilder,
+        *((AsyncIOBuilder, PinMemoryBuilder) if "nvme" in "".join(cases) else ()),
+    ):
+        load_op(builder(), print)
     gc.freeze()  # what is imported need not be looked through after every engine
     for words in cases:
         with own_groups():

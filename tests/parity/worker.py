@@ -58,7 +58,7 @@ from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.engine import state
 from dsft.engine.build import build_engine
 from dsft.engine.frozen import build_frozen_engine
-from dsft.engine.ops import CPU_ADAM
+from dsft.engine.ops import CPU_ADAM, prepare_ops
 from dsft.engine.partition import sharding_for
 from dsft.engine.self_check import check_packing, check_split
 from dsft.engine.split import exchange_of
@@ -183,6 +183,7 @@ def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]
         swap_small_tensors(config)
     if case.torch_adam:
         config[CPU_ADAM] = False
+    prepare_ops(spec, config, world, print)  # as a run does: compiled once for all tests, not by DeepSpeed
     policy = build_model(
         spec.model, FACTS, SEED, DTYPES[case.precision], world.stage, case.cut, sharding_for(config, world)
     )

@@ -20,6 +20,7 @@ from dsft.data.rows import BadRowError, EndlessTemplateError, Message
 from dsft.errors import DataError, MissingInputError, Problem
 from dsft.older import template_messages
 from dsft.spec.files import CHAT_TEMPLATES
+from dsft.system.json_file import read_text, reason_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,6 +30,7 @@ TIMES_THE_ROW = 20
 """A rendered text may have FREE_SIZE characters or, if more, TIMES_THE_ROW times those of the row's
 strings."""
 
+_LARGEST = 2**20  # bytes of a template's file; the largest have about 30,000
 _FOLDER = Path(__file__).parent / "templates"
 _NO_THINKING = "{% set enable_thinking = enable_thinking | default(false) %}"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -203,12 +205,11 @@ def _template_text(tokenizer: PreTrainedTokenizerBase, name: str | Path) -> str:
             return str(own[str(name)])
         if str(name) in CHAT_TEMPLATES:
             return named_template(str(name))
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        return read_text(Path(name), _LARGEST).replace("\r\n", "\n")
+    except (OSError, ValueError) as error:
         names = f"the tokenizer's {', '.join(sorted(own))}, or " if own else ""
         raise MissingInputError(
-            f"data.chat_template {name}: cannot be read ({reason}); give a file with a Jinja template, or "
+            f"data.chat_template {name} {reason_of(error)}; give a file with a Jinja template, or "
             f"the name of one: {names}dsft's {', '.join(CHAT_TEMPLATES)}"
         ) from error
 

@@ -95,10 +95,10 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
 
     Raises MissingInputError if there is none, or none that can be read.
     """
-    if (model := bare_model(name_or_path)) is not None:
-        return load_sentencepiece(model)
     if unfit := unfit_model(name_or_path):
         raise MissingInputError(f"tokenizer {name_or_path}: {unfit}; give a folder of a tokenizer's files")
+    if (model := bare_model(name_or_path)) is not None:
+        return load_sentencepiece(model)
     if lacks_tokenizer(str(name_or_path)):
         raise MissingInputError(f"tokenizer {name_or_path}: the folder {NO_TOKENIZER}")
     if is_hub_id(str(name_or_path)):

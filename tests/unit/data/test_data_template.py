@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import signal
@@ -52,8 +53,15 @@ def test_a_template_of_ours_a_file_and_none(tmp_path: Path) -> None:
 def test_a_template_that_is_not_there(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     (tmp_path / "t.jinja").write_bytes(b"\xff")
-    with pytest.raises(MissingInputError, match="not UTF-8"):
+    with pytest.raises(MissingInputError, match="t.jinja is not UTF-8 text; give a file with a Jinja"):
         choose_template(tokenizer, tmp_path / "t.jinja")
+    (tmp_path / "t.jinja").write_bytes(b"x" * (2**20 + 1))
+    os.mkfifo(tmp_path / "pipe.jinja")
+    for file, reason in {"t.jinja": "is larger than", "pipe.jinja": "cannot be read .it is a named pipe"}.items():
+        with pytest.raises(MissingInputError, match=f"{file}.* {reason}"):
+            choose_template(tokenizer, tmp_path / file)
+    with pytest.raises(MissingInputError, match="/dev/zero cannot be read .it is a device"):
+        choose_template(tokenizer, "/dev/zero")
     with pytest.raises(MissingInputError, match=r"llama9: cannot be read .*dsft's chatml, cohere, .*zephyr"):
         choose_template(tokenizer, "llama9")
     tokenizer.chat_template = {"one": "1", "two": "2"}

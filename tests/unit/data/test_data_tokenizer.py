@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -95,6 +96,8 @@ def test_token_id_beyond_every_vocabulary_is_refused(tmp_path: Path) -> None:
             "torn model",
             "no tokenizer that .*model.tokenizer to another, or to torn model/tokenizer.model",
         ),
+        ("pipe.model", "pipe.model is a named pipe, not a file"),
+        ("large.model", "large.model is larger than"),
         ("some/where", "is not in the hub's cache, and HF_HUB_OFFLINE=1 is set; correct the name"),
     ],
 )
@@ -106,6 +109,9 @@ def test_what_is_no_tokenizer(name: str, said: str, tmp_path: Path, monkeypatch:
     Path("torn/tokenizer.json").write_bytes(Path("torn/tokenizer.json").read_bytes()[:500])
     shutil.copytree("torn", "torn model")
     Path("torn model/tokenizer.model").touch()
+    os.mkfifo("pipe.model")
+    Path("large.model").touch()
+    os.truncate("large.model", 2**30)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(MissingInputError, match=said):
         load_tokenizer(name)

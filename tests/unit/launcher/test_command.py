@@ -37,6 +37,7 @@ ONE, TWO = "specs/one_node.yaml", "specs/two_nodes.yaml"
             "cluster.hosts expects 8 processes (localhost 8) but --hostfile two has 16 (a 8 + b 8)",
         ),
         ([TWO, "--hostfile", "binary"], 2, "The hostfile cannot be used."),
+        ([TWO, "--hostfile", "/dev/zero"], 66, "--hostfile /dev/zero cannot be read (it is a device, not a"),
         ([TWO, "--hostfile", "uneven"], 69, "16 processes (node1 8 + node2 8) but --hostfile uneven has 16"),
     ],
 )  # fmt: skip

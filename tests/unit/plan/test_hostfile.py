@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from dsft.errors import SpecError
-from dsft.generate.hostfile import parse, render
+from dsft.generate.hostfile import parse, read_hostfile, render
 
 
 def test_hosts_come_back_in_their_order() -> None:
@@ -35,3 +38,14 @@ def test_all_bad_lines_are_told_together() -> None:
     with pytest.raises(SpecError) as error:
         parse("a slots=x\nb slots=1\nb slots=1\n", "hosts")
     assert [problem.where for problem in error.value.problems] == ["hosts:1", "hosts:3"]
+
+
+def test_only_a_file_of_some_size_is_read(tmp_path: Path) -> None:
+    (tmp_path / "large").touch()
+    os.truncate(tmp_path / "large", 2**30)
+    with pytest.raises(SpecError, match="large: it is larger than"):
+        read_hostfile(tmp_path / "large")
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((tmp_path / "pipe", "a named pipe"), (Path("/dev/zero"), "a device")):
+        with pytest.raises(OSError, match=f"it is {kind}"):
+            read_hostfile(path)

@@ -299,6 +299,10 @@ def test_what_validate_finds_without_reading_everything(dsft, write: Write) -> N
     assert code == 65 and "empty.jsonl: has no rows; name a file with rows" in err
     code, _, err = dsft("validate", path, "data.train=[{path: /dev/null}]")
     assert code == 2 and "'/dev/null' is a device, not a file; give a file or a folder" in err
+    os.mkfifo("pipe.model")
+    code, _, err = dsft("validate", path, "model.tokenizer=pipe.model", "data.chat_template=/dev/zero")
+    assert code == 2 and "pipe.model is a named pipe, not a file; give a" in err
+    assert "data.chat_template: '/dev/zero' is a device, not a file; give a file" in err
     Path("lines.txt").write_text("a line\n")
     code, out, err = dsft("validate", path, "data.train=[{path: lines.txt}]")
     assert code == 0 and "'lines.txt' is plain text, so all tokens are trained on" in err

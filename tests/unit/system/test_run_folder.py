@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -56,11 +57,14 @@ def test_a_copy_of_a_checkpoint_may_have_any_name() -> None:
         ("new", "runs/new has no checkpoint yet"),
         ("runs/new/checkpoints/best", "written if the spec has checkpoint.keep_best"),
         ("other", "other is neither a checkpoint, .* nor a run; runs/ has new, sft"),
+        ("runs/new/checkpoints/latest", "latest does not name a checkpoint"),
         ("nothing", "nothing is neither a checkpoint, .* nor a run; runs/ has new, sft"),
     ],
 )
 def test_what_names_no_checkpoint(name: str, message: str) -> None:
     Path("runs/new/checkpoints").mkdir()
+    Path("runs/new/checkpoints/latest").touch()
+    os.truncate("runs/new/checkpoints/latest", 2**40)
     with pytest.raises(CheckpointError, match=message):
         named_checkpoint(name)
 
