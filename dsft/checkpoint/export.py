@@ -6,7 +6,6 @@ is whole. This module also writes the model folder (config, tokenizer) that each
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import glob
 import math
@@ -40,7 +39,7 @@ from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of, row
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.tensors import BESIDE, NAMES, FileTensors, TensorSource, TensorsWithExtras, read_names
 from dsft.data.tokenizer.load import AUTO_MAP, is_unchanged
-from dsft.errors import CheckpointError, LockedError, StorageError
+from dsft.errors import CheckpointError, LockedError, MissingInputError, StorageError, brief
 from dsft.model.config import config_around, on_meta, read_config
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.weights import DTYPES
@@ -57,7 +56,8 @@ ORIGIN = "dsft_export.json"
 
 TEMPLATE = "chat_template.jinja"
 
-BY_HAND = (CARD, "generation_config.json", TEMPLATE)
+_GENERATION = "generation_config.json"
+BY_HAND = (CARD, _GENERATION, TEMPLATE)
 """Files of an export that people edit; an edit does not make the export count as damaged."""
 
 NOT_AN_ADAPTERS = ("config.json", BESIDE, NAMES)
@@ -235,9 +235,22 @@ def _write_export(
 
 
 def _generation_config(config: PreTrainedConfig, name_or_path: str | None) -> GenerationConfig:
+    """Return the pretrained model's if it has one. Raises MissingInputError for one that cannot be read or
+    that transformers would not save."""
     if name_or_path is not None:
-        with contextlib.suppress(OSError):  # a model without one
-            return GenerationConfig.from_pretrained(name_or_path)
+        try:
+            found: GenerationConfig = GenerationConfig.from_pretrained(name_or_path)
+            found.validate(strict=True)
+            ends = found.eos_token_id
+            if not all(isinstance(end, int | None) for end in (ends if isinstance(ends, list) else [ends])):
+                raise ValueError(f"eos_token_id {ends!r} is neither a token's id nor a list of them")
+            return found
+        except Exception as error:  # whatever the class does with odd values
+            if not isinstance(error, OSError) or Path(name_or_path, _GENERATION).exists():
+                raise MissingInputError(
+                    f"{_GENERATION} of the model {name_or_path!r} cannot be used ({brief(error)}); correct "
+                    "or remove it."
+                ) from None
     return GenerationConfig.from_model_config(config)
 
 

@@ -27,7 +27,7 @@ from dsft.checkpoint.export import export, export_checkpoint, write_model_folder
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.tensors import write_beside
 from dsft.data.tokenizer.load import load_tokenizer
-from dsft.errors import CheckpointError, LockedError, StorageError
+from dsft.errors import CheckpointError, LockedError, MissingInputError, StorageError
 from dsft.model.conversion import persistent_buffers
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
@@ -59,6 +59,37 @@ def test_tokenizer_template_and_generation_config_come_with_it(maker: Any, tmp_p
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "w3"}], tokenize=False) == "w3"
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("null", "'NoneType' object is not a mapping"),
+        ("[" * 100_000, "recursion"),
+        ("{", "not a valid JSON file"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id '</s>' is neither a token's id nor a list of them"),
+        ('{"num_return_sequences": 5}', "num_return_sequences"),
+        ('{"watermarking_config": 5}', "no attribute"),
+    ],
+)
+def test_a_damaged_generation_config_is_named(
+    maker: Any, tokenizer: Any, tmp_path: Path, text: str, reason: str
+) -> None:
+    """At a start, before anything is trained; without the file the export has one of the config's tokens."""
+    config, base = LlamaConfig.from_pretrained(maker.model_folder), tmp_path / "base"
+    config.save_pretrained(base)
+    file = base / "generation_config.json"
+    file.write_text(text)
+    with pytest.raises(
+        MissingInputError, match=f"generation_config.json of the model .*{reason}.*; correct or"
+    ):
+        write_model_folder(tmp_path / "model", config, tokenizer, str(base))
+    file.write_text('{"eos_token_id": [1, 2], "temperature": 0.5, "do_sample": true}')
+    write_model_folder(tmp_path / "model", config, tokenizer, str(base))
+    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == [1, 2]
+    file.unlink()
+    write_model_folder(tmp_path / "model", config, tokenizer, str(base))
+    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == config.eos_token_id
 
 
 def test_all_chat_templates_of_a_tokenizer_come_with_it(maker: Any, tokenizer: Any, tmp_path: Path) -> None:
