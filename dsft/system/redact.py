@@ -27,12 +27,12 @@ _LONGEST = 2**16  # characters of a line that a stream holds
 _SHORTEST = 6  # characters; a shorter value of a variable would hide ordinary words
 
 _CERTAIN = re.compile(
-    r".*(?:(?:api|access|private)[_.-]?key|secret|passw(?:or)?d|passphrase|mysql_pwd|(?<!application_)credentials?|jwt"
-    r"|connection[_-]?string|authorization)(?:[_.-](?:id|key|value))?",
+    r".*(?:(?:api|access|account|private)[_.-]?key|secret|passw(?:or)?d|passphrase|mysql_pwd|(?<!application_)credentials?|jwt"
+    r"|connection[_-]?string|authorization)(?:[_.-]?(?:id|key|value))?",
     re.IGNORECASE,
 )
 """Names of values that are secret whatever they are."""
-_POSSIBLE = re.compile(r".*token|.*[_.-]key|(?:.*[_.-])?pat", re.IGNORECASE)
+_POSSIBLE = re.compile(r".*token|.*[_.-]key|(?:.*[_.-])?(?:pat|pass|auth)", re.IGNORECASE)
 """Names of values that are secret if they look so: pad_token may be `<pad>`, and sort_key `length`. The value
 of a variable, whose name is in capitals, needs only some length."""
 _OF_A_VARIABLE = re.compile(rf"(?![<\[])(?s:.{{{_SHORTEST},}})")
@@ -41,7 +41,7 @@ _NO_VALUE = re.compile(r"(?:none|null|true|false)?\W*", re.IGNORECASE)
 
 _ASSIGNED = re.compile(
     r"""(?:token|key|pat|secret|passw(?:or)?d|passphrase|mysql_pwd|credentials?|jwt|connection[_-]?string
-    |authorization)(?:[_.-](?:id|key|value))?(?P<sign>\\*["']?[ \t]*(?:=>|[=:]{1,2})[ \t]*)
+    |authorization)(?:[_.-]?(?:id|key|value))?(?P<sign>\\*["']?[ \t]*(?:=>|[=:]{1,2})[ \t]*)
     (?P<value>"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\\n]|\\.)*'?|\\+["'][^"'\n]*
     |(?:(?:bearer|basic|digest|token)[ \t]+)?[^\s"']\S*)""",
     re.IGNORECASE | re.VERBOSE,

@@ -19,7 +19,7 @@ SECRET = "canary 'a' \"b\" \\c+/d=é"
 NAMES = (
     "HF_TOKEN WANDB_API_KEY AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY DB_PASSWORD PGPASSWORD MYSQL_PWD "
     "GITHUB_PAT SSH_PRIVATE_KEY PASSPHRASE SSH_PASSPHRASE OPENAI_KEY WANDB_KEY JWT AUTHORIZATION "
-    "AZURE_CONNECTION_STRING GOOGLE_CREDENTIALS"
+    "AZURE_CONNECTION_STRING GOOGLE_CREDENTIALS AZURE_STORAGE_ACCOUNT_KEY SECRET_KEY"
 ).split()
 
 
@@ -35,6 +35,12 @@ def test_a_secret_is_hidden_in_every_form(name: str) -> None:
         assert redact(f"{form}\nend", {}).endswith("end")
 
 
+@pytest.mark.parametrize("name", ["SMTP_PASS", "REDIS_AUTH"])
+def test_a_variable_with_a_shorter_name_is_hidden(name: str) -> None:
+    assert redact("logged in with canary", {name: "canary"}) == "logged in with (hidden)"
+    assert redact("GET /bypass?auth=1", {}) == "GET /bypass?auth=1"
+
+
 def test_every_line_of_a_long_secret_is_hidden() -> None:
     key = "-----BEGIN PRIVATE KEY-----\nMIIEvQIBADANBg\nkqhkiG9w0BAQEF\n-----END PRIVATE KEY-----\n"
     assert redact("read MIIEvQIBADANBg\nkqhkiG9w0BAQEF", {"SSH_KEY": key}) == "read (hidden)\n(hidden)"
@@ -48,6 +54,8 @@ def test_every_line_of_a_long_secret_is_hidden() -> None:
         ('{"api_key": "can\\"ary", "a": 1}', '{"api_key": "(hidden)", "a": 1}'),
         ("{'token': 'canary-1', 'a': 1}", "{'token': '(hidden)', 'a': 1}"),
         ('"{\\"api_key\\": \\"canary b\\", \\"a\\": 1}"', '"{\\"api_key\\": \\"(hidden)\\", \\"a\\": 1}"'),
+        ("a secretKey: canary, accessKey=canary", "a secretKey: (hidden) accessKey=(hidden)"),
+        ("AccountName=a;AccountKey=canary==;", "AccountName=a;AccountKey=(hidden)"),
         ("login(password='can ary')", "login(password='(hidden)')"),
         ("  - passphrase: can a ry", "  - passphrase: (hidden)"),
         ("https://user:can@ary@host/x", "https://(hidden)@host/x"),
