@@ -31,6 +31,7 @@ from dsft.data.rows import BadRowError
 from dsft.data.tokenizer.load import load_tokenizer, num_ids
 from dsft.errors import DsftError, MissingInputError, brief, printable
 from dsft.model.config import config_around, read_config
+from dsft.model.files import model_files
 from dsft.model.lora_experts import own_names
 from dsft.model.read import load_whole
 from dsft.system.json_file import read_json
@@ -167,6 +168,7 @@ def load(folder: Path, sampling: Sampling) -> ChatModel:
 
 
 def _load_model(name: str) -> Any:
+    model_files(name)  # raises for files outside of the folder, which transformers would read
     whole = config_around(name)
     loader: Any = AutoModelForCausalLM if whole is None else AutoModelForMultimodalLM
     config = whole or read_config(name)

@@ -208,7 +208,7 @@ def _listed(name_or_path: str, single: str, index: str, patterns: Sequence[str])
         names = _in_index(folder / index)
     else:
         return []
-    where = f"model.name_or_path {name_or_path!r}"
+    where = f"the model {name_or_path!r}"
     if absent := [name for name in names if not (folder / name).exists()]:
         raise MissingInputError(
             f"{where} has no {', '.join(absent)}, which {index} names; "

@@ -299,3 +299,8 @@ def test_only_regular_files_of_a_folder_are_read(export: Path, tmp_path: Path) -
         file.truncate(2**40)
     with pytest.raises(MissingInputError, match=r"tokenizer\.json is larger than 268,435,456 bytes"):
         load(folder, GREEDY)
+    folder = copied(export, tmp_path / "linked", "config.json")
+    (folder / "model.safetensors").rename(tmp_path / "secret")
+    (folder / "model.safetensors").symlink_to(tmp_path / "secret")
+    with pytest.raises(MissingInputError, match=r"model\.safetensors is a link to .*, outside of the folder"):
+        load(folder, GREEDY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from dsft.errors import MissingInputError
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.conversion import write_map
-from dsft.model.files import weight_files
+from dsft.model.files import model_files, weight_files
 from dsft.model.policy import Policy
 from dsft.model.weights import Sharding
 from dsft.plan.cut import Cut
@@ -282,6 +283,43 @@ def test_a_damaged_index(content: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(MissingInputError, match="index.json is damaged: .* download it again"):
         weight_files(str(tmp_path))
+
+
+@pytest.mark.parametrize("entry", ["../a.safetensors", "/a.safetensors", "below/a.safetensors", "..", "."])
+def test_an_index_that_names_files_outside_of_its_folder_is_refused(entry: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "a.safetensors").touch()
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        (folder / index).write_text(json.dumps({"weight_map": {"a": entry}}))
+        with pytest.raises(
+            MissingInputError, match="which is not a file of its folder|outside of the folder"
+        ):
+            model_files(str(folder))
+        (folder / index).unlink()
+
+
+def test_a_link_may_lead_only_to_the_folder_or_the_hubs_cache(tmp_path: Path) -> None:
+    """The cache has a model's files in models--NAME/blobs, and links to them in models--NAME/snapshots/X."""
+    folder, blobs = tmp_path / "models--a/snapshots/x", tmp_path / "models--a/blobs"
+    places = {"inside": folder / "other", "in the cache": blobs / "1f", "outside": tmp_path / "secret"}
+    for place in places.values():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        link = folder / name
+        for where, place in places.items():
+            link.symlink_to(place)
+            if where == "outside":
+                with pytest.raises(MissingInputError, match=f"{name} is a link to {place}, outside of the"):
+                    model_files(str(folder))
+            else:
+                assert model_files(str(folder)) == [link]
+            link.unlink()
+        os.mkfifo(link)
+        with pytest.raises(MissingInputError, match=f"{name} is a named pipe, not a file"):
+            model_files(str(folder))
+        link.unlink()
 
 
 def test_a_file_that_is_torn(tmp_path: Path) -> None:
