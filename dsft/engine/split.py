@@ -23,13 +23,16 @@ class RankExchange:
     def __init__(self, group: dist.ProcessGroup, number: int, size: int) -> None:
         self.group, self.number, self.size = group, number, size
 
-    def to_heads(self, tokens: Tensor) -> Tensor:
+    def to_heads(self, *tokens: Tensor) -> list[Tensor]:
         """See `Exchange.to_heads`."""
-        _, heads, length, width = tokens.shape
-        share = heads // self.size
-        by_rank = tokens[0].transpose(0, 1).reshape(length, self.size, share, width).transpose(0, 1)
-        whole: Tensor = _AllToAll.apply(by_rank, self.group)
-        return whole.view(1, self.size * length, share, width).transpose(1, 2)
+        length = tokens[0].shape[2]
+        by_rank = [x[0].transpose(0, 1).reshape(length, self.size, -1) for x in tokens]
+        whole: Tensor = _AllToAll.apply(torch.cat(by_rank, 2).transpose(0, 1), self.group)
+        parts = whole.view(self.size * length, -1).split([x.shape[2] for x in by_rank], 1)
+        return [
+            part.unflatten(1, (-1, x.shape[3])).transpose(0, 1)[None]
+            for part, x in zip(parts, tokens, strict=True)
+        ]
 
     def to_tokens(self, heads: Tensor) -> Tensor:
         """See `Exchange.to_tokens`."""

@@ -24,9 +24,9 @@ class Exchange(Protocol):
     @property
     def number(self) -> int: ...
 
-    def to_heads(self, tokens: Tensor) -> Tensor:
-        """(1, heads, tokens of this rank, D) -> (1, heads ÷ size, tokens of the whole row, D);
-        differentiable."""
+    def to_heads(self, *tokens: Tensor) -> list[Tensor]:
+        """Each (1, heads, tokens of this rank, D) -> (1, heads ÷ size, tokens of the whole row, D), in one
+        collective for all; their heads and D may differ. Differentiable, with one collective back."""
         ...
 
     def to_tokens(self, heads: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def split_attention(attend: Attention, exchange: Exchange) -> Attention:
         repeats = math.lcm(key.shape[1], exchange.size) // key.shape[1]
         if repeats > 1:
             key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-        query, key, value = (exchange.to_heads(x) for x in (query, key, value))
+        query, key, value = exchange.to_heads(query, key, value)
         output, _ = attend(module, query, key, value, attention_mask, **arguments)
         return exchange.to_tokens(output), None
 

@@ -254,7 +254,7 @@ def _zero_common(spec: Spec, batch: BatchSizes | None, elements: Elements | None
         reason = "gradients are reduced during the step's last backward, except by BF16_Optimizer"
         yield "overlap_comm", True, reason
     else:
-        yield "overlap_comm", True, "gradients are reduced during the backward; costs a second bucket"
+        yield "overlap_comm", True, "reduced during the backward; costs a second bucket, and a third on GPUs"
 
 
 def _sizing(elements: Elements | None) -> str:

@@ -76,7 +76,7 @@ def exchanges(exchange: RankExchange, world: World) -> float:
     """The backward pass of each exchange is its adjoint, over all ranks of the group together."""
     size = exchange.size
     steps: list[tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = [
-        (exchange.to_heads, (1, 2 * size, 3, SIZE)),
+        (lambda x: exchange.to_heads(x)[0], (1, 2 * size, 3, SIZE)),
         (exchange.to_tokens, (1, 3 * size, 2, SIZE)),
     ]
     found = []

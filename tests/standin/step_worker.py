@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import groups
 from torch.utils._pytree import tree_leaves
 
@@ -133,7 +134,7 @@ def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[st
     with inside.waits() as places:
         # The check of a run's first step waits for the device, and is not counted.
         fit(engine, objective, steps, schedule, run, Progress(applied_steps=1))
-    moved = bytes_beside_autograd(engine, policy, steps.step(LAST)) if zero_stage < 3 and task == "sft" else 0
+    moved = bytes_beside_autograd(engine, policy, steps.step(LAST))
     engine._engine.destroy()  # type: ignore[attr-defined]
     groups.mpu = None
     gc.collect()
@@ -142,7 +143,7 @@ def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[st
         "steps": [counting.steps[number - 1] for number in COUNTED],
         "seconds": [counting.seconds[number - 1] for number in COUNTED],
         "waits": {place: number / LAST for place, number in places.items()},
-        "bytes": moved / sum(p.numel() for p in policy.parameters()),
+        "bytes": moved / sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),
         "losses": {int(record["train/global_step"]): record["train/loss"] for record in records},
     }
 
@@ -151,7 +152,7 @@ def bytes_beside_autograd(engine: Any, policy: Policy, step: GlobalStep) -> int:
     """The bytes that a step moves beside its forward and backward passes and AdamW."""
     with inside.Moved() as whole:
         engine.step(step.micro_batches, step.counts, 1e-3)
-    with inside.Moved() as passes:
+    with GatheredParameters(list(policy.parameters())), inside.Moved() as passes:
         for batch in step.micro_batches:
             torch.autograd.grad(engine._sums(batch).sum(), list(policy.parameters()))
     return int(whole.bytes - passes.bytes)

@@ -248,15 +248,19 @@ def _in_host(rank: RankSetup) -> Tensors:
 
 
 def _buckets(rank: RankSetup, width: int) -> Tensors:
-    """Return the reduction buckets: two if reduction overlaps the backward. The reduced gradients are
-    flattened, and copied again if the reduction has another type (stage_1_and_2.py:2359 allreduce_bucket); a
-    parameter larger than the bucket is reduced separately. With offload, gradients pass through a buffer of
-    the size of the largest one."""
+    """Return the reduction buckets: two if reduction overlaps the backward, and three on several GPUs
+    (engine/reduction.py). The reduced gradients are flattened, and copied again if the reduction has another
+    type (stage_1_and_2.py:2359 allreduce_bucket); a parameter larger than the bucket is reduced separately,
+    without a buffer, but takes the place of one. With offload, gradients pass through a buffer of the size of
+    the largest one."""
     if rank.adds_in_place:
         return NONE
     bucket = min(rank.bucket, rank.elements)
     flat = max(bucket, rank.largest)
-    found = one(bucket * width) + (NONE if rank.pipeline else one(bucket * width)) + one(flat * width)
+    several = rank.ranks > 1 and not rank.on_cpu
+    found = each([bucket] * (1 if rank.pipeline else 3 if several else 2), width) + one(flat * width)
+    if several and not rank.pipeline and rank.matrix > bucket:
+        found += each([rank.matrix] * 2, width)  # two of a layer's gradients are in reduction
     if rank.reduced != width:
         found += one(flat * rank.reduced)
     return found + (one(rank.largest * rank.weight) if rank.is_offloaded else NONE)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from dsft.engine import split
 from dsft.engine.split import RowSplit
+from dsft.model.attention_split import split_attention
 from dsft.plan.layout import Layout
 from tests.in_threads import Threads
 
@@ -34,13 +36,59 @@ def test_consecutive_ranks_share_rows_and_the_first_of_them_reports(monkeypatch:
 def test_a_rank_gets_its_share_of_the_heads_for_all_tokens_and_gives_it_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two ranks, two of four heads each, three tokens each."""
-    ranks, parts = Threads(2, monkeypatch), torch.randn(2, 1, 4, 3, 5)
-    whole = torch.cat(list(parts), 2)  # (1, heads, tokens, width)
+    """Two ranks, three tokens each, of two tensors: two of four heads, and one of two heads of another
+    size."""
+    ranks, parts, keys = Threads(2, monkeypatch), torch.randn(2, 1, 4, 3, 5), torch.randn(2, 1, 2, 3, 7)
+    whole, whole_keys = torch.cat(list(parts), 2), torch.cat(list(keys), 2)  # (1, heads, tokens, width)
 
     def exchanged(number: int) -> None:
-        own = ranks.to_heads(parts[number])
+        own, own_keys = ranks.to_heads(parts[number], keys[number])
         assert torch.equal(own, whole[:, 2 * number : 2 * number + 2])
+        assert torch.equal(own_keys, whole_keys[:, number : number + 1])
         assert torch.equal(ranks.to_tokens(own.transpose(1, 2)), parts[number].transpose(1, 2))
 
     ranks.run(exchanged)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_a_layer_makes_two_exchanges_in_each_direction(
+    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, keys and values go together, also where there are fewer heads of keys, of another size than
+    those of values; output and gradients are those of the whole row, rounded to float64."""
+    ranks, counts = Threads(2, monkeypatch), [0, 0]
+    exchange = split.dist.all_to_all_single
+
+    def counted(received: Tensor, sent: Tensor, group: Any) -> None:
+        counts[ranks.number] += 1
+        exchange(received, sent, group)
+
+    monkeypatch.setattr(split.dist, "all_to_all_single", counted)
+    number_of = {"query": heads[0], "key": heads[1], "value": heads[1]}
+    widths = {"query": 8, "key": 8, "value": 6}
+    rows = [torch.randn(1, number_of[x], 10, widths[x], dtype=torch.float64) for x in widths]
+    whole = [row.requires_grad_() for row in rows]
+    pull = torch.randn(1, 10, heads[0], 6, dtype=torch.float64)
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, None]:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        return ((query @ key.mT).softmax(3) @ value).transpose(1, 2), None
+
+    expected, _ = attend(nn.Module(), *whole, None)
+    gradients = torch.autograd.grad(expected, whole, pull)
+
+    def one_rank(rank: int) -> None:
+        own = slice(5 * rank, 5 * rank + 5)
+        mine = [row.detach()[:, :, own].clone().requires_grad_() for row in whole]
+        found, _ = split_attention(attend, ranks)(nn.Module(), *mine, None)
+        assert counts[rank] == 2
+        torch.testing.assert_close(found, expected[:, own], rtol=1e-12, atol=1e-14)
+        found.backward(pull[:, own])  # type: ignore[no-untyped-call]
+        assert counts[rank] == 4
+        for part, gradient in zip(mine, gradients, strict=True):
+            assert part.grad is not None
+            torch.testing.assert_close(part.grad, gradient[:, :, own], rtol=1e-12, atol=1e-14)
+
+    ranks.run(one_rank)

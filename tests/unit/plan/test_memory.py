@@ -60,7 +60,16 @@ def test_zero_2_in_bf16_shares_all_but_the_parameters(sizes: Any) -> None:
         WHOLE,
         2 * WHOLE,
     )
-    assert rank.buffers == 2 * 2 * bucket_size(WHOLE) + (2 + 4) * LARGEST  # flattened, and in fp32
+    # three buckets, one flattened, and in fp32
+    assert rank.buffers == 3 * 2 * bucket_size(WHOLE) + (2 + 4) * LARGEST
+
+
+def test_gradients_larger_than_a_bucket_stay_while_they_are_reduced(make_spec: Any) -> None:
+    matrices = [Parameter(f"layers.{i}.w", (10_000, 6_000), i, False, ()) for i in range(4)]
+    spec = make_spec(parallel={"zero_stage": 2}, train={"precision": "bf16"})
+    layout = layout_of(spec.parallel, 4)
+    rank = memory(Census("X", 4, None, tuple(matrices)), spec, layout, {"here": 4}, 1).stages[0]
+    assert rank.buffers == 2 * (3 * bucket_size(240_000_000) + 2 * 60_000_000) + (2 + 4) * 60_000_000
 
 
 def test_bf16_at_zero_1_keeps_fp32_gradients_whole(sizes: Any) -> None:
