@@ -76,7 +76,7 @@ def test_a_layer_makes_two_exchanges_in_each_direction(
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
         return ((query @ key.mT).softmax(3) @ value).transpose(1, 2), None
 
-    expected, _ = attend(nn.Module(), *whole, None)
+    expected, _ = attend(nn.Module(), *whole, mask=None)
     gradients = torch.autograd.grad(expected, whole, pull)
 
     def one_rank(rank: int) -> None:
