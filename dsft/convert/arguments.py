@@ -1,23 +1,30 @@
 """Convert what LLaMA-Factory, Axolotl, TRL and ms-swift share: the keys of transformers' TrainingArguments,
-also under Axolotl's names, and the adapter, attention and DeepSpeed keys of all of them."""
+also under Axolotl's names, and the adapter, attention and preference keys of all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from os.path import exists
 from pathlib import Path
 from typing import Any, get_args
 
-from dsft.convert.draft import Draft, NotOfferedError, flag, mistake, names_in, number, positive, whole
+from dsft.convert.draft import Draft, hub_path, is_file_name, mistake, no_key_for, refuse
+from dsft.convert.parallel import parallel
+from dsft.convert.values import NotOfferedError, names_in, nonzero, number, positive, whole
+from dsft.spec.aliases import OTHER_NAMES, VALUES
 from dsft.spec.document import quote
-from dsft.spec.not_offered import is_off
-from dsft.spec.schema import Optim, Schedule
+from dsft.spec.schema import Dpo, Schedule
 from dsft.system import json_file
 
-_SCHEDULES = {"warmup_stable_decay": "wsd", "cosine_warmup_with_min_lr": "cosine_with_min_lr"}
+LOSSES = get_args(Dpo.model_fields["loss_type"].annotation)
+_BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999}
+_EXACT = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "sgd")
 _ATTENTION = {
-    "auto": "auto", "disabled": "eager", "eager": "eager", "sdpa": "sdpa",
-    **dict.fromkeys(("fa2", "fa3", "flash_attn", "flash_attention_2", "flash_attention_3"), "auto"),
+    **{name: name for name in ("auto", "eager", "sdpa")}, **VALUES["model.attention"],
+    "flash_attention_2": "auto", "flash_attention_3": "auto",  # they need the package flash-attn
 }  # fmt: skip
+_ATTENTION_SWITCHES = {"flash_attention": "auto", "sdp_attention": "sdpa", "eager_attention": "eager"}
 _FLASH = (
     "auto takes FlashAttention, also without the package flash-attn, where GPU, precision and model allow it"
 )
@@ -26,50 +33,58 @@ BALANCE = (
     "the nearest is model.experts.balance: global_batch with balance_weight: the coefficient × the experts "
     "per token (docs/experts.md)"
 )
-_QUANTIZED = "load_in_4bit load_in_8bit quantization_bit quantization_method quant_bits quant_method".split()
 _STEPS = "counted in steps here, and dsft preview prints the steps of an epoch"
 PACKED = (
     "there a packed row of max_length counts as one example, here each example counts: for steps of the same "
     "size multiply global_batch_size by the examples that fit into a row (dsft preview shows them)"
 )
+TURNS = "the chat template decides it; a system turn can be in the rows"
 
 
-def training(draft: Draft) -> None:
-    """Convert batch sizes, length, precision, optimizer, schedule, evaluation, checkpoints and reports."""
-    _batch(draft)
+@dataclass(frozen=True)
+class Tool:
+    """A tool whose configs can be converted.
+
+    marks     keys by which its configs are recognized
+    defaults  its defaults of keys that decide the result
+    keys      key of the spec -> the tool's keys for it, where it has a meaning of its own for them
+    convert   fills in a draft; takes the task (None: from the config) and the path of dataset_info.json
+    reasons   reason -> keys that are not carried over for it
+    """
+
+    title: str
+    marks: tuple[str, ...]
+    defaults: Mapping[str, Any]
+    keys: Mapping[str, str]
+    convert: Callable[[Draft, str | None, Path | None], None]
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+
+def training(draft: Draft, precision: str) -> None:
+    """Convert how the work is divided, precision (`precision` if neither bf16 nor fp16 is on), batch sizes,
+    length, optimizer, schedule, evaluation, checkpoints and reports."""
+    parallel(draft)
+    _precision(draft, precision)
+    split = draft.values.get("parallel.sequence_parallel")
+    unit = f"group of {split} GPUs" if split else "GPU"
+    draft.carry("train.micro_batch_size", note=f"per {unit}, as there")
+    if not draft.is_given("gradient_accumulation_steps") and draft.is_given("batch_size"):
+        draft.carry("train.global_batch_size", "batch_size", note="over all GPUs")
+    else:
+        note = f"global batch = micro_batch_size × this × {'groups' if split else 'GPUs'}, as there"
+        draft.carry("train.accumulation_steps", note=note)
+    if draft.carry("train.max_steps", to=positive) is None:
+        draft.carry("train.num_train_epochs")
+    else:
+        draft.leave("num_train_epochs num_epochs", "max_steps decides the length")
+    draft.carry_all("train.seed", "train.max_grad_norm", "train.neftune_alpha")
+    draft.carry("train.label_smoothing", to=nonzero)
     _balance(draft)
     _optimizer(draft)
     _schedule(draft)
-    _when(draft)
+    _evaluation(draft)
+    _checkpoints(draft)
     _reports(draft)
-    draft.carry("train.seed", "seed", to=whole)
-    draft.carry("train.max_grad_norm", "max_grad_norm", to=number)
-    draft.carry("train.neftune_alpha", "neftune_noise_alpha", to=number)
-    draft.carry("train.label_smoothing", "label_smoothing_factor", to=lambda value: number(value) or None)
-
-
-def _batch(draft: Draft) -> None:
-    split = draft.spec.get("parallel", {}).get("sequence_parallel")
-    unit = f"group of {split} GPUs" if split else "GPU"
-    draft.carry(
-        "train.micro_batch_size",
-        "per_device_train_batch_size", "micro_batch_size",
-        to=whole, note=f"per {unit}, as there",
-    )  # fmt: skip
-    if not draft.is_given("gradient_accumulation_steps") and draft.is_given("batch_size"):
-        draft.carry("train.global_batch_size", "batch_size", to=whole, note="over all GPUs")
-    else:
-        draft.carry(
-            "train.accumulation_steps",
-            "gradient_accumulation_steps",
-            to=whole,
-            note=f"global batch = micro_batch_size × this × {'groups' if split else 'GPUs'}, as there",
-        )
-    if draft.carry("train.max_steps", "max_steps", to=positive) is None:
-        draft.carry("train.num_train_epochs", "num_train_epochs", "num_epochs", to=number)
-    else:
-        draft.leave("num_train_epochs", "max_steps decides the length")
-        draft.leave("num_epochs", "max_steps decides the length")
 
 
 def _balance(draft: Draft) -> None:
@@ -84,47 +99,42 @@ def _balance(draft: Draft) -> None:
 
 
 def _optimizer(draft: Draft) -> None:
-    name = str(draft.get("optim", "optimizer"))
-    given = "optim" if draft.is_given("optim") or "optim" in draft.defaults else "optimizer"
-    if name == "sgd":
-        draft.put("optim.name", "sgd", given)
-    elif name.startswith("adamw") or "adamw" in name:
-        exact = name in ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
-        note = "" if exact else f"; {name} there, full-precision AdamW here"
-        draft.put("optim.name", "adamw", (given if draft.is_given(given) else f"default of {given}") + note)
-    else:
-        draft.put("optim.name", "adamw", f"{name} is not offered; AdamW may need another learning rate")
+    given, value = draft.entry("optim optimizer")
+    name, note = str(value), draft.source(given)
+    if name != "sgd" and "adamw" not in name:
         draft.leave(given, f"{quote(name)} is not offered; optim.name has adamw and sgd")
-    draft.carry("optim.learning_rate", "learning_rate", to=number)
-    draft.carry("optim.weight_decay", "weight_decay", to=number)
-    given_betas = (draft.get("adam_beta1"), 0.9), (draft.get("adam_beta2"), 0.999)
-    betas = [default if beta is None else number(beta) for beta, default in given_betas]
-    if betas != list(Optim.model_fields["betas"].default):
-        named = [name for name in ("adam_beta1", "adam_beta2") if draft.is_given(name)]
-        draft.put("optim.betas", betas, ", ".join(named) or "default of adam_beta1, adam_beta2")
-    draft.carry("optim.eps", "adam_epsilon", to=number)
+        note = f"{name} is not offered; AdamW may need another learning rate"
+    elif name not in _EXACT:
+        note += f"; {name} there, full-precision AdamW here"
+    draft.put("optim.name", "sgd" if name == "sgd" else "adamw", note)
+    draft.carry_all("optim.learning_rate", "optim.weight_decay", "optim.eps")
+    values = {name: draft.get(name) for name in _BETAS}
+    betas = [_BETAS[name] if value is None else number(value) for name, value in values.items()]
+    if betas != list(_BETAS.values()):
+        named = ", ".join(filter(draft.is_given, _BETAS))
+        draft.put("optim.betas", betas, named or "default of adam_beta1, adam_beta2")
 
 
 def _schedule(draft: Draft) -> None:
     options = draft.get("lr_scheduler_kwargs") or {}
     options = json_file.parse_json(options) if isinstance(options, str) else options
-    theirs = "lr_scheduler_type"
-    given = theirs if draft.is_given(theirs) or theirs in draft.defaults else "lr_scheduler"
-    name = str(draft.get("lr_scheduler_type", "lr_scheduler"))
-    least = _least(draft, options)
-    kind, note = _SCHEDULES.get(name, name), given if draft.is_given(given) else f"default of {given}"
+    given, value = draft.entry("lr_scheduler_type lr_scheduler")
+    kind = VALUES["optim.lr_scheduler_type"].get(str(value), str(value))
+    note = draft.source(given)
     if kind not in get_args(Schedule):
-        draft.leave(given, f"{quote(name)} is not offered; the spec has cosine in its place")
-        kind, note = "cosine", f"{name} is not offered"
+        draft.leave(given, f"{quote(str(value))} is not offered; the spec has cosine in its place")
+        kind, note = "cosine", f"{value} is not offered"
+    least = _least(draft, options)
     if kind == "cosine" and least:
         kind = "cosine_with_min_lr"
     draft.put("optim.lr_scheduler_type", kind, note)
     if kind in ("cosine_with_min_lr", "wsd"):
         draft.put("optim.min_lr_ratio", least, "of learning_rate")
     if kind == "wsd":
-        steps = options.get("num_decay_steps")
-        key, value = ("decay_steps", whole(steps)) if steps else ("decay_ratio", 0.1)
-        draft.put(f"optim.{key}", value, "num_decay_steps" if steps else "not in the config: choose it")
+        if steps := options.get("num_decay_steps"):
+            draft.put("optim.decay_steps", whole(steps), "num_decay_steps")
+        else:
+            draft.put("optim.decay_ratio", 0.1, "not in the config: choose it")
         if "decay_type" in options:
             draft.put("optim.decay_type", options["decay_type"])
     _warmup(draft, kind)
@@ -132,7 +142,7 @@ def _schedule(draft: Draft) -> None:
 
 def _least(draft: Draft, options: Mapping[str, Any]) -> float:
     """Return the lowest learning rate as a fraction of the highest."""
-    given, rate = draft.get("cosine_min_lr_ratio", "min_lr_rate"), draft.get("learning_rate")
+    given, rate = draft.get("cosine_min_lr_ratio min_lr_rate"), draft.get("learning_rate")
     if "min_lr" in options and rate:
         return number(options["min_lr"]) / number(rate)
     return number(options.get("min_lr_rate") or options.get("min_lr_ratio") or given or 0)
@@ -141,40 +151,42 @@ def _least(draft: Draft, options: Mapping[str, Any]) -> float:
 def _warmup(draft: Draft, kind: str) -> None:
     steps, ratio = draft.number("warmup_steps"), draft.number("warmup_ratio")
     if kind == "constant":
-        for key in ("warmup_steps", "warmup_ratio"):
-            draft.leave(key, "a constant rate has no warm-up; use constant_with_warmup")
+        reason = "a constant rate has no warm-up; use constant_with_warmup"
+        draft.leave("warmup_steps warmup_ratio", reason)
     elif steps >= 1:
-        draft.carry("optim.warmup_steps", "warmup_steps", to=whole)
+        draft.carry("optim.warmup_steps", "warmup_steps")
         draft.leave("warmup_ratio", "warmup_steps decides")
     elif steps > 0:
-        draft.carry("optim.warmup_ratio", "warmup_steps", to=number, note="below 1: a fraction of all steps")
+        draft.carry("optim.warmup_ratio", "warmup_steps", note="below 1: a fraction of all steps")
     elif ratio > 0:
-        draft.carry("optim.warmup_ratio", "warmup_ratio", to=number)
+        draft.carry("optim.warmup_ratio", "warmup_ratio")
 
 
-def _when(draft: Draft) -> None:
-    """Convert when to evaluate, log and save."""
+def _steps(value: Any) -> int | None:
+    if 0 < number(value) < 1:
+        raise NotOfferedError("a fraction of all steps; here a number of steps is needed")
+    return positive(value)
 
-    def steps(value: Any) -> int | None:
-        if 0 < number(value) < 1:
-            raise NotOfferedError("a fraction of all steps; here a number of steps is needed")
-        return positive(value)
 
-    strategy = draft.get("eval_strategy", "evaluation_strategy")
+def _evaluation(draft: Draft) -> None:
+    """Convert when to evaluate and log."""
+    strategy = draft.get("eval_strategy evaluation_strategy")
     if strategy in (None, "steps"):
-        every = draft.carry("train.eval_every", "eval_steps", to=steps)
+        every = draft.carry("train.eval_every", to=_steps)
         if every is None and strategy == "steps" and draft.number("logging_steps") >= 1:
-            draft.put(
-                "train.eval_every", whole(draft.get("logging_steps")), "the same as logging_steps, as there"
-            )
+            note = "the same as logging_steps, as there"
+            draft.put("train.eval_every", whole(draft.get("logging_steps")), note)
     else:
         draft.leave("eval_steps", f"eval_strategy is {strategy}")
     if strategy not in (None, "no", False, "steps"):
         draft.leave("eval_strategy", f"{_STEPS}; write them to train.eval_every")
     for key, ours in (("evals_per_epoch", "train.eval_every"), ("saves_per_epoch", "checkpoint.every")):
         draft.leave(key, f"{_STEPS}; divide them by {draft.get(key)} and write that to {ours}")
-    draft.carry("train.eval_on_start", "eval_on_start", to=lambda value: flag(value) or None)
-    draft.carry("train.log_every", "logging_steps", to=steps)
+    draft.carry("train.eval_on_start")
+    draft.carry("train.log_every", to=_steps)
+
+
+def _checkpoints(draft: Draft) -> None:
     saving = draft.get("save_strategy")
     if saving in ("no", False):
         draft.put("checkpoint.every", None, "save_strategy: one at the end")
@@ -183,118 +195,99 @@ def _when(draft: Draft) -> None:
         draft.leave("save_strategy", f"{_STEPS}; write them to checkpoint.every")
         draft.leave("save_steps", f"save_strategy is {saving}")
     else:
-        draft.carry("checkpoint.every", "save_steps", to=steps)
-    draft.carry("checkpoint.keep_last", "save_total_limit", to=positive)
-    best = draft.is_on("load_best_model_at_end")
-    if best and draft.is_given("load_best_model_at_end"):
-        draft.put("checkpoint.keep_best", 1, "load_best_model_at_end; it is in checkpoints/best")
+        draft.carry("checkpoint.every", to=_steps)
+    draft.carry("checkpoint.keep_last", to=positive)
+    draft.switch("load_best_model_at_end", "checkpoint.keep_best", 1, "it is in checkpoints/best")
     if draft.get("metric_for_best_model") not in (None, "loss", "eval_loss"):
         draft.leave("metric_for_best_model", "checkpoint.keep_best goes by eval/loss")
-    draft.get("greater_is_better")
 
 
-def held_out(draft: Draft, name: str) -> None:
-    """Convert the rows kept for evaluation: a fraction below 1, or a number of rows."""
-    size = draft.number(name)
-    if 0 < size < 1:
-        draft.carry("data.eval_fraction", name, to=number)
-    elif size:
-        draft.carry("data.eval_count", name, to=whole)
-
-
-def precision(draft: Draft, fallback: str) -> None:
+def _precision(draft: Draft, fallback: str) -> None:
     """Convert bf16 and fp16 (also "auto"); `fallback` is the precision if neither is on."""
-    half = [
-        name for name in ("bf16", "bfloat16", "pure_bf16") if draft.get(name) not in (None, False, "false")
-    ]
-    fp16 = [name for name in ("fp16", "float16") if draft.get(name) not in (None, False, "false")]
-    draft.get("float32", "fp16_full_eval", "bf16_full_eval", "fp16_opt_level", "half_precision_backend")
-    if half and not (fp16 and draft.given.get(half[0]) == "auto"):
-        note = "; master weights are fp32 here" if half[0] in ("pure_bf16", "bfloat16") else ""
-        draft.put("train.precision", "bf16", half[0] + note)
+    bf16, fp16 = (
+        [name for name in names.split() if draft.get(name) not in (None, False, "false")]
+        for names in ("bf16 bfloat16 pure_bf16", "fp16 float16")
+    )
+    kind, note = fallback, "neither bf16 nor fp16 is set"
+    if bf16 and not (fp16 and draft.given.get(bf16[0]) == "auto"):
+        kind = "bf16"
+        note = bf16[0] + ("" if bf16[0] == "bf16" else "; master weights are fp32 here")
     elif fp16:
-        draft.put("train.precision", "fp16", fp16[0])
-    else:
-        draft.put("train.precision", fallback, "neither bf16 nor fp16 is set")
+        kind, note = "fp16", fp16[0]
+    draft.put("train.precision", kind, note)
     if draft.get("tf32") in (True, "true"):
-        if draft.spec["train"]["precision"] == "fp32":
+        if kind == "fp32":
             draft.put("train.tf32", True, "tf32")
         else:
-            draft.leave("tf32", f"has no effect on matrix products in {draft.spec['train']['precision']}")
+            draft.leave("tf32", f"has no effect on matrix products in {kind}")
 
 
-def attention(draft: Draft) -> None:
-    """Convert the choice of an attention implementation."""
+def model(draft: Draft, tool: Tool, adapter: str = "") -> Any:
+    """Convert the keys of the model, and those of an adapter. adapter: the tool's keys for its kind, which is
+    returned."""
+    for key, names in tool.keys.items():
+        draft.carry(key, names)
+    _attention(draft)
+    _checkpointing(draft)
+    if not adapter:
+        return None
+    name, kind = draft.entry(adapter)
+    if kind in ("lora", "qlora"):
+        lora(draft, name)
+    elif kind != "full":
+        reason = "dsft has model.lora, full training, and model.trainable for a part of the weights"
+        draft.leave(adapter, f"{quote(kind)} is not offered; {reason}")
+    if kind == "qlora":
+        draft.left[name] = no_key_for(name, kind)
+    return kind
+
+
+def _attention(draft: Draft) -> None:
     for name in ("flash_attn", "attn_implementation", "attn_impl"):
-        if draft.is_given(name):
-            value = str(draft.get(name)).lower()
-            if value in _ATTENTION:
-                note = f"{name}: {value} there; {_FLASH}" if value.startswith(("fa", "flash")) else name
-                draft.put("model.attention", _ATTENTION[value], note)
-            else:
-                draft.leave(name, f"{quote(value)} is not offered; model.attention: auto chooses one")
-    switches = {"flash_attention": "auto", "sdp_attention": "sdpa", "eager_attention": "eager"}
-    for name, ours in switches.items():
+        value = str(draft.get(name)).lower()
+        if draft.is_given(name) and value not in _ATTENTION:
+            draft.leave(name, f"{quote(value)} is not offered; model.attention: auto chooses one")
+        elif draft.is_given(name):
+            note = f"{name}: {value} there; {_FLASH}" if value.startswith(("fa", "flash")) else name
+            draft.put("model.attention", _ATTENTION[value], note)
+    for name, ours in _ATTENTION_SWITCHES.items():
         if draft.get(name) in (True, "true"):
             draft.put("model.attention", ours, f"{name}; {_FLASH}" if ours == "auto" else name)
-    draft.get("xformers_attention", "flex_attention", "sage_attention")
 
 
-def checkpointing(draft: Draft, *, by_default: bool) -> None:
-    """Convert gradient checkpointing; `by_default`: whether the tool has it on."""
-    on = draft.get("gradient_checkpointing")
-    off = draft.get("disable_gradient_checkpointing") in (True, "true")
-    value = by_default and not off if on is None else on not in (False, "false")
-    named = "gradient_checkpointing" if on is not None else "disable_gradient_checkpointing"
-    draft.put("model.gradient_checkpointing", value, named if draft.is_given(named) else "the tool's default")
-    offload = draft.get("activation_offloading")
-    if on in ("offload", "offload_disk") or offload not in (None, False):
+def _checkpointing(draft: Draft) -> None:
+    name = "gradient_checkpointing"
+    on = draft.get(name)
+    value = bool(on) and on not in (False, "false")
+    if not draft.is_given(name) and draft.is_given("disable_gradient_checkpointing"):
+        name = "disable_gradient_checkpointing"
+        value = value and draft.get(name) not in (True, "true")
+    draft.put("model.gradient_checkpointing", value, name if draft.is_given(name) else "the tool's default")
+    if on in ("offload", "offload_disk") or draft.get("activation_offloading") not in (None, False):
         draft.put("model.activation_offload", True, "activations in host memory")
         draft.put("model.gradient_checkpointing", True, "needed by activation_offload")
 
 
-def quantization(draft: Draft) -> None:
-    """Leave the keys of quantized training (QLoRA) with the reason."""
-    reason = "dsft trains no quantized weights; here the adapter is trained on the unquantized model"
-    for name in (*_QUANTIZED, *(name for name in draft.given if name.startswith(("bnb_", "hqq_")))):
-        if not is_off(draft.get(name)):
-            draft.leave(name, reason)
-
-
 def lora(draft: Draft, name: str) -> None:
     """Convert the keys of a LoRA adapter. name: key that asks for one."""
-    draft.comments["model.lora"] = name if draft.is_given(name) else f"default of {name}"
-    rank = draft.carry("model.lora.rank", "lora_rank", "lora_r", to=whole)
-    if not draft.is_given("lora_alpha") and draft.defaults.get("lora_alpha") == "2 × rank":
+    draft.comments["model.lora"] = draft.source(name)
+    rank = draft.carry("model.lora.rank")
+    if not draft.is_given("lora_alpha") and draft.get("lora_alpha") == "2 × rank":
         draft.put("model.lora.alpha", 2 * rank, "default of lora_alpha: twice the rank")
-        draft.read.add("lora_alpha")
     else:
-        draft.carry("model.lora.alpha", "lora_alpha", to=number)
-    if draft.spec["task"] == "dpo" and draft.number("lora_dropout") > 0:
+        draft.carry("model.lora.alpha")
+    if draft.values["task"] == "dpo" and draft.number("lora_dropout") > 0:
         draft.put("model.lora.dropout", 0.0, "lora_dropout, but dropout would change the policy alone")
         draft.leave("lora_dropout", "dropout would make the policy differ from its reference: 0 here")
     else:
-        draft.carry("model.lora.dropout", "lora_dropout", to=number)
-    names = ("lora_target", "lora_target_modules", "target_modules")
-    if draft.is_on("lora_target_linear"):
-        draft.put("model.lora.target_modules", "all-linear", "lora_target_linear")
-        for name in names:
-            draft.leave(name, "lora_target_linear covers all linear modules")
+        draft.carry("model.lora.dropout")
+    if draft.switch("lora_target_linear", "model.lora.target_modules", "all-linear"):
+        names = "lora_target lora_target_modules target_modules"
+        draft.leave(names, "lora_target_linear covers all linear modules")
     else:
-        draft.carry("model.lora.target_modules", *names, to=_targets)
-    for ours, others in (
-        ("use_rslora", ("use_rslora", "peft_use_rslora")), ("use_dora", ("use_dora", "peft_use_dora"))
-    ):  # fmt: skip
-        draft.carry(f"model.lora.{ours}", *others, to=lambda value: flag(value) or None)
-    draft.carry(
-        "model.lora.modules_to_save",
-        "additional_target", "lora_modules_to_save", "modules_to_save",
-        to=lambda value: names_in(value) or None,
-    )  # fmt: skip
-    draft.carry(
-        "model.lora.path", "adapter_name_or_path", "lora_model_dir", "adapters",
-        to=lambda value: _one_of(names_in(value)),
-    )  # fmt: skip
+        draft.carry("model.lora.target_modules", to=_targets)
+    draft.carry_all("model.lora.use_rslora", "model.lora.use_dora", "model.lora.modules_to_save")
+    draft.carry("model.lora.path", to=_one_adapter)
 
 
 def _targets(value: Any) -> str | list[str]:
@@ -306,33 +299,88 @@ def _targets(value: Any) -> str | list[str]:
     return names
 
 
-def _one_of(names: list[str]) -> str | None:
+def _one_adapter(value: Any) -> str | None:
+    names = names_in(value)
     if len(names) > 1:
         raise NotOfferedError("several adapters; merge them first, here one is trained")
     return names[0] if names else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the mapping in a JSON file. Raise SpecError if there is none."""
-    try:
-        found = json_file.read_json(path)
-    except (OSError, ValueError) as error:
-        raise mistake(str(path), f"it {json_file.reason_of(error)}") from error
-    if not isinstance(found, dict):
-        raise mistake(str(path), "it is no mapping of keys to values")
-    return found
+def preferences(
+    draft: Draft, key: str, default: str = "", *, method: str = "", beta: str | None = None
+) -> None:
+    """Convert section dpo. key: names the loss, alone or in a list; default: the loss where it is not given;
+    method: the key that `default` follows from; beta: the tool's keys for it. The reference is another model,
+    or, with an adapter, the model without it."""
+    given = draft.get(key) or default
+    losses = given if isinstance(given, list) else [given]
+    if len(losses) > 1 or losses[0] not in LOSSES:
+        raise refuse(key, ", ".join(map(str, losses)))
+    draft.put("dpo.loss_type", losses[0], draft.source(key) if draft.get(key) or not method else method)
+    draft.carry("dpo.beta", beta)
+    draft.carry("dpo.label_smoothing", to=nonzero)
+    draft.carry("dpo.sft_weight", "pref_ftx rpo_alpha", to=nonzero)
+    if losses == ["simpo"]:
+        draft.carry("dpo.simpo_gamma", note="a margin of rewards in both")
+    else:
+        draft.leave("simpo_gamma", "for the loss simpo only")
+    if losses[0] in ("simpo", "orpo"):
+        draft.leave("ref_model ref_model_name_or_path", "this loss has no reference")
+    elif draft.carry("dpo.reference_model") is None and draft.has("model.lora"):
+        draft.put("dpo.reference", "adapter", "the model without its adapter, as there")
+
+
+def rows(draft: Draft, too_long: str, note: str) -> None:
+    """Convert the weights of the sources, the rows kept for evaluation (a fraction below 1, or a number), the
+    longest row, and, except in pretraining, what happens to longer ones."""
+    sources, names = draft.values.get("data.train"), "interleave_probs interleave_prob"
+    if sources and draft.get(names) is not None:
+        name, weights = draft.entry(names)
+        for source, weight in zip(sources, names_in(weights), strict=False):
+            source["weight"] = number(weight)
+        draft.comments["data.train"] += f", {name} as weights"
+    names = OTHER_NAMES["data.eval_fraction"]
+    if size := draft.number(names):
+        draft.carry("data.eval_fraction" if 0 < size < 1 else "data.eval_count", names)
+    draft.carry("data.max_length")
+    if draft.values["task"] != "pretrain":
+        draft.put("data.on_too_long", too_long, note)
+
+
+def path_of(draft: Draft, where: str, entry: Mapping[str, Any]) -> str:
+    """Return the path of a source from an entry {path, name, data_files, split}, as of load_dataset."""
+    path, files = entry.get("path"), entry.get("data_files") or []
+    files = names_in(next(iter(files.values())) if isinstance(files, Mapping) else files)
+    if path in ("json", "csv", "parquet", "text", None) and files:
+        if others := ", ".join(files[1:]):
+            draft.left[f"{where}.data_files"] = f"add the other files as sources of their own: {others}"
+        return files[0]
+    if path is None:
+        raise mistake(where, "it has no path")
+    name = str(path)
+    if is_file_name(name) or exists(draft.folder / name):
+        return name
+    if files:
+        reason = "dsft reads a whole split of the hub; download the files and name them"
+        draft.left[f"{where}.data_files"] = reason
+    return hub_path(name, entry.get("name"), entry.get("split", "train"))
+
+
+def packing(draft: Draft) -> None:
+    """Convert the keys of TRL and ms-swift that pack rows."""
+    note = PACKED if draft.values["task"] != "pretrain" else ""
+    if not draft.switch("packing", "data.packing", True, note):
+        note = "rows without padding, the same examples a step"
+        draft.switch("padding_free", "data.packing", True, note)
 
 
 def _reports(draft: Draft) -> None:
-    targets = draft.get("report_to")
-    project = draft.get("wandb_project")
+    targets, project = draft.get("report_to"), draft.get("wandb_project")
     reports = names_in(targets) if targets is not None else []
     wandb = "wandb" in reports or "all" in reports or bool(project) or draft.is_on("use_wandb")
-    named = "report_to" if "wandb" in reports or not project else "wandb_project"
     if wandb:
-        draft.put("wandb.mode", "auto", named)
-        draft.carry("wandb.project", "wandb_project")
-        draft.carry("wandb.entity", "wandb_entity")
+        draft.put("wandb.mode", "auto", "report_to" if "wandb" in reports or not project else "wandb_project")
+        draft.carry_all("wandb.project", "wandb.entity")
     elif draft.is_given("report_to"):  # else a key and WANDB_PROJECT would record the run
         draft.put("wandb.mode", "disabled", "report_to")
     mode = draft.get("wandb_mode")
@@ -343,5 +391,3 @@ def _reports(draft: Draft) -> None:
     if "swanlab" in reports or draft.is_on("use_swanlab"):
         draft.put("swanlab.project", draft.get("swanlab_project") or "dsft", "swanlab")
         draft.carry("swanlab.workspace", "swanlab_workspace")
-    for name in ("swanlab_api_key", "swanlab_token", "hub_token", "hf_hub_token", "swanlab_secret"):
-        draft.leave(name, "a secret; set it as an environment variable (docs/telemetry.md)")

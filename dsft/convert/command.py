@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dsft.convert import axolotl, llamafactory, swift, trl
-from dsft.convert.arguments import training
+from dsft.convert.arguments import Tool, training
 from dsft.convert.draft import Draft, mistake
 from dsft.convert.parallel import deepspeed
 from dsft.convert.shell import options_of
-from dsft.convert.tool import Tool
 from dsft.errors import MissingInputError, SpecError, StorageError
 from dsft.spec.document import parse_yaml, quote
 from dsft.spec.load import MAX_BYTES, load_spec
@@ -29,7 +28,24 @@ TOOLS: Mapping[str, Tool] = {
 }
 _DEEPSPEED = "deepspeed"
 _VERSION_1 = {"peft_config", "dist_config", "kernel_config", "model_class"}
-_SCHEDULERS = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+_ZERO = ("stage", "offload_optimizer", "offload_param")
+_JSON = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "train_batch_size": "batch_size",
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.weight_decay": "weight_decay",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.betas": "adam_beta1 adam_beta2",
+    "scheduler.type": "lr_scheduler_type",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
+    "scheduler.params.cos_min_ratio": "min_lr_rate",
+}
+"""Key of a DeepSpeed JSON -> key of TrainingArguments, or keys of the parts of its list."""
 _NEEDED = (("model.name_or_path", "--model"), ("data.train", "--data"))
 
 
@@ -74,7 +90,7 @@ def convert_file(
         if kind == _DEEPSPEED:
             draft = _from_deepspeed(given, path, task)
         else:
-            draft = Draft(given, TOOLS[kind].defaults, path.parent)
+            draft = Draft(given, dict(TOOLS[kind].defaults), path.parent, TOOLS[kind].reasons)
             TOOLS[kind].convert(draft, task, dataset_info)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise mistake(str(path), f"a value is not of the kind that {title} takes ({error!r})") from error
@@ -84,13 +100,12 @@ def convert_file(
     if data:
         draft.put("data.train", [{"path": name} for name in data], "--data")
     for key, option in _NEEDED:
-        section, name = key.split(".")
-        if name not in draft.spec.get(section, {}):
+        if key not in draft.values:
             raise mistake(str(path), f"it has nothing for {key}; give it with {option}")
     _name_sources(draft)
     _only_with_rows(draft)
     draft.leave_rest()
-    target = out or Path("specs") / f"{draft.spec['name']}.yaml"
+    target = out or Path("specs") / f"{draft.values['name']}.yaml"
     _write(target, draft.text(_head(title, path, draft)))
     return Converted(
         target, title, len(given) - len(draft.left.keys() & given.keys()), draft.left, _mistakes(target)
@@ -140,65 +155,35 @@ def _read(path: Path) -> tuple[dict[str, Any], str | None]:
 def _from_deepspeed(given: Mapping[str, Any], path: Path, task: str | None) -> Draft:
     """Convert a DeepSpeed JSON. Its batch sizes, optimizer and precision are those of TrainingArguments, as
     transformers fills in "auto"."""
-
-    def number_of(section: str, key: str) -> Any:
-        value = (given.get(section) or {}).get("params", {}).get(key)
-        return None if value == "auto" else value
-
-    keys = {
-        "per_device_train_batch_size": given.get("train_micro_batch_size_per_gpu"),
-        "gradient_accumulation_steps": given.get("gradient_accumulation_steps"),
-        "batch_size": given.get("train_batch_size"),
-        "max_grad_norm": given.get("gradient_clipping"),
-        "bf16": (given.get("bf16") or {}).get("enabled"),
-        "fp16": (given.get("fp16") or {}).get("enabled"),
-        "learning_rate": number_of("optimizer", "lr"),
-        "weight_decay": number_of("optimizer", "weight_decay"),
-        "adam_epsilon": number_of("optimizer", "eps"),
-    }
-    keys |= _schedule_of(given.get("scheduler") or {})
-    betas = number_of("optimizer", "betas")
-    if isinstance(betas, list):
-        keys |= {"adam_beta1": betas[0], "adam_beta2": betas[1]}
-    draft = Draft({k: v for k, v in keys.items() if v not in (None, "auto")}, trl.ARGUMENTS, path.parent)
+    keys: dict[str, Any] = {}
+    for key, ours in _JSON.items():
+        value: Any = given
+        for part in key.split("."):
+            value = (value or {}).get(part)
+        parts = value if isinstance(value, list) else [value]
+        keys |= {
+            name: part for name, part in zip(ours.split(), parts, strict=False) if part not in (None, "auto")
+        }
+    draft = Draft(keys, dict(trl.TOOL.defaults), path.parent)
     draft.put("task", task or "sft", "--task sets another one")
     draft.put("data.max_length", 2048, "not in the JSON: choose it")
     deepspeed(draft, given, path.name)
-    on = [name for name in ("bf16", "fp16") if keys[name] is True]
-    draft.put("train.precision", on[0] if on else "bf16", on[0] if on else "auto in the JSON: choose it")
-    training(draft)
-    known = {
-        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size",
-        "gradient_clipping", "bf16", "fp16", "optimizer", "scheduler", "zero_optimization",
-        "sequence_parallel_size",
-    }  # fmt: skip
-    if "warmup_steps" in draft.given and given["scheduler"].get("params", {}).get("warmup_type") != "linear":
+    training(draft, "bf16")
+    if draft.comments["train.precision"] not in keys:
+        draft.comments["train.precision"] = "neither bf16 nor fp16 is true in the JSON: choose it"
+    if "warmup_steps" in keys and given["scheduler"]["params"].get("warmup_type") != "linear":
         draft.left["scheduler.params.warmup_type"] = "the rate rises logarithmically there, linearly here"
+    known = {key.partition(".")[0] for key in _JSON} | {"zero_optimization", "sequence_parallel_size"}
+    others = [key for key in given if key not in known]
+    others += [f"zero_optimization.{key}" for key in given.get("zero_optimization") or {} if key not in _ZERO]
     reason = "dsft writes DeepSpeed's JSON itself (dsft plan SPEC --explain shows every key and why)"
-    draft.left |= {key: reason for key in given if key not in known}
-    sections = ("stage", "offload_optimizer", "offload_param")
-    draft.left |= {
-        f"zero_optimization.{key}": reason
-        for key in given.get("zero_optimization") or {}
-        if key not in sections
-    }
+    draft.left |= dict.fromkeys(others, reason)
     return draft
-
-
-def _schedule_of(scheduler: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schedule of a DeepSpeed JSON as keys of TrainingArguments."""
-    name, params = scheduler.get("type"), scheduler.get("params") or {}
-    return {
-        "lr_scheduler_type": _SCHEDULERS.get(str(name), name),
-        "warmup_steps": params.get("warmup_num_steps"),
-        "max_steps": params.get("total_num_steps"),
-        "min_lr_rate": params.get("cos_min_ratio"),
-    }
 
 
 def _name_sources(draft: Draft) -> None:
     """Give sources of one path names that differ."""
-    sources = draft.spec["data"]["train"]
+    sources = draft.values["data.train"]
     paths = [source["path"] for source in sources]
     for position, source in enumerate(sources):
         if paths.count(source["path"]) > 1:
@@ -208,17 +193,13 @@ def _name_sources(draft: Draft) -> None:
 def _only_with_rows(draft: Draft) -> None:
     """Remove the keys of evaluation where the config names no rows to evaluate: a list of TrainingArguments,
     whose rows come in by code, or split_dataset_ratio 0 of ms-swift, which then evaluates nothing."""
-    if draft.spec["data"].keys() & {"eval", "eval_fraction", "eval_count"}:
+    if draft.values.keys() & {"data.eval", "data.eval_fraction", "data.eval_count"}:
         return
     for key in ("train.eval_every", "train.eval_on_start", "checkpoint.keep_best"):
-        section, name = key.split(".")
-        if draft.spec.get(section, {}).pop(name, None) is not None:
-            source = draft.comments.pop(key).partition(";")[0]
-            draft.leave(
-                source,
-                "no rows to evaluate are named; give data.eval, data.eval_fraction or data.eval_count, and "
-                f"{key}",
-            )
+        if draft.values.pop(key, None) is not None:
+            ways = f"data.eval, data.eval_fraction or data.eval_count, and {key}"
+            name = draft.comments.pop(key).partition(";")[0]
+            draft.leave(name, f"no rows to evaluate are named; give {ways}")
 
 
 def _name(draft: Draft, path: Path) -> None:

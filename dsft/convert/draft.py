@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os.path import exists, isfile
 from pathlib import Path
@@ -11,33 +10,31 @@ from typing import Any, TypeVar
 
 import yaml
 
+from dsft.convert.values import NotOfferedError, flag, names_in, number, of_type
 from dsft.errors import Problem, SpecError
-from dsft.spec.aliases import NEEDLESS, likely_key
+from dsft.spec.aliases import LEFT_OUT, OTHER_NAMES, keys, likely_key
 from dsft.spec.document import SpecDumper, quote
 from dsft.spec.not_offered import feature_of_key, feature_of_value, is_off
-from dsft.spec.schema import Spec
+from dsft.system import json_file
 
 T = TypeVar("T")
-NO_EFFECT: dict[str, tuple[str, ...]] = {
-    **NEEDLESS,
-    "dsft never runs code that comes with a model": ("trust_remote_code",),
-    "dsft fills in no placeholders; write the names into the rows": ("model_author", "model_name"),
+NO_EFFECT: dict[str, str] = {
+    **LEFT_OUT,
+    "dsft never runs code that comes with a model": "trust_remote_code",
+    "dsft fills in no placeholders; write the names into the rows": "model_author model_name",
     "dsft resumes from its own checkpoints by itself; to start from weights of the other tool, set "
-    "model.name_or_path to their folder": ("resume_from_checkpoint", "auto_resume_from_checkpoints"),
-    "model.kernels: auto, the default, uses Liger's kernels on a GPU": (
-        *("plugins", "use_liger_kernel", "enable_liger_kernel", "use_liger"),
-        *("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm"),
-        *("liger_fused_linear_cross_entropy", "liger_rms_norm_gated", "liger_cross_entropy"),
-    ),
+    "model.name_or_path to their folder": "resume_from_checkpoint auto_resume_from_checkpoints",
+    "model.kernels: auto, the default, uses Liger's kernels on a GPU": "plugins use_liger_kernel "
+    "enable_liger_kernel use_liger liger_rope liger_rms_norm liger_glu_activation liger_layer_norm "
+    "liger_fused_linear_cross_entropy liger_rms_norm_gated liger_cross_entropy",
+    "dsft decides it from other keys": "float32 fp16_full_eval bf16_full_eval fp16_opt_level "
+    "half_precision_backend xformers_attention flex_attention sage_attention greater_is_better "
+    "fsdp_version fsdp_final_state_dict_type lora_task_type",
+    "a secret; set it as an environment variable (docs/telemetry.md)": "swanlab_api_key swanlab_token "
+    "hub_token hf_hub_token swanlab_secret",
 }
 """Reason -> keys of other tools that are not carried over for it."""
-
-
 _DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".arrow", ".gz", ".zst")
-
-
-class NotOfferedError(Exception):
-    """A value that the other tool takes and dsft has nothing for. The key is left out, with this reason."""
 
 
 @dataclass
@@ -47,81 +44,105 @@ class Draft:
     given     the config: its keys and values
     defaults  what the tool takes for a key that the config leaves out, where that decides the result
     folder    folder of the config file, for files that it names
-    spec      values of the spec, in sections
-    comments  dotted key of the spec -> the key that its value comes from, and a note
+    reasons   reason -> keys of the tool that are not carried over for it
+    values    dotted key of the spec -> value
+    comments  dotted key, or section, of the spec -> the key that its value comes from, and a note
     left      key of the config -> why it is not in the spec
+    read      keys of the config that have been looked at
+
+    `names` are keys of the config, separated by spaces; of several, the first that is given counts, else the
+    first that has a default.
     """
 
     given: Mapping[str, Any]
-    defaults: Mapping[str, Any]
+    defaults: dict[str, Any]
     folder: Path
-    spec: dict[str, Any] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
 
-    def get(self, *names: str) -> Any:
-        """Return the value of the first of the keys that is given, else the first that has a default, else
-        None. All of them count as read."""
-        return self._find(names)[1]
+    def entry(self, names: str) -> tuple[str, Any]:
+        """Return the key that counts and its value, None if there is none. All of them count as read."""
+        each = names.split()
+        self.read.update(each)
+        for values in (self.given, self.defaults):
+            for name in each:
+                if values.get(name) not in (None, ""):
+                    return name, values[name]
+        return each[0], None
+
+    def get(self, names: str) -> Any:
+        """Return the value of the key that counts, None if there is none."""
+        return self.entry(names)[1]
 
     def is_given(self, name: str) -> bool:
         return self.given.get(name) not in (None, "")
 
-    def number(self, *names: str) -> float:
-        """Return the number of a key, 0 if it is not given and has no default. Raise SpecError for another
-        value."""
+    def number(self, names: str) -> float:
+        """Return a number, 0 if there is none. Raise SpecError for another value."""
         return self._as(number, names) or 0.0
 
-    def is_on(self, *names: str) -> bool:
+    def is_on(self, names: str) -> bool:
         """Return whether a switch is on. Raise SpecError for a value that is no switch."""
         return self._as(flag, names) or False
 
-    def names(self, *names: str) -> list[str]:
+    def names(self, names: str) -> list[str]:
         """Return the names in a list, or in a text with commas."""
         return self._as(names_in, names) or []
 
-    def _as(self, to: Callable[[Any], T], names: tuple[str, ...]) -> T | None:
-        name, value = self._find(names)
+    def _as(self, to: Callable[[Any], T], names: str) -> T | None:
+        name, value = self.entry(names)
         try:
             return to(value) if value is not None else None
-        except (ValueError, TypeError) as error:
-            raise mistake(name, f"{quote(value)}: {error}") from error
-
-    def carry(self, key: str, *names: str, to: Callable[[Any], Any] | None = None, note: str = "") -> Any:
-        """Set `key` of the spec to the value of the first of `names` that is given, or has a default, and
-        return it; `to` converts it, into None if the key is to be left out. Raise SpecError if it cannot."""
-        name, value = self._find(names)
-        if value is None:
-            return None
-        try:
-            value = to(value) if to is not None else value
         except NotOfferedError as error:
             self.leave(name, f"{quote(value)}: {error}")
             return None
         except (ValueError, TypeError) as error:
             raise mistake(name, f"{quote(value)}: {error}") from error
-        if value is None:
-            return None
-        comment = name if self.is_given(name) else f"default of {name}"
-        self.put(key, value, f"{comment}; {note}" if note else comment)
+
+    def carry(
+        self, key: str, names: str | None = None, to: Callable[[Any], Any] | None = None, note: str = ""
+    ) -> Any:
+        """Set `key` of the spec to the value of `names`, by default its names in other tools, and return it;
+        `to`, by default the key's type, converts it, into None if the key is to be left out. Raise SpecError
+        if it cannot."""
+        names = OTHER_NAMES[key] if names is None else names
+        value = self._as(to or of_type(key), names)
+        if value is not None:
+            self.put(key, value, "; ".join(filter(None, (self.source(self.entry(names)[0]), note))))
         return value
+
+    def carry_all(self, *keys: str) -> None:
+        for key in keys:
+            self.carry(key)
+
+    def switch(self, name: str, key: str, value: Any, note: str = "") -> bool:
+        """Set `key` of the spec to `value` if a switch of the config is on, and return whether it is."""
+        if on := self.is_on(name):
+            self.put(key, value, f"{name}; {note}" if note else name)
+        return on
 
     def put(self, key: str, value: Any, comment: str = "") -> None:
         """Set a dotted key of the spec."""
-        *sections, last = key.split(".")
-        place = self.spec
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
+        self.values[key] = value
         if comment:
             self.comments[key] = comment
 
-    def leave(self, name: str, reason: str) -> None:
-        """Record that a key of the config is not in the spec, and why."""
-        self.read.add(name)
-        if self.is_given(name):
-            self.left.setdefault(name, reason)
+    def has(self, section: str) -> bool:
+        return any(key.startswith(f"{section}.") for key in self.values)
+
+    def source(self, name: str) -> str:
+        """Return the comment for the value of a key."""
+        return name if self.is_given(name) else f"default of {name}"
+
+    def leave(self, names: str, reason: str) -> None:
+        """Record why those of the keys that are given are not in the spec."""
+        for name in names.split():
+            self.read.add(name)
+            if self.is_given(name):
+                self.left.setdefault(name, reason)
 
     def find(self, name: str) -> Path | None:
         """Return a file that the config names: in the working folder, beside the config, or in a folder above
@@ -134,56 +155,39 @@ class Draft:
         return None
 
     def leave_rest(self) -> None:
-        """Record the reason for every key that has a value and has not been read."""
-        reasons = {name: reason for reason, names in NO_EFFECT.items() for name in names}
+        """Record the reason for every key that has a value and has not been read; `left` is then in the order
+        of the config."""
+        table = {**NO_EFFECT, **self.reasons}
+        reasons = {name: reason for reason, names in table.items() for name in names.split()}
         for name, value in self.given.items():
-            if name in self.read or value is None:
-                continue
-            if name in reasons:
-                reason = reasons[name]
-            elif is_off(value) or value in ([], {}):
-                reason = "off, as here"
-            else:
-                reason = _no_key_for(name, value)
-            self.left.setdefault(name, reason)
+            if name not in self.read and self.is_given(name):
+                off = "off, as here" if is_off(value) or value in ([], {}) else None
+                self.left.setdefault(name, reasons.get(name) or off or no_key_for(name, value))
+        order = {name: position for position, name in enumerate(self.given)}
+        self.left = dict(
+            sorted(self.left.items(), key=lambda item: order.get(item[0].partition(".")[0], len(order)))
+        )
 
     def text(self, head: list[str]) -> str:
-        """Return the spec as YAML, sections in the order of the schema, after the comment lines `head`."""
+        """Return the spec as YAML, keys in the order of the schema, after the comment lines `head`."""
         lines = [f"# {_one_line(line)}".rstrip() for line in head]
-        for key in Spec.model_fields:
-            if key in self.spec:
-                lines += ["", *self._lines(key, self.spec[key], 0)]
+        for key in keys():
+            if key in self.values or self.has(key):
+                lines += [""] if "." not in key else []
+                lines += self._lines(key)
         return "\n".join(lines) + "\n"
 
-    def _lines(self, path: str, value: Any, depth: int) -> list[str]:
-        indent, name = "  " * depth, path.rpartition(".")[2]
-        tail = self._tail(path)
-        if isinstance(value, dict) and depth < 2 and value:
-            below = [self._lines(f"{path}.{key}", inner, depth + 1) for key, inner in value.items()]
-            return [f"{indent}{name}:{tail}", *(line for part in below for line in part)]
-        if isinstance(value, list) and value and isinstance(value[0], dict):
-            items = [
-                f"{indent}  - {_flow(item)}{self._tail(f'{path}.{number}')}"
-                for number, item in enumerate(value)
-            ]
-            return [f"{indent}{name}:{tail}", *items]
-        return [f"{indent}{name}: {_flow(value)}{tail}"]
-
-    def _tail(self, path: str) -> str:
-        return f"  # {_one_line(self.comments[path])}" if path in self.comments else ""
-
-    def _find(self, names: tuple[str, ...]) -> tuple[str, Any]:
-        self.read.update(names)
-        for name in names:
-            if self.is_given(name):
-                return name, self.given[name]
-        for name in names:
-            if self.defaults.get(name) is not None:
-                return name, self.defaults[name]
-        return names[0], None
+    def _lines(self, key: str) -> Iterator[str]:
+        value, indent = self.values.get(key), "  " * key.count(".")
+        flow = f" {_flow(value)}" if key in self.values else ""
+        tail = f"  # {_one_line(self.comments[key])}" if key in self.comments else ""
+        items = value if isinstance(value, list) and value and isinstance(value[0], dict) else []
+        yield f"{indent}{key.rpartition('.')[2]}:{'' if items else flow}{tail}"
+        yield from (f"{indent}  - {_flow(item)}" for item in items)
 
 
-def _no_key_for(name: str, value: Any) -> str:
+def no_key_for(name: str, value: Any) -> str:
+    """Return why a key with this value is not in the spec, in the words of dsft validate."""
     feature, ours = feature_of_key(name) or feature_of_value(name, value), likely_key("", name)
     if feature is not None:
         return feature.clause()
@@ -193,6 +197,11 @@ def _no_key_for(name: str, value: Any) -> str:
 def is_file_name(name: str) -> bool:
     """Return whether a data set is a file or a folder (maybe not on this machine), and no hub id."""
     return name.startswith((".", "/", "~")) or Path(name).suffix in _DATA_SUFFIXES or exists(name)
+
+
+def hub_path(*parts: Any) -> str:
+    """Return the path of a hub data set: its id, subset and split, those that there are."""
+    return ":".join(str(part) for part in parts if part)
 
 
 def _one_line(comment: str) -> str:
@@ -213,49 +222,19 @@ def mistake(where: str, message: str) -> SpecError:
     return SpecError("the config cannot be converted", [Problem(where, message)])
 
 
-# --- values ----------------------------------------------------------------------------------------------
+def refuse(name: str, value: str) -> SpecError:
+    """Return the error for a method of training that dsft does not have."""
+    asked = feature_of_value("task", value)
+    reason = asked.clause() if asked is not None else "the tasks of dsft are sft, pretrain and dpo"
+    return mistake(name, f"{quote(value)}: {reason}")
 
 
-def number(value: Any) -> float:
-    """Return a number, also one that YAML 1.1 reads as a text (`1e-5`)."""
-    if isinstance(value, bool):
-        raise ValueError("a number is needed")
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the mapping in a JSON file. Raise SpecError if there is none."""
     try:
-        found = float(value)
-    except (TypeError, ValueError, OverflowError):
-        found = math.inf
-    if not math.isfinite(found):
-        raise ValueError("a number is needed")
+        found = json_file.read_json(path)
+    except (OSError, ValueError) as error:
+        raise mistake(str(path), f"it {json_file.reason_of(error)}") from error
+    if not isinstance(found, dict):
+        raise mistake(str(path), "it is no mapping of keys to values")
     return found
-
-
-def whole(value: Any) -> int:
-    """Return a whole number."""
-    if number(value) != int(number(value)):
-        raise ValueError("a whole number is needed")
-    return int(number(value))
-
-
-def positive(value: Any) -> int | None:
-    """Return a whole number, None if it is 0 or less, which other tools take for "not set"."""
-    return whole(value) if whole(value) > 0 else None
-
-
-def flag(value: Any) -> bool:
-    """Return a switch, also one that is written as a text."""
-    if isinstance(value, str):
-        if value.lower() not in ("true", "false"):
-            raise ValueError("true or false is needed")
-        return value.lower() == "true"
-    if not isinstance(value, (bool, int)):
-        raise ValueError("true or false is needed")
-    return bool(value)
-
-
-def names_in(value: Any) -> list[str]:
-    """Return a list of names, also one that is written as a text with commas."""
-    if isinstance(value, str):
-        return [part.strip() for part in value.split(",") if part.strip()]
-    if not isinstance(value, list) or not all(isinstance(part, (str, int, float)) for part in value):
-        raise ValueError("a list of names is needed")
-    return [str(part) for part in value]

@@ -7,14 +7,14 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from dsft.convert.draft import mistake
-from dsft.convert.tool import refuse
+from dsft.convert.draft import mistake, refuse
+from dsft.spec.aliases import VALUES
 from dsft.spec.not_offered import feature_of_value
+from dsft.spec.task import TASKS
 
 _COMMAND = re.compile(
     r"\b(?:(?:trl|swift|llamafactory-cli)\s+(?P<name>\w+)|(?P<script>\w+)\.py)(?=\s+--\w)(?P<rest>.*)"
 )
-_TASKS = {"sft": "sft", "dpo": "dpo", "pt": "pretrain"}
 _WAY_OUT = "or put the options into a YAML file (--learning_rate 1e-4 becomes learning_rate: 1e-4)"
 
 
@@ -48,5 +48,8 @@ def options_of(path: Path, text: str) -> tuple[dict[str, Any], str | None]:
     if "config" in values:
         raise mistake(str(path), "the options are in the file of --config; convert that file")
     given: dict[str, Any] = {key: each if len(each) > 1 else each[0] for key, each in values.items() if each}
+    task = VALUES["task"].get(name, name)
     switches = [key for key, each in values.items() if not each]
-    return given | {key.removeprefix("no_"): not key.startswith("no_") for key in switches}, _TASKS.get(name)
+    return given | {
+        key.removeprefix("no_"): not key.startswith("no_") for key in switches
+    }, task if task in TASKS else None

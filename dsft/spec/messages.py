@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from dsft.spec.aliases import VALUES, descriptions, suggestion
+from dsft.spec.aliases import VALUES, description, suggestion
 from dsft.spec.document import KeyPath, dotted, quote, read_document
 from dsft.spec.not_offered import feature_of_value
 
@@ -80,8 +80,8 @@ _BOUNDS = {
 
 def _sentence(error: ErrorDetails, path: KeyPath) -> str:
     kind, value, context, key = error["type"], error["input"], error.get("ctx", {}), key_of(path)
-    description = descriptions().get(key, "").rstrip(".")
-    described = f"({description[:1].lower()}{description[1:]})" if description else ""
+    about = description(key).rstrip(".")
+    described = f"({about[:1].lower()}{about[1:]})" if about else ""
     if kind == "extra_forbidden":
         section, name = key_of(path[:-1]), str(path[-1])
         message = f"there is no such key{f' in {section}' if section else ''}"
@@ -162,7 +162,7 @@ def _is_number(text: str) -> bool:
 def _none_of(value: Any, context: Mapping[str, Any], key: str) -> str:
     """Return the sentence for a value that is not one of the choices."""
     choices = [part.strip().strip("'") for part in str(context["expected"]).replace(" or ", ", ").split(",")]
-    name, theirs = str(value).lower(), VALUES.get(key, {})
+    name, theirs = str(value).lower(), {name.lower(): ours for name, ours in VALUES.get(key, {}).items()}
     close = [theirs[name]] if name in theirs else difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
     listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
     hint = f" (did you mean {close[0]}?)" if close else ""

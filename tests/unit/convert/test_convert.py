@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from dsft.convert.command import Converted, convert_file, listed
+from dsft.convert.arguments import Tool
+from dsft.convert.command import TOOLS, Converted, convert_file, listed
+from dsft.convert.draft import NO_EFFECT
 from dsft.errors import MissingInputError, SpecError
+from dsft.spec.aliases import keys
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 from dsft.spec.summary import summary
@@ -586,6 +589,66 @@ def test_a_beta_of_zero_and_defaults_under_the_tools_own_names() -> None:
     assert spec.optim.betas == (0.0, 0.999)
     text = Path("spec.yaml").read_text()
     assert "default of optim\n" in text and "default of lr_scheduler_type" in text
+
+
+def test_keys_have_the_order_of_the_schema_and_what_is_left_that_of_the_config() -> None:
+    config = {**AXOLOTL, "context_parallel_size": 2, "rl": "dpo", "sample_packing": False, "eval_steps": 9}
+    for order in (config, dict(reversed(config.items()))):
+        _, done = converted(order, tool="axolotl")
+        written = yaml.safe_load(done.path.read_text())
+        for section in ("model", "data", "dpo", "train", "optim"):
+            ours = [key.rpartition(".")[2] for key in keys() if key.rpartition(".")[0] == section]
+            assert list(written[section]) == [key for key in ours if key in written[section]]
+        names = list(yaml.safe_load(Path("config.yaml").read_text()))
+        assert list(done.left) == sorted(done.left, key=names.index) and len(done.left) > 3
+
+
+@pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
+def test_tables_of_a_tool_name_keys_of_the_spec_and_no_key_twice(tool: Tool) -> None:
+    assert tool.keys.keys() <= set(keys()) and tool.defaults
+    names = " ".join((*NO_EFFECT.values(), *tool.reasons.values())).split()
+    assert sorted(names) == sorted(set(names))
+
+
+def test_what_a_key_is_called_elsewhere_and_values_under_other_names() -> None:
+    """A script's own names for its arguments are those of which dsft validate knows the meaning too."""
+    config = {
+        "model_name_or_path": "a/b", "per_device_train_batch_size": 2, "lr": 1e-3, "epochs": 2,
+        "block_size": 512, "optimizer": "muon", "attn_implementation": "flex_attention",
+        "greater_is_better": True, "early_stopping_patience": 3,
+    }  # fmt: skip
+    spec, done = converted(config, data=["data/wiki.txt"])
+    assert (spec.optim.learning_rate, spec.train.num_train_epochs, spec.data.max_length) == (1e-3, 2, 512)
+    assert spec.model.attention == "auto" and "'muon'" in done.left["optimizer"]
+    assert "from other keys" in done.left["greater_is_better"]
+    assert "checkpoint.keep_best" in done.left["early_stopping_patience"]
+
+
+def test_no_loss_and_no_file_of_several_is_dropped_silently() -> None:
+    pairs = {**AXOLOTL, "rl": "dpo", "sample_packing": False}
+    spec, _ = converted({**pairs, "dpo_loss_type": ["ipo"]})
+    assert spec.dpo is not None and spec.dpo.loss_type == "ipo"
+    with pytest.raises(SpecError, match="dpo_loss_type: 'sigmoid, sft'"):
+        converted({**pairs, "dpo_loss_type": ["sigmoid", "sft"]})
+    files = {"train": ["data/identity.json", "more.json"]}
+    trl = {"model_name_or_path": "a/b", "max_length": 9, "datasets": [{"path": "json", "data_files": files}]}
+    spec, done = converted(trl)
+    assert spec.data.train[0].path == "data/identity.json"
+    assert "sources of their own: more.json" in done.left["datasets.0.data_files"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"stage": "sft", "model_name_or_path": "a/b", "dataset": "hub,openai", "interleave_probs": "0.3,0.7"},
+        {"model": "a/b", "dataset": ["x/y", "u/v"], "interleave_prob": [0.3, 0.7], "columns": {"a": "b"}},
+    ],
+)
+def test_weights_of_sources(config: dict[str, Any]) -> None:
+    spec, done = converted(config)
+    assert [source.weight for source in spec.data.train] == [0.3, 0.7]
+    assert "the other way round" in done.left.get("columns", "the other way round")
+    assert " as weights" in done.path.read_text()
 
 
 def test_a_json_may_be_indented_with_tabs() -> None:

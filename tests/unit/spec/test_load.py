@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dsft.errors import MissingInputError, SpecError
-from dsft.spec.aliases import ALIASES, LOCAL_ALIASES, keys, suggestion
+from dsft.spec.aliases import ALIASES, keys, suggestion
 from dsft.spec.load import MAX_BYTES, dump_spec, load_spec
 from tests.unit.spec.conftest import GOOD, Write
 
@@ -124,7 +124,7 @@ def test_pairs_are_learned_from_builtin_pairs(write: Write) -> None:
 
 def test_an_alias_names_a_key_that_exists() -> None:
     texts = {}
-    for theirs in (*ALIASES, *LOCAL_ALIASES):
+    for theirs in ALIASES:
         section, _, name = theirs.rpartition(".")
         texts[theirs] = suggestion(section, name)
     ours = [theirs for theirs in texts if theirs in keys()]

@@ -3,13 +3,13 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from dsft.errors import SpecError
 from dsft.plan.config_file import merge_config_file
-from dsft.spec.aliases import ALIASES, LOCAL_ALIASES, NO_KEY_FOR_IT, keys, suggestion
+from dsft.spec.aliases import ALIASES, VALUES, fields, keys, suggestion
 from dsft.spec.architecture import model_findings
 from dsft.spec.not_offered import NOT_OFFERED, feature_of_key, feature_of_value, in_json, is_off
 from dsft.spec.schema import Spec
@@ -27,8 +27,8 @@ SPEC = Spec.model_validate(
 
 
 def test_no_name_of_ours_or_of_an_alias_is_taken_for_something_that_is_not_offered() -> None:
-    ours = {key.rpartition(".")[2] for key in (*keys(), *LOCAL_ALIASES)}
-    assert [name for name in ours | set(ALIASES) | set(NO_KEY_FOR_IT) if feature_of_key(name)] == []
+    names = {key.rpartition(".")[2] for key in (*keys(), *ALIASES)}
+    assert [name for name in names if feature_of_key(name)] == []
 
 
 @pytest.mark.parametrize("one", NOT_OFFERED, ids=lambda one: one.title[:30])
@@ -70,6 +70,14 @@ def test_a_part_of_a_word_is_no_name() -> None:
         and feature_of_key("tpu") is None
         and feature_of_value("task", "pretrained") is None
     )
+
+
+def test_values_of_other_tools_name_the_specs_own() -> None:
+    for key, values in VALUES.items():
+        annotation = fields()[key].annotation
+        offered = [choice for part in (annotation, *get_args(annotation)) for choice in get_args(part)]
+        offered = [choice for choice in (*offered, *get_args(annotation)) if isinstance(choice, str)]
+        assert {value.split()[0] for value in values.values()} <= set(offered), key
 
 
 def test_values_of_keys_that_mean_something_else() -> None:
