@@ -100,8 +100,8 @@ def longest(
     pad, seed = inputs.pad_id, train.seed
     trained = longest_micro_batch(inputs.train, sizes, pad, seed, total_steps)
     if train.neftune_alpha is not None:
-        trained = replace(trained, noise_scale=torch.zeros(trained.input_ids.shape))
+        trained = replace(trained, tokens=trained.tokens._replace(noise_scale=torch.zeros(trained.shape)))
     as_one_step = [(rows.data, replace(sizes, global_batch_size=len(rows.data))) for rows in inputs.held_out]
     held_out = [longest_micro_batch(rows, batch, pad, seed, 1) for rows, batch in as_one_step]
-    larger = [found for found in held_out if found.input_ids.numel() > trained.input_ids.numel()]
-    return trained, max(larger, key=lambda found: found.input_ids.numel(), default=None)
+    larger = [found for found in held_out if found.shape.numel() > trained.shape.numel()]
+    return trained, max(larger, key=lambda found: found.shape.numel(), default=None)

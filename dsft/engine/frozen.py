@@ -23,12 +23,12 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor
 
-from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.batch import MicroBatch, Tokens
 from dsft.engine.api import ScoreOutput, log_probabilities
 from dsft.engine.partition import home_of, place_buffers
 from dsft.engine.split import RowSplit
 from dsft.engine.world import World
-from dsft.model.policy import Policy, PolicyOutput, forward_arguments
+from dsft.model.policy import Policy, PolicyOutput
 
 
 class FrozenEngine:
@@ -79,19 +79,20 @@ class FrozenEngine:
     def _forward(self, batch: MicroBatch) -> Tensor | None:
         """Return the log-probabilities (B, T); None where this rank does not have the last stage."""
         part = self._split.part(batch)
-        inputs = part.input_ids if self._policy.is_first else self._received(part)
-        output: Tensor | PolicyOutput = self._module(inputs, *forward_arguments(part, noisy=False))
+        tokens = part.tokens._replace(noise_scale=None)
+        inputs = tokens.input_ids if self._policy.is_first else self._received(tokens)
+        output: Tensor | PolicyOutput = self._module(inputs, tokens, part.segments, part.num_targets)
         if isinstance(output, PolicyOutput):
             return self._split.whole(output.logps, batch)
         dist.send(output.contiguous(), self._world.rank + self._world.layout.shards)
         return None
 
-    def _received(self, batch: MicroBatch) -> Tensor:
+    def _received(self, tokens: Tokens) -> Tensor:
         """Receive (B, T, hidden) from the previous stage. Every stage has the micro-batch, and so its
         shape."""
         width = self._policy.causal_lm.config.get_text_config().hidden_size
         dtype = next(self._policy.parameters()).dtype
-        hidden = torch.empty(*batch.input_ids.shape, width, dtype=dtype, device=self._world.device)
+        hidden = torch.empty(*tokens.input_ids.shape, width, dtype=dtype, device=self._world.device)
         dist.recv(hidden, self._world.rank - self._world.layout.shards)
         return hidden
 

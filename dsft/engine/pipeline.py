@@ -19,7 +19,7 @@ from dsft.data.steps.copies import to_device
 from dsft.engine.api import ScoreOutput, StepResult, log_probabilities
 from dsft.engine.initialize import TrainingEngine
 from dsft.engine.world import World
-from dsft.model.policy import Policy, PolicyOutput, forward_arguments
+from dsft.model.policy import Policy, PolicyOutput
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
 
@@ -115,7 +115,7 @@ class PipelineEngine(TrainingEngine):
         here = [micro_batch.to(self._world.device) for micro_batch in micro_batches]
         parts = [self._split.part(micro_batch) for micro_batch in here]
         self._stage.micro_batches = iter(parts)
-        return ((part.input_ids, whole) for part, whole in zip(parts, here, strict=True))
+        return ((part.tokens.input_ids, whole) for part, whole in zip(parts, here, strict=True))
 
 
 class _Stage(nn.Module):
@@ -134,7 +134,7 @@ class _Stage(nn.Module):
         if self.as_in_training:
             self.policy.train()
         batch = next(self.micro_batches)
-        output: Tensor | PolicyOutput = self.policy(inputs, *forward_arguments(batch))
+        output: Tensor | PolicyOutput = self.policy(inputs, batch.tokens, batch.segments, batch.num_targets)
         return output
 
 

@@ -203,7 +203,7 @@ def _largest_difference(
     shows however small the logits of a fresh model are. A collective."""
     compared = []
     for one, other, batch in zip(found, own, batches, strict=bool(found)):
-        is_target = (batch.targets != NO_TARGET).to(world.device)
+        is_target = (batch.tokens.targets != NO_TARGET).to(world.device)
         spread = float(other[is_target].max() - other[is_target].min())
         compared.append((float((one - other)[is_target].abs().max()), ROUNDING + rounding * spread))
     return max(

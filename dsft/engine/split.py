@@ -118,7 +118,7 @@ class RowSplit:
         exchange = self._active()
         if exchange is None:
             return logps
-        targets = batch.targets
+        targets = batch.tokens.targets
         whole: Tensor = _Gather.apply(logps, exchange)
         return whole[: targets.numel()].view_as(targets)
 

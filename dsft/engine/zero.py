@@ -14,7 +14,7 @@ from dsft.engine.api import ScoreOutput, StepResult, log_probabilities
 from dsft.engine.initialize import TrainingEngine
 from dsft.engine.partition import place_buffers
 from dsft.engine.world import World
-from dsft.model.policy import Policy, PolicyOutput, forward_arguments
+from dsft.model.policy import Policy, PolicyOutput
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec
 
@@ -79,5 +79,7 @@ class ZeroEngine(TrainingEngine):
     def _scored(self, batch: MicroBatch) -> Tensor:
         """Return the log-probabilities (B, T) of the targets."""
         part = self._split.part(batch)
-        scored: PolicyOutput = self._engine(part.input_ids, *forward_arguments(part))
+        scored: PolicyOutput = self._engine(
+            part.tokens.input_ids, part.tokens, part.segments, part.num_targets
+        )
         return self._split.whole(scored.logps, batch)

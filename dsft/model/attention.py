@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -24,10 +24,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dsft.data.steps.batch import Borders, borders_of
+from dsft.data.steps.batch import Segments
 from dsft.errors import DsftError, Problem, SpecError
 from dsft.model.attention_choice import FUNCTIONS, AttentionChoice, choose, try_cudnn
-from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments
+from dsft.model.attention_loop import KEYWORD, SEGMENTS
 from dsft.model.attention_shapes import SegmentShapes
 from dsft.model.attention_split import SPLIT, Exchange, split_attention
 from dsft.model.attention_varlen import BY_PRIORITY, IS_ROWS, KEY_INDEX
@@ -172,36 +172,29 @@ def _one_rope_up_to(config: PreTrainedConfig) -> float:
 def packed_keywords(
     implementation: str,
     position_ids: Tensor,
-    lengths: tuple[int, ...] | None,
-    starts: tuple[int, ...] | None = None,
-    borders: Borders | None = None,
+    segments: Segments | None = None,
     shapes: SegmentShapes | None = None,
 ) -> Mapping[str, Any]:
     """Return the keywords that give the model's attention the segments of its one row; none for padded rows.
-    Without `lengths` they are read from position_ids, (B, T). borders: of the same segments, where they are
-    on the device already; shapes: the model's, from `attend_per_segment`.
+    segments: None: they are read from position_ids, (B, T); shapes: the model's, from `attend_per_segment`.
 
     Raises DsftError where segments share a prompt and the attention is none of FUNCTIONS.
     """
     implementation = implementation.removesuffix(SPLIT)
     is_flash = implementation.startswith("flash")
     if len(position_ids) > 1 or not (is_flash or implementation in FUNCTIONS):
-        _refuse_shared(implementation, starts or ())
+        _refuse_shared(implementation, segments)
         return {}
-    segments = (
-        segments_of(position_ids)
-        if lengths is None
-        else tuple(zip(lengths, starts or (0,) * len(lengths), strict=True))
-    )
+    segments = segments or segments_of(position_ids)
+    starts = segments.starts or (0,) * len(segments.lengths)
     if implementation == SEGMENTS:
-        return {KEYWORD: segments}
+        return {KEYWORD: tuple(zip(segments.lengths, starts, strict=True))}
     if is_flash:
-        _refuse_shared(implementation, [start for _, start in segments])
-    if borders is None:
-        found = borders_of(*zip(*segments, strict=True))
-        borders = tuple(part.to(position_ids.device, non_blocking=True) for part in found)
+        _refuse_shared(implementation, segments)
+    borders = segments.borders or segments.to(position_ids.device).borders
+    assert borders is not None, "set by Segments.to"
     queries, keys, *index = borders if len(borders) > 1 else borders * 2
-    longest = max(length + start for length, start in segments)
+    longest = max(map(sum, zip(segments.lengths, starts, strict=True)))
     if shapes is not None:
         longest = shapes.bound(longest)
     return {
@@ -215,23 +208,18 @@ def packed_keywords(
 
 
 def recurrent_keywords(
-    causal_lm: PreTrainedModel,
-    position_ids: Tensor,
-    lengths: tuple[int, ...] | None,
-    starts: tuple[int, ...] | None,
+    causal_lm: PreTrainedModel, position_ids: Tensor, segments: Segments | None
 ) -> Mapping[str, Any]:
     """Return the keyword that gives the model's recurrent layers the segments of its one row, with which
     `attend_per_segment` made them packable; none for padded rows, and for models without such layers. The
     arguments are those of `packed_keywords`."""
     if len(position_ids) > 1 or not getattr(causal_lm, RECURRENT, False):
         return {}
-    if lengths is None:
-        lengths, starts = zip(*segments_of(position_ids), strict=True)
-    return {SEGMENT_ROWS: segment_rows(lengths, starts, position_ids.device)}
+    return {SEGMENT_ROWS: segment_rows(segments or segments_of(position_ids), position_ids.device)}
 
 
-def _refuse_shared(implementation: str, starts: Iterable[int]) -> None:
-    if any(starts):
+def _refuse_shared(implementation: str, segments: Segments | None) -> None:
+    if segments is not None and any(segments.starts or ()):
         raise DsftError(
             f"Answers that share their prompt need model.attention auto or sdpa, and this model's is "
             f"{implementation}; set dpo.share_prompts to false."
@@ -245,7 +233,8 @@ def segments_of(position_ids: Tensor) -> Segments:
     begins = F.pad(positions.diff() != 1, (1, 0), value=True).nonzero().flatten()
     at, starts = torch.stack((begins, positions[begins])).tolist()
     ends = (*at[1:], len(positions))
-    return tuple((end - begin, start) for begin, end, start in zip(at, ends, starts, strict=True))
+    lengths = tuple(end - begin for begin, end in zip(at, ends, strict=True))
+    return Segments(lengths, tuple(starts) if any(starts) else None)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ HARMLESS = frozenset({"position_ids", "use_cache", "is_causal", "return_dict", S
 
 SEGMENTS = "dsft_segments"
 KEYWORD = "segments"
-Segments = tuple[tuple[int, int], ...]  # (tokens, position of the first) of each segment of a row
+Spans = tuple[tuple[int, int], ...]  # (tokens, position of the first) of each segment of a row
 
 # Queries per call of the CPU kernel under a mask, which computes masked scores too: fewer queries have
 # fewer keys.
@@ -101,7 +101,7 @@ class _Part(NamedTuple):
         return ones.tril_(own).triu_(own + 1 - reach)
 
 
-def _parts(segments: Segments, reach: int, query: Tensor, key: Tensor, value: Tensor) -> Iterator[_Part]:
+def _parts(segments: Spans, reach: int, query: Tensor, key: Tensor, value: Tensor) -> Iterator[_Part]:
     """Yield the segments, by splits, whose backward is one concatenation; only the part of a shared prompt
     that is within reach is copied."""
     lengths = [length for length, _ in segments]

@@ -3,7 +3,7 @@ which bound of their lengths, and whether as rows of one length. Never waits for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dsft.data.steps.batch import Segments
 
 SHORTEST = 128
 """The least bound of a segment's length: FlashAttention computes blocks of 64 to 128 queries."""
@@ -39,12 +39,11 @@ class SegmentShapes:
             self._planned.add((rows, length))
         return (rows, length) in self._planned
 
-    def is_rows(self, segments: Sequence[tuple[int, int]]) -> bool:
-        """Return whether segments, by (tokens, position of the first), are rows for cuDNN: none continues a
-        prompt."""
-        length, start = segments[0]
-        same = start == 0 and all(segment == (length, 0) for segment in segments)
-        return same and self.planned(len(segments), length)
+    def is_rows(self, segments: Segments) -> bool:
+        """Return whether segments are rows for cuDNN: of one length, and none continues a prompt."""
+        lengths = segments.lengths
+        same = len(set(lengths)) == 1 and not any(segments.starts or ())
+        return same and self.planned(len(lengths), lengths[0])
 
 
 def _power_of_two(number: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dsft.data.steps.batch import Borders, MicroBatch
+from dsft.data.steps.batch import Segments, Tokens
 from dsft.model.attention import SHAPES, packed_keywords, recurrent_keywords
 from dsft.model.head import install_head, plain_logps
 from dsft.model.names import plain_name
@@ -72,58 +72,47 @@ class Policy(nn.Module):
         (head,) = self._head
         return "" if head is None else head.softmax_on(device, self._label_smoothing).description
 
-    def forward(  # noqa: PLR0913, PLR0917  the engines pass on what `forward_arguments` gives
+    def forward(
         self,
         inputs: Tensor,
-        position_ids: Tensor,
-        targets: Tensor,
-        lengths: tuple[int, ...] | None = None,
-        noise_scale: Tensor | None = None,
+        tokens: Tokens,
+        segments: Segments | None = None,
         num_targets: int | None = None,
-        starts: tuple[int, ...] | None = None,
-        borders: Borders | None = None,
-        is_padding: Tensor | None = None,
     ) -> PolicyOutput | Tensor:
         """Return the targets' log-probabilities; before the last stage hidden states (B, T, hidden) for the
         next one.
 
-        inputs: (B, T) int64 token ids, or (B, T, hidden) from the previous stage; position_ids and targets
-        (B, T) int64; lengths, starts, borders: of a packed row's segments, as in MicroBatch; noise_scale (B,
-        T): of the first stage's embeddings in training; num_targets: their number, where it is known;
-        is_padding (B, T) bool; None: there is no padding.
+        inputs: (B, T) int64 token ids, or (B, T, hidden) from the previous stage; segments: of the packed
+        row; None: they are read from its position ids, or the rows are padded; num_targets: where it is
+        known. The noise of `tokens` is added in training, to the first stage's embeddings.
         """
+        position_ids = tokens.position_ids
         if self.routing is not None:
-            self.routing.begin(position_ids.shape, borders, is_padding)
+            self.routing.begin(
+                position_ids.shape, None if segments is None else segments.borders, tokens.is_padding
+            )
         given: dict[str, Any] = {"input_ids": inputs}
         if self._entry:
             self._entry[0].received = inputs
             given = {"inputs_embeds": inputs.detach()}  # for their shape and type: masks, rotary tables
         kind, shapes = self.causal_lm.config._attn_implementation, getattr(self.causal_lm, SHAPES, None)
-        given |= packed_keywords(kind, position_ids, lengths, starts, borders, shapes)
+        given |= packed_keywords(kind, position_ids, segments, shapes)
         given |= {"position_ids": position_ids, "use_cache": False}
-        given |= recurrent_keywords(self.causal_lm, position_ids, lengths, starts)
-        with with_noise(self.causal_lm, noise_scale if self.training and self.is_first else None):
+        given |= recurrent_keywords(self.causal_lm, position_ids, segments)
+        with with_noise(self.causal_lm, tokens.noise_scale if self.training and self.is_first else None):
             output = (self.causal_lm if self.full_logits else self.causal_lm.base_model)(**given)
         if self.full_logits:
             smoothing = self._label_smoothing if self.training else 0.0
-            return PolicyOutput(target_logps(output.logits, targets, smoothing))
+            return PolicyOutput(target_logps(output.logits, tokens.targets, smoothing))
         if self._exit:
             return self._exit[0].pop()
         hidden: Tensor = output.last_hidden_state
-        return PolicyOutput(self.causal_lm.get_output_embeddings()(hidden, targets, num_targets))
+        return PolicyOutput(self.causal_lm.get_output_embeddings()(hidden, tokens.targets, num_targets))
 
     def named_trained(self) -> dict[str, nn.Parameter]:
         """Return trained parameters by Hugging Face name; a tied one once, by the name of the input
         embedding; an adapter's by their names in its file, without the prefix there."""
         return {plain_name(n): p for n, p in self.causal_lm.named_parameters() if p.requires_grad}
-
-
-def forward_arguments(batch: MicroBatch, noisy: bool = True) -> tuple[Any, ...]:
-    """Return the arguments of `Policy.forward` after `inputs`, in order, from `batch`; without noise unless
-    `noisy`."""
-    noise_scale = batch.noise_scale if noisy else None
-    placed = (batch.position_ids, batch.targets, batch.lengths)
-    return (*placed, noise_scale, batch.num_targets, batch.starts, batch.borders, batch.is_padding)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dsft.data.steps.batch import borders_of
+from dsft.data.steps.batch import Segments, borders_of
 from dsft.data.steps.copies import to_device
 
 SEGMENT_ROWS = "segment_rows"
@@ -51,14 +51,13 @@ class SegmentRows(NamedTuple):
     places: Tensor
 
 
-def segment_rows(
-    lengths: tuple[int, ...], starts: tuple[int, ...] | None, device: torch.device
-) -> SegmentRows | None:
+def segment_rows(segments: Segments, device: torch.device) -> SegmentRows | None:
     """Return the rows of a micro-batch's segments; None for one segment, which is a row already. Rows that
     need as many chunks are in one batch."""
+    lengths = segments.lengths
     if len(lengths) == 1:
         return None
-    begins, *shared = (part.numpy() for part in borders_of(lengths, starts))
+    begins, *shared = (part.numpy() for part in borders_of(lengths, segments.starts))
     ends, tokens = shared or (begins, np.arange(begins[-1]))
     rows = np.split(tokens, ends[1:-1])
     alike = defaultdict[int, list[int]](list)

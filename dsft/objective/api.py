@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsft.data.steps.batch import MicroBatch, Pairs
+from dsft.data.steps.batch import Answers, MicroBatch
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Objective:
                       `sums` then gets log-probabilities of the smoothed targets
     of_answers        the same as `sums` for preference pairs, from the sums (n, 2) of each answer's
                       log-probabilities; None for other objectives
-    needs_reference   whether micro_batch.pairs.reference is used
+    needs_reference   whether micro_batch.answers.reference is used
     """
 
     terms: tuple[Term, ...]
     sums: Callable[[Tensor, MicroBatch], tuple[Tensor, ...]]
     uniform: bool = False
     label_smoothing: float = 0.0
-    of_answers: Callable[[Tensor, Pairs], tuple[Tensor, ...]] | None = None
+    of_answers: Callable[[Tensor, Answers], tuple[Tensor, ...]] | None = None
     needs_reference: bool = False
 
     def term_sums(self, logps: Tensor, micro_batch: MicroBatch) -> Tensor:

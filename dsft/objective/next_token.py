@@ -19,5 +19,5 @@ def next_token(label_smoothing: float = 0.0) -> Objective:
 
 def _sums(logps: Tensor, micro_batch: MicroBatch) -> tuple[Tensor]:
     """Return -Σ logps over the targets: logps (B, T) float32 -> float64."""
-    targets = logps.double().masked_fill(micro_batch.targets == NO_TARGET, 0.0)
+    targets = logps.double().masked_fill(micro_batch.tokens.targets == NO_TARGET, 0.0)
     return (-torch.sum(targets),)

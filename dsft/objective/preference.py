@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsft.data.steps.batch import MicroBatch, Pairs
+from dsft.data.steps.batch import Answers, MicroBatch
 from dsft.objective.answers import answer_logps
 from dsft.objective.api import Objective, Term
 from dsft.spec.preferences import REFERENCE_FREE
@@ -101,14 +101,14 @@ def preference(dpo: Dpo) -> Objective:
     likelihood = (Term("chosen_tokens", weight, NLL),) if weight else ()
     terms = (Term("pairs"), *likelihood, *(Term("pairs", 0.0, name) for name in METRICS))
 
-    def of_answers(logps: Tensor, pairs: Pairs) -> tuple[Tensor, ...]:
-        loss = LOSSES[dpo.loss_type](scores(logps, pairs, dpo), dpo).sum()
+    def of_answers(logps: Tensor, answers: Answers) -> tuple[Tensor, ...]:
+        loss = LOSSES[dpo.loss_type](scores(logps, answers, dpo), dpo).sum()
         likelihood = (-logps[:, 0].sum(),) if weight else ()
-        return loss, *likelihood, *_metrics(logps.detach(), pairs, dpo)
+        return loss, *likelihood, *_metrics(logps.detach(), answers, dpo)
 
     def sums(logps: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
-        assert micro_batch.pairs is not None, "a micro-batch of preference pairs"
-        return of_answers(answer_logps(logps, micro_batch), micro_batch.pairs)
+        assert micro_batch.answers is not None, "a micro-batch of preference pairs"
+        return of_answers(answer_logps(logps, micro_batch), micro_batch.answers)
 
     return Objective(terms, sums, of_answers=of_answers, needs_reference=dpo.loss_type not in REFERENCE_FREE)
 
@@ -118,31 +118,31 @@ def margin(scores: Tensor, dpo: Dpo) -> Tensor:
     return dpo.beta * (scores[:, 0] - scores[:, 1])
 
 
-def scores(logps: Tensor, pairs: Pairs, dpo: Dpo) -> Tensor:
+def scores(logps: Tensor, answers: Answers, dpo: Dpo) -> Tensor:
     """Return (n, 2): what the loss compares, ρ or π of each answer, summed, or per token for `AVERAGED`
     losses."""
-    found = _against_reference(logps, pairs, dpo)
-    return found / _num_tokens(logps, pairs) if dpo.loss_type in AVERAGED else found
+    found = _against_reference(logps, answers, dpo)
+    return found / _num_tokens(logps, answers) if dpo.loss_type in AVERAGED else found
 
 
-def rewards(logps: Tensor, pairs: Pairs, dpo: Dpo) -> Tensor:
+def rewards(logps: Tensor, answers: Answers, dpo: Dpo) -> Tensor:
     """Return (n, 2): β ρ(y), for simpo and orpo β π(y) ÷ |y|."""
     if dpo.loss_type in REFERENCE_FREE:
-        return dpo.beta * scores(logps, pairs, dpo)
-    return dpo.beta * _against_reference(logps, pairs, dpo)
+        return dpo.beta * scores(logps, answers, dpo)
+    return dpo.beta * _against_reference(logps, answers, dpo)
 
 
-def _metrics(logps: Tensor, pairs: Pairs, dpo: Dpo) -> tuple[Tensor, ...]:
+def _metrics(logps: Tensor, answers: Answers, dpo: Dpo) -> tuple[Tensor, ...]:
     """Return sums over the pairs, in the order of METRICS."""
-    chosen, rejected = rewards(logps, pairs, dpo).unbind(1)
-    shown = logps / _num_tokens(logps, pairs) if dpo.loss_type in REFERENCE_FREE else logps
+    chosen, rejected = rewards(logps, answers, dpo).unbind(1)
+    shown = logps / _num_tokens(logps, answers) if dpo.loss_type in REFERENCE_FREE else logps
     margins = chosen - rejected
-    won = (margins > rounding(logps, pairs, dpo)).double()
+    won = (margins > rounding(logps, answers, dpo)).double()
     figures = (chosen, rejected, margins, won, *shown.unbind(1))
     return tuple(figure.sum() for figure in figures)
 
 
-def rounding(logps: Tensor, pairs: Pairs, dpo: Dpo) -> Tensor:
+def rounding(logps: Tensor, answers: Answers, dpo: Dpo) -> Tensor:
     """Return (n,): the margin that float32 rounding alone can give a pair. A smaller margin is a tie, and
     counts as not won.
 
@@ -150,22 +150,22 @@ def rounding(logps: Tensor, pairs: Pairs, dpo: Dpo) -> Tensor:
     by the reference; for simpo and orpo by the policy, per token. The |y| are one nat for each token, since a
     token's log-probability is the difference of two larger numbers.
     """
-    num_tokens = _num_tokens(logps, pairs)
+    num_tokens = _num_tokens(logps, answers)
     sizes = torch.maximum(logps.abs(), num_tokens)
     if dpo.loss_type in REFERENCE_FREE:
         sizes = sizes / num_tokens
-    elif pairs.reference is not None:
-        sizes = sizes + torch.maximum(pairs.reference[: len(logps)].abs(), num_tokens)
+    elif answers.reference is not None:
+        sizes = sizes + torch.maximum(answers.reference[: len(logps)].abs(), num_tokens)
     return dpo.beta * EPSILON * sizes.sum(1)
 
 
-def _against_reference(logps: Tensor, pairs: Pairs, dpo: Dpo) -> Tensor:
+def _against_reference(logps: Tensor, answers: Answers, dpo: Dpo) -> Tensor:
     if dpo.loss_type in REFERENCE_FREE:
         return logps
-    if pairs.reference is None:
+    if answers.reference is None:
         raise ValueError(f"{dpo.loss_type} needs the reference's log-probabilities of its pairs")
-    return logps - pairs.reference[: len(logps)]
+    return logps - answers.reference[: len(logps)]
 
 
-def _num_tokens(logps: Tensor, pairs: Pairs) -> Tensor:
-    return pairs.num_tokens[: len(logps)].double().clamp(min=1)
+def _num_tokens(logps: Tensor, answers: Answers) -> Tensor:
+    return answers.num_targets[: len(logps)].double().clamp(min=1)

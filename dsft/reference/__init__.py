@@ -1,2 +1,2 @@
 """Compute the log-probabilities of the frozen reference for preference objectives, and fill them into
-`MicroBatch.pairs.reference`."""
+`MicroBatch.answers.reference`."""

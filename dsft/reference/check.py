@@ -136,7 +136,7 @@ def _score_pairs(start: StartCheck, engine: Engine, policy: Policy, world: World
     batches = start.micro_batches
     plain = engine.score(batches, answer_logps)
     training = engine.score(batches, answer_logps, training=True)
-    numbers = [int(number) for batch in batches if batch.pairs is not None for number in batch.pairs.ids]
+    numbers = [int(number) for batch in batches if batch.answers is not None for number in batch.answers.ids]
     rows = [answer for number in numbers[:PAIRS_ALONE] for answer in whole_rows(start.dataset[number])]
     filled = [collate_padded([row], start.pad_id) for row in rows]
     filled += [collate_padded([], start.pad_id)] * (2 * PAIRS_ALONE - len(rows))
@@ -144,8 +144,8 @@ def _score_pairs(start: StartCheck, engine: Engine, policy: Policy, world: World
         alone = engine.score(filled, log_probabilities)
     if not plain or not numbers or world.sequence_rank:
         return None
-    pairs = [batch.pairs for batch in batches if batch.pairs is not None]
-    num_tokens = torch.cat([one.num_tokens for one in pairs]).cpu()
+    pairs = [batch.answers for batch in batches if batch.answers is not None]
+    num_tokens = torch.cat([one.num_targets for one in pairs]).cpu()
     references = [one.reference for one in pairs if one.reference is not None]
     logps = torch.cat(plain).cpu()
     alone_logps = torch.stack([one.double().sum().cpu() for one in alone[: len(rows)]]).view(-1, 2)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsft.data.sets.load import HeldOutSet
-from dsft.data.steps.batch import MicroBatch, Pairs
+from dsft.data.steps.batch import Answers, MicroBatch
 from dsft.engine.api import Engine
 from dsft.engine.world import World
 from dsft.objective.answers import answer_logps
@@ -41,16 +41,10 @@ class PairSet:
 
 @dataclass(frozen=True)
 class PairTable:
-    """Values of n pairs: logps, num_tokens and reference, each (n, 2), as in Pairs; float64 except
-    num_tokens."""
+    """Values of n pairs: logps (n, 2) float64 of the policy, and their answers."""
 
     logps: Tensor
-    num_tokens: Tensor
-    reference: Tensor | None
-
-    @property
-    def pairs(self) -> Pairs:
-        return Pairs(torch.arange(len(self.logps)), self.num_tokens, self.reference)
+    answers: Answers
 
 
 def pair_evaluation(
@@ -63,7 +57,7 @@ def pair_evaluation(
 
     def evaluate(step: int) -> dict[str, float]:
         tables = [score_pairs(one, engine, world) for one in sets]
-        sums = torch.stack([torch.stack(of_answers(table.logps, table.pairs)) for table in tables])
+        sums = torch.stack([torch.stack(of_answers(table.logps, table.answers)) for table in tables])
         world.first(lambda: write_margins(folder, step, margin_rows(step, sets, tables, dpo)))
         names = [one.held_out.name for one in sets]
         return evaluation_record(objective, sums, [one.counts for one in sets], names)
@@ -79,14 +73,16 @@ def score_pairs(one: PairSet, engine: Engine, world: World) -> PairTable:
         batches = one.refer(some) if one.refer else some
         # a rank without the last stage has no scores
         for logps, micro_batch in zip(engine.score(batches, answer_logps), batches, strict=False):
-            pairs = micro_batch.pairs
-            assert pairs is not None, "a micro-batch of preference pairs"
-            figures = [logps, pairs.num_tokens] + ([] if pairs.reference is None else [pairs.reference])
+            answers = micro_batch.answers
+            assert answers is not None, "a micro-batch of preference pairs"
+            figures = [logps, answers.num_targets]
+            figures += [] if answers.reference is None else [answers.reference]
             row = torch.cat([figure.to(columns) for figure in figures], dim=1)
-            columns[pairs.ids.to(world.device), : row.shape[1]] = row
+            columns[answers.ids.to(world.device), : row.shape[1]] = row
     columns = world.sum(columns if world.sequence_rank == 0 else torch.zeros_like(columns))
     reference = columns[:, 4:] if one.refer else None
-    return PairTable(columns[:, :2], columns[:, 2:4].long(), reference)
+    answers = Answers(torch.arange(len(columns)), columns[:, 2:4].long(), reference)
+    return PairTable(columns[:, :2], answers)
 
 
 def margin_rows(
@@ -94,11 +90,11 @@ def margin_rows(
 ) -> Iterator[Mapping[str, float | str | None]]:
     """Yield the lines of margins/step-N.jsonl, one per pair, set by set, in the order of the data."""
     for one, table in zip(sets, tables, strict=True):
-        figures = {"logps": table.logps, "rewards": rewards(table.logps, table.pairs, dpo)}
-        if table.reference is not None:
-            figures["reference_logps"] = table.reference
+        figures = {"logps": table.logps, "rewards": rewards(table.logps, table.answers, dpo)}
+        if table.answers.reference is not None:
+            figures["reference_logps"] = table.answers.reference
         columns = {name: figure.tolist() for name, figure in figures.items()}
-        for number, tokens in enumerate(table.num_tokens.tolist()):
+        for number, tokens in enumerate(table.answers.num_targets.tolist()):
             values = {name: column[number] for name, column in columns.items()} | {"tokens": tokens}
             chosen, rejected = values["rewards"]
             yield (

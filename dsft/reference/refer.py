@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dsft.data.steps.batch import LazyMicroBatches, MicroBatch, Pairs
+from dsft.data.steps.batch import Answers, LazyMicroBatches, MicroBatch
 from dsft.engine.api import Engine
 from dsft.engine.frozen import FrozenEngine
 from dsft.engine.partition import home_of
@@ -38,15 +38,15 @@ class EngineReference:
 
 
 def with_reference(
-    micro_batches: Sequence[MicroBatch], logps: Callable[[int, Pairs], Tensor]
+    micro_batches: Sequence[MicroBatch], logps: Callable[[int, Answers], Tensor]
 ) -> LazyMicroBatches:
     """Return micro-batches of pairs, each filled on access. logps: number and pairs of a micro-batch ->
     (n, 2) float64."""
 
     def build(number: int) -> MicroBatch:
         batch = micro_batches[number]
-        assert batch.pairs is not None, "only pairs have a reference"
-        return replace(batch, pairs=replace(batch.pairs, reference=logps(number, batch.pairs)))
+        assert batch.answers is not None, "only pairs have a reference"
+        return replace(batch, answers=replace(batch.answers, reference=logps(number, batch.answers)))
 
     return LazyMicroBatches(len(micro_batches), build)
 
@@ -58,11 +58,11 @@ def unchanged(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
 
 def with_zeros(micro_batch: MicroBatch) -> MicroBatch:
     """Fill in zeros, for a memory probe, which uses no value of the reference."""
-    pairs = micro_batch.pairs
-    if pairs is None:
+    answers = micro_batch.answers
+    if answers is None:
         return micro_batch
-    zeros = torch.zeros(len(pairs.ids), 2, dtype=torch.float64)
-    return replace(micro_batch, pairs=replace(pairs, reference=zeros))
+    zeros = torch.zeros(answers.num_targets.shape, dtype=torch.float64)
+    return replace(micro_batch, answers=replace(answers, reference=zeros))
 
 
 def with_scores(micro_batches: Sequence[MicroBatch], scored: Sequence[Tensor]) -> Sequence[MicroBatch]:

@@ -225,11 +225,11 @@ class PairScorer:
         if self._world.sequence_rank:
             return
         for logps, micro_batch in zip(scored, micro_batches, strict=False):
-            assert micro_batch.pairs is not None, "the task is dpo"
-            yield micro_batch.pairs.ids.numpy(), logps.double().cpu().numpy()
+            assert micro_batch.answers is not None, "the task is dpo"
+            yield micro_batch.answers.ids.numpy(), logps.double().cpu().numpy()
 
     def _score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
-        largest = max((one.input_ids.numel() for one in micro_batches), default=0)
+        largest = max((one.shape.numel() for one in micro_batches), default=0)
         with explain_out_of_memory(f"the reference does not fit beside a micro-batch of {largest:,} tokens"):
             return self._reference.engine.score(micro_batches, answer_logps)
 

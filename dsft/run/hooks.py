@@ -211,7 +211,7 @@ def _not_finite(
     scored = engine.score(micro_batches, _faults)
     for faults, ids, micro_batch in zip(scored, batch.assigned_ids, micro_batches, strict=False):
         parts: Sequence[Tensor] = ()
-        if ids and micro_batch.lengths is not None:  # packed: one row
+        if ids and micro_batch.segments is not None:  # packed: one row
             parts = torch.split(faults[0], data.lengths[list(ids)].tolist())
         elif ids:
             parts = faults.view(len(ids), -1).unbind()  # a pair has two rows
@@ -220,7 +220,7 @@ def _not_finite(
 
 def _faults(logps: Tensor, micro_batch: MicroBatch) -> Tensor:
     """Return which targets have an infinite or NaN log-probability, as a (B, T) bool tensor."""
-    return ~torch.isfinite(logps) & (micro_batch.targets != NO_TARGET)
+    return ~torch.isfinite(logps) & (micro_batch.tokens.targets != NO_TARGET)
 
 
 def _listed(rows: Sequence[str]) -> str:

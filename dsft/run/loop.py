@@ -169,7 +169,7 @@ class Window:
         self.counts.update(batch.counts)
         self.num_tokens += batch.num_tokens
         self.squared += batch.squared
-        self.computed += sum(micro_batch.input_ids.numel() for micro_batch in batch.micro_batches)
+        self.computed += sum(micro_batch.shape.numel() for micro_batch in batch.micro_batches)
         self.steps += 1
         self.data_wait += waited
         for name, share in batch.sources.items():

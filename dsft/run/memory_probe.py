@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dsft.data.steps.batch import MicroBatch, first_part
+from dsft.data.steps.batch import MicroBatch
 from dsft.engine.api import Engine
 from dsft.errors import OutOfMemoryError
 from dsft.plan.memory.sizes import GIB
@@ -40,10 +40,10 @@ def probe_memory(
     """
     measured: list[PeakMemory] = []
     for part in PARTS:
-        micro_batch = first_part(longest, -(-longest.input_ids.shape[1] // part))
+        micro_batch = longest.first(-(-longest.shape[1] // part))
         meter.enter("first_step")
         _run(lambda: engine.probe(micro_batch), longest, measured, meter)  # noqa: B023  # called at once
-        measured.append(PeakMemory(micro_batch.input_ids.numel(), meter.peak()))
+        measured.append(PeakMemory(micro_batch.shape.numel(), meter.peak()))
     if held_out is not None:
         meter.enter("evaluation")
         _run(lambda: engine.evaluate([held_out]), held_out, [], meter)
@@ -105,9 +105,9 @@ def tokens_that_fit(measured: list[PeakMemory], limit: int) -> int | None:
 
 def advice(longest: MicroBatch, measured: list[PeakMemory], limit: int, error: str) -> str:
     """Return the message: what was too large, what was measured, and what would fit."""
-    rows, length = longest.input_ids.shape
-    rows_each = 1 if longest.pairs is None else 2
-    what = f"{rows} × {length:,} tokens" if longest.lengths is None else f"{length:,} packed tokens"
+    rows, length = longest.shape
+    rows_each = 1 if longest.answers is None else longest.answers.num_targets.shape[1]
+    what = f"{rows} × {length:,} tokens" if longest.segments is None else f"{length:,} packed tokens"
     reason = " ".join(error.split())[:200]
     problem = (
         f"The longest micro-batch of this run, {what}, does not fit into {limit / GIB:.1f} GiB ({reason})"
@@ -117,7 +117,7 @@ def advice(longest: MicroBatch, measured: list[PeakMemory], limit: int, error: s
     if fit is None:
         return f"{problem}; not even a quarter of it fits. Use {LESS}, or a smaller model."
     fit = min(fit, rows * length - 1)  # the whole did not fit
-    if longest.lengths is not None:
+    if longest.segments is not None:
         way_out = f"set data.max_tokens_per_micro_batch to {fit} or less"
     elif fit >= rows_each * length:
         way_out = f"set train.micro_batch_size to {fit // (rows_each * length)} or less"

@@ -54,7 +54,7 @@ def train(
     for line in world.first(lambda: describe(job, resolved.config, inputs, start)):
         log(line)
     largest = longest(inputs, job.batch, spec.train, last_step)
-    memory = open_memory(resolved, job, largest[0].input_ids.numel(), world)
+    memory = open_memory(resolved, job, largest[0].shape.numel(), world)
     begin = RunStart(folder, start, log)
     stored = stored_values(job, inputs, world, begin, memory)
     with explain_out_of_memory(memory.meter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 import torch
@@ -23,45 +23,114 @@ continue a shared prompt, two more tensors: (n + 1,) int32, cumulative numbers o
 int32, the row's token that each of these K keys is."""
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """The n preference pairs of a micro-batch. Its segments if it is packed, else its rows, are chosen,
-    rejected, chosen, rejected, …
+class Tokens(NamedTuple):
+    """The tokens of a micro-batch, B rows of T, right-padded; each tensor is (B, T). A named tuple, since
+    DeepSpeed's ZeRO 3 looks for tensors in the arguments of a module.
 
-    ids         (n,) int64: the pairs' numbers in the dataset; on the host
-    num_tokens  (n, 2) int64: targets of the chosen and of the rejected answer
-    reference   (n, 2) float64: the reference's log-probability of each answer, summed over its targets; None:
-                not known
-    segments    (T,) int32: packed: the segment, from 0, of each position; set by `MicroBatch.to`
+    input_ids     int64
+    position_ids  int64
+    targets       int64: the token that position t predicts (t + 1), or NO_TARGET
+    noise_scale   float32: NEFTune's α ÷ √L; None where no noise is added
+    is_padding    bool; None: there is no padding
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    noise_scale: Tensor | None = None
+    is_padding: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Tokens:
+        """Return the tokens with `function` applied to each tensor."""
+        return Tokens(*(None if tensor is None else function(tensor) for tensor in self))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of a packed row, each of which attends to itself alone.
+
+    lengths  tokens of each segment
+    starts   the position id at which each segment begins; None: 0. A segment that begins at p > 0 continues
+             the first p tokens of the last segment that begins at 0
+    borders  computed by `to`
+    """
+
+    lengths: tuple[int, ...]
+    starts: tuple[int, ...] | None = None
+    borders: Borders | None = None
+
+    def to(self, device: torch.device) -> Segments:
+        """Compute the borders, and copy them to `device`, to a GPU asynchronously."""
+        borders = self.borders or borders_of(self.lengths, self.starts)
+        return replace(self, borders=tuple(to_device(border, device) for border in borders))
+
+    def first(self, length: int) -> Segments:
+        """Return the segments of the row's first `length` tokens."""
+        begins = accumulate(self.lengths, initial=0)
+        lengths = tuple(
+            min(n, length - begin) for n, begin in zip(self.lengths, begins, strict=False) if begin < length
+        )
+        return Segments(lengths, self.starts and self.starts[: len(lengths)])
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers of a micro-batch whose n examples have k answers each, 2 for preference pairs: chosen and
+    rejected. They are its segments if it is packed, else its rows, example by example.
+
+    ids          (n,) int64: the examples' numbers in the dataset; on the host
+    num_targets  (n, k) int64: targets of each answer
+    reference    (n, k) float64: the reference's log-probability of each answer, summed over its targets;
+                 None: not known
+    segments     (T,) int32: packed: the segment, from 0, of each position; set by `to`
     """
 
     ids: Tensor
-    num_tokens: Tensor
+    num_targets: Tensor
     reference: Tensor | None = None
     segments: Tensor | None = None
+
+    def to(self, device: torch.device, row: Segments | None) -> Answers:
+        """Copy all but `ids` to `device`. row: the packed row's segments; None: the rows are padded."""
+        segments = self.segments
+        if segments is None and row is not None:
+            numbers = torch.arange(len(row.lengths), dtype=torch.int32)
+            segments = numbers.repeat_interleave(torch.tensor(row.lengths))
+        return Answers(
+            self.ids,
+            to_device(self.num_targets, device),
+            None if self.reference is None else to_device(self.reference, device),
+            None if segments is None else to_device(segments, device),
+        )
+
+    def first(self, count: int) -> Answers:
+        """Return the answers of the first `count` examples."""
+        reference = None if self.reference is None else self.reference[:count]
+        return Answers(self.ids[:count], self.num_targets[:count], reference)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The rows of one forward pass on one data-parallel rank: B rows of T tokens, right-padded.
+    """What one forward pass on one data-parallel rank gets.
 
     There is no attention mask: padding comes after the row's tokens, where a causal model does not see it,
     and has no targets. A micro-batch without examples is one short row of padding, so that every rank runs
     the same number of forward and backward passes.
+
+    segments        of the one row, if it is packed; None: the rows are padded
+    answers         where the task compares whole answers
+    targets_before  (B × T + 1,), on the host: the number of targets before each position and, last, of all;
+                    counted by `to`
     """
 
-    input_ids: Tensor  # (B, T) int64
-    position_ids: Tensor  # (B, T) int64
-    targets: Tensor  # (B, T) int64: the token that position t predicts (t + 1), or NO_TARGET
-    lengths: tuple[int, ...] | None = None  # packed: tokens of each segment of the one row; padded: None
-    noise_scale: Tensor | None = None  # (B, T) float32: NEFTune's α ÷ √L; None where no noise is added
-    targets_before: NDArray[np.int64] | None = None  # (B × T + 1,), on the host: the number of targets before
-    # each position and, last, of all; counted by `to`
-    starts: tuple[int, ...] | None = None  # the position id at which each segment begins; None: 0. A segment
-    # that begins at p > 0 continues the first p tokens of the last segment that begins at 0
-    pairs: Pairs | None = None
-    borders: Borders | None = None  # of a packed row's segments; computed by `to`
-    is_padding: Tensor | None = None  # (B, T) bool; None: there is no padding
+    tokens: Tokens
+    segments: Segments | None = None
+    answers: Answers | None = None
+    targets_before: NDArray[np.int64] | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tokens.input_ids.shape
 
     @property
     def num_targets(self) -> int | None:
@@ -70,63 +139,27 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy to `device`, to a GPU asynchronously through pinned memory. Compute borders, the number of
-        targets and the pairs' segments."""
-        borders, before = self.borders, self.targets_before
+        targets and the answers' segments."""
+        before = self.targets_before
         if before is None:
-            is_target = (self.targets != NO_TARGET).flatten().numpy()
+            is_target = (self.tokens.targets != NO_TARGET).flatten().numpy()
             before = np.cumsum(np.concatenate(([0], is_target)), dtype=np.int64)
-        if borders is None and self.lengths is not None:
-            borders = borders_of(self.lengths, self.starts)
-        return replace(
-            self,
-            borders=borders and tuple(to_device(border, device) for border in borders),
-            input_ids=to_device(self.input_ids, device),
-            position_ids=to_device(self.position_ids, device),
-            targets=to_device(self.targets, device),
-            noise_scale=None if self.noise_scale is None else to_device(self.noise_scale, device),
-            is_padding=None if self.is_padding is None else to_device(self.is_padding, device),
-            targets_before=before,
-            pairs=self.pairs and _pairs_to(self.pairs, self.lengths, device),
+        return MicroBatch(
+            self.tokens.map(lambda tensor: to_device(tensor, device)),
+            self.segments and self.segments.to(device),
+            self.answers and self.answers.to(device, self.segments),
+            before,
         )
 
-
-def _pairs_to(pairs: Pairs, lengths: tuple[int, ...] | None, device: torch.device) -> Pairs:
-    segments = pairs.segments
-    if segments is None and lengths is not None:
-        segments = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
-    return replace(
-        pairs,
-        num_tokens=to_device(pairs.num_tokens, device),
-        reference=None if pairs.reference is None else to_device(pairs.reference, device),
-        segments=None if segments is None else to_device(segments, device),
-    )
-
-
-def first_part(micro_batch: MicroBatch, length: int) -> MicroBatch:
-    """Return the first `length` positions of a micro-batch. Packed: only pairs of which both answers have
-    tokens left remain."""
-    lengths, starts, pairs = micro_batch.lengths, micro_batch.starts, micro_batch.pairs
-    if lengths is not None:
-        begins = accumulate(lengths, initial=0)
-        lengths = tuple(
-            min(n, length - begin) for n, begin in zip(lengths, begins, strict=False) if begin < length
-        )
-        starts = starts and starts[: len(lengths)]
-        if pairs is not None:
-            n = len(lengths) // 2
-            reference = None if pairs.reference is None else pairs.reference[:n]
-            pairs = Pairs(pairs.ids[:n], pairs.num_tokens[:n], reference)
-    return replace(
-        micro_batch,
-        input_ids=micro_batch.input_ids[:, :length],
-        position_ids=micro_batch.position_ids[:, :length],
-        targets=micro_batch.targets[:, :length],
-        lengths=lengths,
-        noise_scale=None if micro_batch.noise_scale is None else micro_batch.noise_scale[:, :length],
-        is_padding=None if micro_batch.is_padding is None else micro_batch.is_padding[:, :length],
-        starts=starts,
-        pairs=pairs,
-    )
+    def first(self, length: int) -> MicroBatch:
+        """Return the first `length` positions. Packed: only examples of which all answers have tokens left
+        remain."""
+        segments, answers = self.segments, self.answers
+        if segments is not None:
+            segments = segments.first(length)
+            if answers is not None:
+                answers = answers.first(len(segments.lengths) // answers.num_targets.shape[1])
+        return MicroBatch(self.tokens.map(lambda tensor: tensor[:, :length]), segments, answers)
 
 
 def borders_of(lengths: Sequence[int], starts: Sequence[int] | None = None) -> Borders:

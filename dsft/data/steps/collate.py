@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dsft.data.sets.dataset import Example
-from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
+from dsft.data.steps.batch import NO_TARGET, Answers, MicroBatch, Segments, Tokens
+
+
+class AnswerIds(NamedTuple):
+    """Which examples of the dataset a micro-batch has, (n,), and how many answers each of them has."""
+
+    ids: NDArray[np.int64]
+    per_example: int
+
 
 EMPTY_ROW_LENGTH = 2  # tokens of the row of a micro-batch without examples
 
@@ -19,13 +28,13 @@ def collate_packed(
     examples: Sequence[Example],
     pad_id: int,
     neftune_alpha: float | None = None,
-    pair_ids: NDArray[np.int64] | None = None,
+    answers: AnswerIds | None = None,
 ) -> MicroBatch:
     """Return a packed micro-batch: one row of the examples' segments; without examples, a row of two tokens
     and no target.
 
     neftune_alpha  add the scale of the noise on embeddings, by the length of each segment
-    pair_ids       (n,) if the examples are preference pairs, their numbers in the dataset
+    answers        set if the segments of the examples are answers
     """
     if not examples:
         ids, targets = np.full(EMPTY_ROW_LENGTH, pad_id), np.full(EMPTY_ROW_LENGTH, NO_TARGET)
@@ -42,15 +51,11 @@ def collate_packed(
         torch.from_numpy(row[None].astype(np.int64)) for row in (ids, positions, targets)
     )
     noise_scale = None if neftune_alpha is None else noise_scales(lengths, neftune_alpha)[None]
+    is_padding = None if examples else torch.ones(1, EMPTY_ROW_LENGTH, dtype=torch.bool)
     return MicroBatch(
-        input_ids,
-        position_ids,
-        target_ids,
-        lengths,
-        noise_scale,
-        starts=starts if any(starts) else None,
-        pairs=None if pair_ids is None else _pairs(examples, pair_ids),
-        is_padding=None if examples else torch.ones(1, EMPTY_ROW_LENGTH, dtype=torch.bool),
+        Tokens(input_ids, position_ids, target_ids, noise_scale, is_padding),
+        Segments(lengths, starts if any(starts) else None),
+        answers and _answers(examples, answers),
     )
 
 
@@ -58,17 +63,17 @@ def collate_padded(
     examples: Sequence[Example],
     pad_id: int,
     neftune_alpha: float | None = None,
-    pair_ids: NDArray[np.int64] | None = None,
+    answers: AnswerIds | None = None,
 ) -> MicroBatch:
-    """Return a padded micro-batch: a row per example, two per pair, right-padded to the longest; without
+    """Return a padded micro-batch: a row per example, or per answer, right-padded to the longest; without
     examples, one row without targets.
 
     neftune_alpha  add the scale of the noise on embeddings, by the length of each segment; 0 on padding
-    pair_ids       as in `collate_packed`
+    answers        as in `collate_packed`
     """
-    pairs = None if pair_ids is None else _pairs(examples, pair_ids)
-    if pairs is not None:
-        examples = [answer for example in examples for answer in _answers(example)]
+    compared = answers and _answers(examples, answers)
+    if compared is not None:
+        examples = [segment for example in examples for segment in _segments(example)]
     rows = max(1, len(examples))
     length = max((len(example.input_ids) for example in examples), default=EMPTY_ROW_LENGTH)
     input_ids = np.full((rows, length), pad_id, dtype=np.int64)
@@ -82,26 +87,27 @@ def collate_padded(
         targets[row, :n] = targets_of(example)
         if noise_scale is not None and neftune_alpha is not None:
             noise_scale[row, :n] = noise_scales(example.segment_lengths, neftune_alpha)
-    return MicroBatch(
-        input_ids=torch.from_numpy(input_ids),
-        position_ids=torch.arange(length).repeat(rows, 1),
-        targets=torch.from_numpy(targets),
-        noise_scale=noise_scale,
-        pairs=pairs,
-        is_padding=is_padding if is_padding.any() else None,
+    tokens = Tokens(
+        torch.from_numpy(input_ids),
+        torch.arange(length).repeat(rows, 1),
+        torch.from_numpy(targets),
+        noise_scale,
+        is_padding if is_padding.any() else None,
     )
+    return MicroBatch(tokens, answers=compared)
 
 
-def _pairs(examples: Sequence[Example], ids: NDArray[np.int64]) -> Pairs:
-    num_tokens = [[answer.target_count for answer in _answers(example)] for example in examples]
-    return Pairs(torch.from_numpy(ids.astype(np.int64)), torch.tensor(num_tokens).long().reshape(-1, 2))
+def _answers(examples: Sequence[Example], given: AnswerIds) -> Answers:
+    counts = [[segment.target_count for segment in _segments(example)] for example in examples]
+    num_targets = torch.tensor(counts).long().reshape(len(examples), given.per_example)
+    return Answers(torch.from_numpy(given.ids.astype(np.int64)), num_targets)
 
 
-def _answers(pair: Example) -> tuple[Example, Example]:
-    """Return the two segments of a pair as examples."""
-    border = pair.segment_lengths[0]
-    chosen = Example(pair.input_ids[:border], pair.trained[:border], pair.source)
-    return chosen, Example(pair.input_ids[border:], pair.trained[border:], pair.source)
+def _segments(example: Example) -> Iterator[Example]:
+    """Yield each segment of an example as an example."""
+    ends = np.cumsum(example.segment_lengths)
+    for begin, end in zip((0, *ends), ends, strict=False):
+        yield Example(example.input_ids[begin:end], example.trained[begin:end], example.source)
 
 
 def noise_scales(lengths: Sequence[int], alpha: float) -> torch.Tensor:

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.order import Order, StepSample
-from dsft.data.steps.batch import GlobalStep, LazyMicroBatches, MicroBatch, SourceShare, first_part
-from dsft.data.steps.collate import collate_packed, collate_padded
+from dsft.data.steps.batch import GlobalStep, LazyMicroBatches, MicroBatch, SourceShare
+from dsft.data.steps.collate import AnswerIds, collate_packed, collate_padded
 from dsft.data.steps.pack import assign
 from dsft.plan.batch import BatchSizes
 
@@ -95,7 +95,7 @@ def _read(
 ) -> MicroBatch:
     examples = [dataset[which] for which in ids.tolist()]
     collate = collate_padded if batch.tokens_per_micro_batch is None else collate_packed
-    return collate(examples, pad_id, alpha, ids if dataset.is_pairs else None)
+    return collate(examples, pad_id, alpha, AnswerIds(ids, 2) if dataset.is_pairs else None)
 
 
 def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:
@@ -143,4 +143,4 @@ def _fullest_pack(dataset: Dataset, batch: BatchSizes, budget: int, pad_id: int)
     total, longest = int(ends[-1]), int(ends[0])
     tokens = min(budget, total, -(-total // batch.data_parallel) + longest)
     taken = order[: np.searchsorted(ends, tokens) + 1]
-    return first_part(_read(dataset, taken, batch, pad_id), tokens)
+    return _read(dataset, taken, batch, pad_id).first(tokens)
