@@ -30,6 +30,7 @@ from typing import Any
 
 from benchmarks import paired
 from dsft.system.process import end
+from tests.make import make_micro_batch
 
 VOCABULARY, RANKS, SEED, RATE = 8192, 2, 1, 1e-4
 LLAMA: dict[str, Any] = {
@@ -74,12 +75,12 @@ def rank(variant: str, tokens: int, steps: int) -> None:
 def row(tokens: int) -> Any:
     import torch
 
-    from dsft.data.steps.batch import NO_TARGET, MicroBatch
+    from dsft.data.steps.batch import NO_TARGET
 
     ids = torch.randint(VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(SEED))
     targets = ids.roll(-1, dims=1)
     targets[:, -1] = NO_TARGET
-    made = MicroBatch(ids, torch.arange(tokens)[None], targets, lengths=(tokens,))
+    made = make_micro_batch(ids, torch.arange(tokens)[None], targets, lengths=(tokens,))
     return made.to(torch.device("cpu"))
 
 
@@ -161,7 +162,9 @@ def deepspeeds(world: Any, tokens: int) -> Step:
         dist_init_required=False,
     )
     made, mine = row(tokens), slice(world.rank * tokens // RANKS, (world.rank + 1) * tokens // RANKS)
-    ids, positions, targets = (x[:, mine] for x in (made.input_ids, made.position_ids, made.targets))
+    ids, positions, targets = (
+        x[:, mine] for x in (made.tokens.input_ids, made.tokens.position_ids, made.tokens.targets)
+    )
 
     def step() -> float:
         logits = engine(input_ids=ids, position_ids=positions, use_cache=False).logits

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import paired
 from dsft.system.process import end
+from tests.make import make_micro_batch
 
 VOCABULARY = 64
 LLAMA: dict[str, Any] = {
@@ -218,7 +219,7 @@ def rows(number: int, tokens: int) -> list[Any]:
     """Micro-batches of one row of random tokens, each of which predicts the next one."""
     import torch
 
-    from dsft.data.steps.batch import NO_TARGET, MicroBatch
+    from dsft.data.steps.batch import NO_TARGET
 
     draw = torch.Generator().manual_seed(SEED)
     positions = torch.arange(tokens)[None]
@@ -227,7 +228,7 @@ def rows(number: int, tokens: int) -> list[Any]:
         ids = torch.randint(VOCABULARY, (1, tokens), generator=draw)
         targets = ids.roll(-1, dims=1)
         targets[:, -1] = NO_TARGET
-        made.append(MicroBatch(ids, positions, targets).to(torch.device("cpu")))
+        made.append(make_micro_batch(ids, positions, targets).to(torch.device("cpu")))
     return made
 
 
@@ -271,7 +272,7 @@ def dualpipev(world: Any, tokens: int) -> tuple[Step, list[Computed]]:
 
         def forward(self, inputs: Any) -> Any:
             batch = next(to_come[self.number])
-            found = self.policy(inputs, batch.position_ids, batch.targets, num_targets=batch.num_targets)
+            found = self.policy(inputs, batch.tokens, num_targets=batch.num_targets)
             return getattr(found, "logps", found)
 
     def loss(logps: Any, micro_batch: Any) -> Any:
@@ -288,7 +289,7 @@ def dualpipev(world: Any, tokens: int) -> tuple[Step, list[Computed]]:
     def step(number: int) -> float:
         parts.engine.set_train_batch_size(number)
         to_come.update((which, iter(made)) for which in own)
-        mean = parts.engine.train_batch((batch.input_ids, batch) for batch in made[:number])
+        mean = parts.engine.train_batch((batch.tokens.input_ids, batch) for batch in made[:number])
         return float(mean) if world.rank == 0 else 0.0
 
     return step, watch(parts.engine)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from benchmarks.paired import device_peaks
+from dsft.data.steps.batch import Segments
 from dsft.model.attention import SHAPES, attend_per_segment, packed_keywords
 
 Batch = dict[str, Any]
@@ -175,7 +176,7 @@ def moved(batch: Batch, model: Any) -> Batch:
     if "lengths" in batch:
         own = getattr(model, "module", model)
         kind, shapes = own.config._attn_implementation, getattr(own, SHAPES)
-        inputs |= packed_keywords(kind, inputs["position_ids"], batch["lengths"], shapes=shapes)
+        inputs |= packed_keywords(kind, inputs["position_ids"], Segments(batch["lengths"]), shapes)
     return batch | {"given": inputs, "labels": batch["labels"].to(device)}
 
 

@@ -116,15 +116,7 @@ def seconds(policy: Policy, batch: MicroBatch) -> float:
     batch = batch.to(torch.device("cpu"))
     policy.zero_grad()
     began = time.process_time()
-    logps = policy(
-        batch.input_ids,
-        batch.position_ids,
-        batch.targets,
-        batch.lengths,
-        None,
-        batch.num_targets,
-        batch.starts,
-    ).logps
+    logps = policy(batch.tokens.input_ids, batch.tokens, batch.segments, batch.num_targets).logps
     answers = answer_logps(logps, batch)
     answers.backward(torch.arange(1.0, 1.0 + answers.numel()).view_as(answers).to(answers.dtype))
     return time.process_time() - began

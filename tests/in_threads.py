@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine import split
-from dsft.model.policy import Policy, forward_arguments
+from dsft.model.policy import Policy
+from tests.make import forward
 
 T = TypeVar("T")
 SECONDS = 120.0
@@ -67,7 +68,7 @@ class Threads(split.RankExchange):
         policy."""
         rows, batch = split.RowSplit(policy.causal_lm, None), batch.to(torch.device("cpu"))  # type: ignore[arg-type]
         part = rows.part(batch)
-        return rows.whole(policy(part.input_ids, *forward_arguments(part)).logps, batch)
+        return rows.whole(forward(policy, part).logps, batch)
 
     def _collect(self, mine: Tensor, take: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
         self._sent[self.number] = mine

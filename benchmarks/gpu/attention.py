@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu.runs import SEED, device
 from benchmarks.sft_loops import attend_packed
+from dsft.data.steps.batch import Segments
 from dsft.model.attention import packed_keywords
 
 # (query heads, key heads, head size, sliding window or None)
@@ -82,7 +83,7 @@ def through(model: Any, rows: list[list[int]], weights: Tensor) -> tuple[Tensor,
     ids = torch.tensor([i for row in rows for i in row], device=place)[None]
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None].to(place)
     lengths = tuple(len(row) for row in rows)
-    keywords = packed_keywords(model.config._attn_implementation, positions, lengths)
+    keywords = packed_keywords(model.config._attn_implementation, positions, Segments(lengths))
     model.zero_grad()
     output = model(input_ids=ids, position_ids=positions, use_cache=False, **keywords).last_hidden_state[0]
     (output * weights.to(place, output.dtype)).sum().backward()

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from benchmarks.gpu.runs import SEED, device
+from dsft.data.steps.batch import Segments
 
 HALF = torch.bfloat16
 Line = tuple[str, Callable[[], dict[str, float] | float]]
@@ -206,7 +207,7 @@ def layers(sizes: Sizes, kernels: str) -> dict[str, float]:
     ids = torch.randint(512, (1, sizes.tokens), device=device())
     positions = torch.arange(length, device=device()).repeat(4)[None]
     kind, shapes = model.config._attn_implementation, getattr(model, SHAPES)
-    keywords = packed_keywords(kind, positions, (length,) * 4, shapes=shapes)
+    keywords = packed_keywords(kind, positions, Segments((length,) * 4), shapes)
 
     def work() -> None:
         model.zero_grad()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from dsft.data.steps.batch import Tokens
 from dsft.errors import Problem, SpecError
 from dsft.model.experts import choose_experts
 from dsft.model.policy import Policy
@@ -228,7 +229,7 @@ def _scored(stages: list[Policy], rows: tuple[tuple[int, ...], ...]) -> Tensor:
     ids, positions = _inputs(rows).values()
     carried = ids
     for stage in stages:
-        carried = stage(carried, positions, ids.roll(-1, 1))
+        carried = stage(carried, Tokens(ids, positions, ids.roll(-1, 1)))
     (logps,) = carried
     weights = torch.linspace(1.0, 2.0, logps.numel()).view_as(logps)  # a plain sum could hide an exchange
     (logps * weights).sum().backward()

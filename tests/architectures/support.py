@@ -32,6 +32,7 @@ from dsft.spec.task import TASKS
 from tests.architectures import cases as architectures
 from tests.architectures.test_architectures import MODES
 from tests.architectures.wholes import WHOLES
+from tests.make import logps_of
 from tests.parity.cases import SHAPES, Case, all_cases
 
 WORKS, SHOWN, OTHER = "○", "✓", "·"
@@ -295,7 +296,7 @@ def packed_refusal(kind: str) -> str | None:
     try:
         model = architectures.small_model(kind)
         attend_per_segment(model, "auto", BASE["data"]["max_length"])
-        Policy(model)(ids, ids % 4, ids, (4, 4))
+        logps_of(Policy(model), ids, ids % 4, ids, (4, 4))
     except SpecError as error:
         return f"`{error.problems[0].where}`: {_short(error.problems[0].message)}"
     except DsftError as error:

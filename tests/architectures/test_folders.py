@@ -37,6 +37,7 @@ from tests.architectures.cases import (
     keys_of,
     small_model,
 )
+from tests.make import logps_of
 from tests.selected import tiered
 
 T = TypeVar("T")
@@ -137,7 +138,7 @@ def test_a_fresh_one_gives_the_models_own_log_probabilities(kind: str) -> None:
     ids, positions = torch.arange(3, 25).view(2, 11), torch.arange(11).repeat(2, 1)
     targets = ids + 50
     with torch.no_grad():
-        logps = policy(ids, positions, targets).logps
+        logps = logps_of(policy, ids, positions, targets)
         expected = policy.causal_lm(input_ids=ids).logits.log_softmax(-1).gather(-1, targets[..., None])
     torch.testing.assert_close(logps, expected[..., 0], rtol=0, atol=2e-6)
     assert torch.isfinite(logps).all()

@@ -23,6 +23,7 @@ from dsft.plan.cut import Cut
 from dsft.spec.architecture import PIPELINE_MODEL_TYPES
 from tests.architectures.cases import ARCHITECTURES, PACKED, USUAL, deeper, small_config, small_model
 from tests.launching import allowed
+from tests.make import make_micro_batch
 from tests.selected import tiered
 
 BOUND = 1e-6
@@ -34,14 +35,14 @@ def padded() -> MicroBatch:
     longest = max(map(len, ROWS))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in ROWS])
     targets = torch.tensor([row[1:] + [NO_TARGET] * (longest - len(row) + 1) for row in ROWS])
-    return MicroBatch(ids, torch.arange(longest).repeat(len(ROWS), 1), targets)
+    return make_micro_batch(ids, torch.arange(longest).repeat(len(ROWS), 1), targets)
 
 
 def packed() -> MicroBatch:
     ids = torch.tensor([[token for row in ROWS for token in row]])
     positions = torch.tensor([[index for row in ROWS for index in range(len(row))]])
     targets = torch.tensor([[token for row in ROWS for token in (*row[1:], NO_TARGET)]])
-    return MicroBatch(ids, positions, targets, tuple(map(len, ROWS)))
+    return make_micro_batch(ids, positions, targets, tuple(map(len, ROWS)))
 
 
 def stages_of(model: PreTrainedModel, joints: SplitPoints, cut: Cut) -> list[Policy]:
@@ -54,9 +55,9 @@ def stages_of(model: PreTrainedModel, joints: SplitPoints, cut: Cut) -> list[Pol
 
 def outcome(stages: list[Policy], batch: MicroBatch) -> tuple[Tensor, list[dict[str, Tensor]]]:
     """Log-probabilities, and each stage's gradients of a weighed sum of them."""
-    carried: Any = batch.input_ids
+    carried: Any = batch.tokens.input_ids
     for stage in stages:
-        carried = stage(carried, batch.position_ids, batch.targets, batch.lengths)
+        carried = stage(carried, batch.tokens, batch.segments)
     logps = carried.logps
     (logps * torch.linspace(1, 2, logps.numel()).view_as(logps)).sum().backward()
     gradients = [{n: p.grad for n, p in s.named_trained().items() if p.grad is not None} for s in stages]

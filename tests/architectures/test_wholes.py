@@ -17,7 +17,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMulti
 from dsft.checkpoint.around import files_around
 from dsft.checkpoint.export import export_checkpoint
 from dsft.checkpoint.save import CheckpointState, save
-from dsft.data.steps.batch import MicroBatch
 from dsft.engine.api import Fragment
 from dsft.errors import CheckpointError, MissingInputError, SpecError
 from dsft.model.attention import attend_per_segment
@@ -36,6 +35,7 @@ from tests.architectures.test_folders import Alone, tensors_of
 from tests.architectures.wholes import VOCABULARY, WHOLES, small_whole
 from tests.in_threads import Threads
 from tests.integration.runs import write_spec
+from tests.make import logps_of, make_micro_batch
 from tests.selected import tiered
 
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -102,7 +102,7 @@ def test_losses_and_gradients_are_those_of_the_whole(kind: str, tmp_path: Path) 
     ids = torch.randint(3, VOCABULARY, (1, sum(lengths)))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     targets = torch.cat([row.roll(-1, 1) for row in ids.split(lengths, 1)], 1)
-    logps = policy(ids, positions, targets, lengths).logps
+    logps = logps_of(policy, ids, positions, targets, lengths)
     logits = torch.cat([whole(input_ids=row).logits for row in ids.split(lengths, 1)], 1)
     expected = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     torch.testing.assert_close(logps, expected, rtol=0, atol=2e-6)
@@ -132,12 +132,12 @@ def test_rows_of_the_text_model_can_be_split(kind: str, monkeypatch: pytest.Monk
     torch.manual_seed(0)
     policy = Policy(AutoModelForCausalLM.from_config(config)).eval()
     ids = torch.randint(3, VOCABULARY, (3, 7))
-    batch = MicroBatch(ids, torch.arange(7).repeat(3, 1), ids.roll(-1, 1))
+    batch = make_micro_batch(ids, torch.arange(7).repeat(3, 1), ids.roll(-1, 1))
     ranks, parts = Threads(2, monkeypatch), [copy.deepcopy(policy) for _ in range(2)]
     for part in parts:
         attend_per_segment(part.causal_lm, "auto", 16, exchange=ranks)
     with torch.no_grad():
-        expected = policy(batch.input_ids, batch.position_ids, batch.targets).logps
+        expected = policy(batch.tokens.input_ids, batch.tokens).logps
         for found in ranks.run(lambda number: ranks.scored(parts[number], batch)):
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
 

@@ -65,6 +65,7 @@ from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 from dsft.rank.environment import detect
 from dsft.spec.schema import Checkpoint, Spec
 from tests.architectures.cases import ARCHITECTURES, VOCABULARY
+from tests.make import forward, make_micro_batch
 from tests.parity import pairs, plain
 from tests.parity.worker import DECAY, assemble, keep_gradients, merge, micro_batch, relative
 
@@ -157,7 +158,7 @@ def try_packed(spec: Spec) -> None:
 
 
 def score(policy: Policy, batch: MicroBatch) -> Tensor:
-    logps: Tensor = policy(batch.input_ids, batch.position_ids, batch.targets, batch.lengths).logps
+    logps: Tensor = forward(policy, batch).logps
     return logps
 
 
@@ -197,9 +198,11 @@ def packed(rows: list[plain.Row]) -> MicroBatch:
     padded = [micro_batch([row]) for row in rows] or [micro_batch([])]
     ids, positions, targets = (
         torch.cat(parts, dim=1)
-        for parts in zip(*((b.input_ids, b.position_ids, b.targets) for b in padded), strict=True)
+        for parts in zip(
+            *((b.tokens.input_ids, b.tokens.position_ids, b.tokens.targets) for b in padded), strict=True
+        )
     )
-    return MicroBatch(ids, positions, targets, tuple(b.input_ids.shape[1] for b in padded))
+    return make_micro_batch(ids, positions, targets, tuple(b.shape[1] for b in padded))
 
 
 def make_spec(folder: Path, mode: str, attention: str = "auto") -> Spec:
@@ -311,9 +314,7 @@ def shared_prompts(folder: Path) -> dict[str, float]:
 
 def answers_of(policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensors]:
     batch = batch.to(torch.device("cpu"))
-    logps = policy(
-        batch.input_ids, batch.position_ids, batch.targets, batch.lengths, starts=batch.starts
-    ).logps
+    logps = forward(policy, batch).logps
     answers = answer_logps(logps, batch)
     weights = torch.arange(1.0, 1.0 + answers.numel(), dtype=answers.dtype).view_as(answers)
     trained = policy.named_trained()

@@ -134,8 +134,8 @@ def outcome(case: Case, world: World) -> tuple[str, float]:
     held_out = HeldOutSet(None, dataset)
     assigned = evaluation(dataset, sizes, world.data_rank, PAD)
     table = score_pairs(PairSet(held_out, *assigned, look_up(logps.numpy())), engine, world)
-    assert table.reference is not None and torch.equal(table.reference, logps)
-    assert table.num_tokens.tolist() == [[sum(a.trained) for a in whole_rows(one)] for one in pairs]
+    assert table.answers.reference is not None and torch.equal(table.answers.reference, logps)
+    assert table.answers.num_targets.tolist() == [[sum(a.trained) for a in whole_rows(one)] for one in pairs]
     apart = float((table.logps - logps).abs().max())
     try:
         first = StartCheck(dpo, dataset, micro_batches, PAD, without)
@@ -212,7 +212,7 @@ def reference_logps(case: Case, reference: Policy, pairs: Sequence[Example]) -> 
         pairs = [*pairs[:3], pairs[4], pairs[3], *pairs[5:]]
     rows = [collate_padded([answer], PAD) for one in pairs for answer in whole_rows(one)]
     with torch.no_grad(), adapter_off(reference if case.reference == "bare" else torch.nn.Module()):
-        sums = [reference(row.input_ids, row.position_ids, row.targets).logps.double().sum() for row in rows]
+        sums = [reference(row.tokens.input_ids, row.tokens).logps.double().sum() for row in rows]
     return torch.stack(sums).view(-1, 2)
 
 

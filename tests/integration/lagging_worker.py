@@ -39,6 +39,7 @@ from dsft.report import hosts
 from dsft.run.hooks import watch_hosts
 from dsft.run.loop import Progress, Record, Run, Schedule, fit
 from dsft.spec.schema import Spec
+from tests.make import make_micro_batch
 
 SECONDS = 1.0  # that a verdict rests on, in place of 10
 VOCABULARY, LENGTH, ROWS, SLOWED_RANK = 128, 64, 2, 1
@@ -116,7 +117,7 @@ class Steps:
 def rows(draw: torch.Generator) -> MicroBatch:
     ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=draw)
     targets = torch.cat([ids[:, 1:], torch.full((ROWS, 1), -100)], dim=1)
-    return MicroBatch(ids, torch.arange(LENGTH).expand(ROWS, LENGTH).contiguous(), targets)
+    return make_micro_batch(ids, torch.arange(LENGTH).expand(ROWS, LENGTH).contiguous(), targets)
 
 
 def main(healthy: int, slowed: int, words: list[str]) -> None:

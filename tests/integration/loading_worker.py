@@ -91,9 +91,9 @@ def compare(
         values = max(values, *world.gather(of_stages(spec.model, facts, expected, world.rank)))
     batch = micro_batch([(list(range(12)), [False] + [True] * 11)])
     (logps,) = engine.score([batch])
-    logits = expected(batch.input_ids, use_cache=False).logits.float().log_softmax(-1)
-    theirs = logits.gather(-1, batch.targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    off = float(((logps - theirs) * (batch.targets >= 0)).abs().max())
+    logits = expected(batch.tokens.input_ids, use_cache=False).logits.float().log_softmax(-1)
+    theirs = logits.gather(-1, batch.tokens.targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    off = float(((logps - theirs) * (batch.tokens.targets >= 0)).abs().max())
     engine._engine.destroy()
     groups.mpu = None
     return {"values": values, "logps": off, "tensors": len(held), "frozen": frozen}

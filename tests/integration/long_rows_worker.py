@@ -34,6 +34,7 @@ from dsft.plan.traffic import traffic
 from dsft.rank.environment import detect
 from dsft.spec.schema import Spec
 from dsft.system.process import end
+from tests.make import make_micro_batch
 
 VOCABULARY = 256
 FACTS = TokenFacts(VOCABULARY, None, None, None)
@@ -97,7 +98,9 @@ def row(tokens: int, length: int) -> MicroBatch:
     targets = ids.roll(-1, dims=1)
     targets[:, -1] = NO_TARGET
     positions = torch.arange(tokens).remainder(length)[None]
-    return MicroBatch(ids, positions, targets, lengths=(length,) * (tokens // length)).to(torch.device("cpu"))
+    return make_micro_batch(ids, positions, targets, lengths=(length,) * (tokens // length)).to(
+        torch.device("cpu")
+    )
 
 
 def measure(world: World, tokens: int, length: int, chunks: int, sent: list[int]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsft.data.steps.batch import NO_TARGET, MicroBatch
+from dsft.data.steps.batch import NO_TARGET
 from dsft.errors import SpecError
 from dsft.model import build
 from dsft.model.attention import SHAPES, attend_per_segment, check_can_compile, use
@@ -20,9 +20,9 @@ from dsft.model.attention_choice import VARLEN
 from dsft.model.attention_shapes import SegmentShapes
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
-from dsft.model.policy import forward_arguments
 from dsft.spec.schema import Model
 from tests import varlen_on_cpu
+from tests.make import forward, logps_of, make_micro_batch
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -44,7 +44,7 @@ def trained(compile: bool, checkpointing: bool) -> tuple[list[Tensor], dict[str,
         ids = torch.arange(rows * length).view(rows, length) % 96
         targets = ids.roll(-1, dims=1)
         targets[:, -1] = NO_TARGET
-        found.append(policy(ids, torch.arange(length).repeat(rows, 1), targets).logps)
+        found.append(logps_of(policy, ids, torch.arange(length).repeat(rows, 1), targets))
         found[-1].sum().backward()
     gradients = {name: p.grad for name, p in policy.named_trained().items() if p.grad is not None}
     return [logps.detach() for logps in found], gradients
@@ -86,8 +86,8 @@ def packed(compile: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
         tokens = sum(lengths)
         ids = torch.arange(tokens)[None] % 96
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        batch = MicroBatch(ids, positions, ids.roll(-1, dims=1), lengths).to(torch.device("cpu"))
-        found.append(policy(batch.input_ids, *forward_arguments(batch)).logps)
+        batch = make_micro_batch(ids, positions, ids.roll(-1, dims=1), lengths).to(torch.device("cpu"))
+        found.append(forward(policy, batch).logps)
         found[-1].sum().backward()
     gradients = {name: p.grad for name, p in policy.named_trained().items() if p.grad is not None}
     return [logps.detach() for logps in found], gradients

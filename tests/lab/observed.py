@@ -52,7 +52,7 @@ def watch(steps):
             place.parent.mkdir(exist_ok=True)
             digest = hashlib.sha256()
             for batch in made.micro_batches:
-                digest.update(repr(batch.input_ids.tolist()).encode())
+                digest.update(repr(batch.tokens.input_ids.tolist()).encode())
             seen = {
                 "host": socket.gethostname(), "rank": dist.get_rank(), "world_size": dist.get_world_size(),
                 "local_rank": int(os.environ["LOCAL_RANK"]), "examples": made.example_ids,

@@ -31,7 +31,7 @@ from deepspeed.utils import groups
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
+from dsft.data.steps.batch import NO_TARGET, Answers, MicroBatch
 from dsft.engine.api import Engine
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for
@@ -53,6 +53,7 @@ from dsft.reference.check import DriftCheck
 from dsft.reference.model import open_reference
 from dsft.reference.refer import refer_to_start
 from dsft.spec.schema import Spec
+from tests.make import make_micro_batch
 from tests.process_groups import own_groups
 
 VOCABULARY, SEED = 96, 7
@@ -118,8 +119,8 @@ def micro_batch(seed: int, rows: int = 2, length: int = 13) -> MicroBatch:
     targets = ids.roll(-1, 1).masked_fill(torch.arange(length) < 4, NO_TARGET)
     targets[:, -1] = NO_TARGET
     counts = (targets != NO_TARGET).sum(1).view(-1, 2)
-    pairs = Pairs(torch.arange(rows // 2), counts)
-    return MicroBatch(ids, torch.arange(length).repeat(rows, 1), targets, pairs=pairs)
+    pairs = Answers(torch.arange(rows // 2), counts)
+    return make_micro_batch(ids, torch.arange(length).repeat(rows, 1), targets, answers=pairs)
 
 
 def batches(world: World, step: int) -> list[MicroBatch]:
@@ -132,7 +133,7 @@ def whole_scores(spec: Spec, found: list[MicroBatch]) -> list[Tensor]:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[spec.train.precision]
     policy = build_model(reference_model(spec), FACTS, SEED, dtype).eval()
     with torch.no_grad():
-        return [policy(b.input_ids, b.position_ids, b.targets).logps for b in found]
+        return [policy(b.tokens.input_ids, b.tokens).logps for b in found]
 
 
 def apart(found: tuple[Tensor, ...], wanted: list[Tensor]) -> float:
@@ -218,8 +219,8 @@ def inside(world: World, zero_stage: int, stages: int, trained: str, adapter: st
             if world.stage == stages - 1:
                 for batch, logps in zip(filled, whole_scores(spec, found), strict=True):
                     wanted = answer_logps(logps, batch)
-                    assert batch.pairs is not None and batch.pairs.reference is not None
-                    differences.append(float(((batch.pairs.reference - wanted) / wanted).abs().max()))
+                    assert batch.answers is not None and batch.answers.reference is not None
+                    differences.append(float(((batch.answers.reference - wanted) / wanted).abs().max()))
 
         return ask
 
@@ -269,7 +270,7 @@ def losses(
     for step in range(STEPS):
         before(step)
         mine = batches(world, step)
-        targets = torch.tensor([float(sum((b.targets != NO_TARGET).sum() for b in mine))])
+        targets = torch.tensor([float(sum((b.tokens.targets != NO_TARGET).sum() for b in mine))])
         counts = {"tokens": int(world.sum(targets)) // cut.stages}
         result = engine.step(mine, counts, 1e-2)
         found.append(float(world.sum(result.sums)) / counts["tokens"])

@@ -11,7 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
+from dsft.data.steps.batch import NO_TARGET, Answers, MicroBatch
+from tests.make import make_micro_batch
 from tests.parity import plain
 
 Form = Literal["padded", "packed", "shared"]
@@ -41,7 +42,7 @@ def numbered(steps: Sequence[plain.Step[plain.Pair]], data_rank: int, form: Form
 def micro_batch(pairs: Sequence[plain.Pair], first: int, form: Form) -> MicroBatch:
     """`first`: the number of the first pair. No pair at all: a row of two tokens without a target."""
     segments = [segment for pair in pairs for segment in segments_of(pair, form)] or [(EMPTY, 0)]
-    told = Pairs(
+    told = Answers(
         torch.arange(first, first + len(pairs)),
         torch.tensor([[plain.count([row]) for row in pair] for pair in pairs]).view(-1, 2),
     )
@@ -54,19 +55,19 @@ def micro_batch(pairs: Sequence[plain.Pair], first: int, form: Form) -> MicroBat
             ids[number, : len(row[0])], targets[number, : len(row[0])] = tensors(row)
             is_padding[number, : len(row[0])] = not pairs
         positions = torch.arange(length).repeat(len(segments), 1)
-        return MicroBatch(ids, positions, targets, pairs=told, is_padding=is_padding)
+        return make_micro_batch(ids, positions, targets, answers=told, is_padding=is_padding)
     parts = zip(*(tensors(row) for row, _ in segments), strict=True)
     ids, targets = (torch.cat(part)[None] for part in parts)
     starts = tuple(start for _, start in segments)
     lengths = tuple(len(ids) for (ids, _), _ in segments)
     positions = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
-    return MicroBatch(
+    return make_micro_batch(
         ids,
         positions[None],
         targets,
         lengths,
         starts=starts if form == "shared" else None,
-        pairs=told,
+        answers=told,
         is_padding=None if pairs else torch.ones_like(ids, dtype=torch.bool),
     )
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsft.data.steps.batch import NO_TARGET, MicroBatch
+from dsft.data.steps.batch import NO_TARGET
 from dsft.data.steps.split import part_of
 from dsft.engine.split import RankExchange, RowSplit, exchange_of
 from dsft.engine.world import World, join
@@ -35,6 +35,7 @@ from dsft.model.attention_loop import KEYWORD, segment_attention
 from dsft.model.attention_split import SPLIT, split_attention
 from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
+from tests.make import make_micro_batch
 
 RANKS, GROUPS_OF, SIZE = 4, (2, 4), 6
 HEADS = ((4, 4), (4, 2), (4, 1), (12, 3), (8, 8), (12, 6))
@@ -99,30 +100,31 @@ def cuts(exchange: RankExchange, world: World, rows: int, length: int, packed: b
     positions = torch.arange(length).repeat(rows, 1)
     lengths = (length,) * rows if packed else None
     shape = (1, tokens) if packed else (rows, length)
-    whole = MicroBatch(
+    whole = make_micro_batch(
         ids.view(shape), positions.view(shape), targets.view(shape), lengths,
         noise_scale=ids.view(shape).float(), is_padding=(ids % 5 == 0).view(shape),
     ).to(torch.device("cpu"))  # fmt: skip
     config: Any = SimpleNamespace(config=SimpleNamespace(_attn_implementation=f"any{SPLIT}"))
     split = RowSplit(config, world)
     mine = split.part(whole)
-    assert mine.num_targets == int((mine.targets != NO_TARGET).sum())
-    assert mine.lengths is not None and sum(mine.lengths) == mine.input_ids.numel() * exchange.size
-    at = torch.arange(mine.input_ids.numel()) + exchange.number * mine.input_ids.numel()
-    assert mine.is_padding is not None and mine.is_padding[0, at >= tokens].all()
+    assert mine.num_targets == int((mine.tokens.targets != NO_TARGET).sum())
+    assert mine.segments is not None and sum(mine.segments.lengths) == mine.shape.numel() * exchange.size
+    at = torch.arange(mine.shape.numel()) + exchange.number * mine.shape.numel()
+    assert mine.tokens.is_padding is not None and mine.tokens.is_padding[0, at >= tokens].all()
     fields = ("input_ids", "position_ids", "targets", "noise_scale", "is_padding")
     wrong, pulled = 0.0, 0.0
     for name in fields:
-        value = getattr(whole, name)
-        logps = getattr(mine, name).double().requires_grad_()
+        value = getattr(whole.tokens, name)
+        logps = getattr(mine.tokens, name).double().requires_grad_()
         together = split.whole(logps, whole)
         wrong += float((together != value).sum())
         draw = torch.Generator().manual_seed(tokens)
         pull = torch.randn(value.shape, generator=draw, dtype=torch.float64)
         (gradient,) = torch.autograd.grad(together, logps, pull)
-        expected = part_of(dataclasses.replace(whole, noise_scale=pull), exchange.number, exchange.size)
-        assert expected.noise_scale is not None
-        pulled = max(pulled, apart(gradient, expected.noise_scale))
+        pulled_on = dataclasses.replace(whole, tokens=whole.tokens._replace(noise_scale=pull))
+        expected = part_of(pulled_on, exchange.number, exchange.size)
+        assert expected.tokens.noise_scale is not None
+        pulled = max(pulled, apart(gradient, expected.tokens.noise_scale))
     return {"gathered": wrong, "pulled": pulled}
 
 

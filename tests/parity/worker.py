@@ -84,6 +84,7 @@ from dsft.reference.refer import Refer, look_up, refer_to_engine, refer_to_start
 from dsft.run.loop import Record
 from dsft.spec.schema import Model, Spec
 from tests.examples import dataset_of
+from tests.make import make_micro_batch
 from tests.parity import pairs, plain
 from tests.parity.cases import ACCUMULATION, BALANCE_WEIGHT, CHUNK_ROWS, FAULTY_STEP, SHAPES, Case, cases
 from tests.process_groups import own_groups
@@ -552,30 +553,30 @@ def micro_batch(rows: list[plain.Row]) -> MicroBatch:
     target."""
     length = max((len(ids) for ids, _ in rows), default=2)
     shape = (max(len(rows), 1), length)
-    batch = MicroBatch(
+    batch = make_micro_batch(
         torch.full(shape, 7),
         torch.arange(length).repeat(shape[0], 1),
         torch.full(shape, NO_TARGET),
         is_padding=torch.ones(shape, dtype=torch.bool),
     )
-    assert batch.is_padding is not None
+    assert batch.tokens.is_padding is not None
     for number, (ids, trained) in enumerate(rows):
-        batch.is_padding[number, : len(ids)] = False
-        batch.input_ids[number, : len(ids)] = torch.tensor(ids)
+        batch.tokens.is_padding[number, : len(ids)] = False
+        batch.tokens.input_ids[number, : len(ids)] = torch.tensor(ids)
         wanted = [i if is_target else NO_TARGET for i, is_target in zip(ids, trained, strict=True)]
-        batch.targets[number, : len(ids) - 1] = torch.tensor(wanted[1:])
+        batch.tokens.targets[number, : len(ids) - 1] = torch.tensor(wanted[1:])
     return batch
 
 
 def packed_micro_batch(rows: list[plain.Row]) -> MicroBatch:
     """The same rows, one after the other; no row at all: the two tokens without a target."""
     alone = [micro_batch([row]) for row in rows] or [micro_batch([])]
-    return MicroBatch(
-        torch.cat([batch.input_ids for batch in alone], 1),
-        torch.cat([batch.position_ids for batch in alone], 1),
-        torch.cat([batch.targets for batch in alone], 1),
-        tuple(batch.input_ids.shape[1] for batch in alone),
-        is_padding=None if rows else alone[0].is_padding,
+    return make_micro_batch(
+        torch.cat([batch.tokens.input_ids for batch in alone], 1),
+        torch.cat([batch.tokens.position_ids for batch in alone], 1),
+        torch.cat([batch.tokens.targets for batch in alone], 1),
+        tuple(batch.shape[1] for batch in alone),
+        is_padding=None if rows else alone[0].tokens.is_padding,
     )
 
 

@@ -18,8 +18,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
 from dsft.data.steps.batch import MicroBatch
 from dsft.model import attention_choice
 from dsft.model.attention import attend_padded, attend_per_segment
-from dsft.model.policy import Policy, forward_arguments
+from dsft.model.policy import Policy
 from dsft.older import checkpoint_activations
+from tests.make import forward, make_micro_batch
 from tests.standin.inside import attention_kernel, counted, tell, waits
 
 attention_choice.differ = lambda _: False  # kernels that compute nothing give no numbers
@@ -67,12 +68,12 @@ def packed(lengths: Sequence[int], starts: Sequence[int] | None = None) -> Micro
     positions = [torch.arange(s, s + n) for n, s in zip(lengths, starts or [0] * len(lengths), strict=True)]
     ids = torch.zeros(1, sum(lengths), dtype=torch.int64)
     told = None if starts is None else tuple(starts)
-    return MicroBatch(ids, torch.cat(positions)[None], ids, tuple(lengths), starts=told).to(GPU)
+    return make_micro_batch(ids, torch.cat(positions)[None], ids, tuple(lengths), starts=told).to(GPU)
 
 
 def run(policy: Policy, batch: MicroBatch) -> None:
     """Forward and backward."""
-    policy(batch.input_ids, *forward_arguments(batch)).logps.sum().backward()
+    forward(policy, batch).logps.sum().backward()
     policy.zero_grad(set_to_none=True)
 
 
@@ -216,7 +217,7 @@ def shapes() -> dict[str, Any]:
     found["padded"] = {"line": attend_padded(policy.causal_lm, 1000, GPU)}
     for rows, length in ((4, 1024), (2, 1000), (2, 1001)):
         with Seen() as seen:
-            run(policy, MicroBatch(*[torch.arange(length).repeat(rows, 1)] * 3).to(GPU))
+            run(policy, make_micro_batch(*[torch.arange(length).repeat(rows, 1)] * 3).to(GPU))
         found["padded"][f"{rows} of {length}"] = sorted(seen.names)
     found["left on"] = torch.backends.cuda.cudnn_sdp_enabled()
     return found

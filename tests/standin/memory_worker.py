@@ -33,7 +33,6 @@ from deepspeed.runtime.utils import CheckOverflow
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from torch import Tensor, nn
 
-from dsft.data.steps.batch import MicroBatch
 from dsft.engine.build import build_engine
 from dsft.engine.gradients import StepClip
 from dsft.engine.partition import sharding_for
@@ -54,6 +53,7 @@ from dsft.rank.environment import detect
 from dsft.report.memory import MemoryMeter
 from dsft.spec.schema import Spec
 from dsft.system.host import free_port
+from tests.make import make_micro_batch
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1.3B": {
@@ -156,7 +156,7 @@ def measure(case: Case) -> dict[str, Any]:
     objective = next_token()
     engine = build_engine(policy, spec, config, world, objective)
     ids = torch.ones(1, case.tokens, dtype=torch.int64)
-    longest = MicroBatch(ids, ids, ids * 0, (case.tokens,))
+    longest = make_micro_batch(ids, ids, ids * 0, (case.tokens,))
     meter.enter("first_step")
     engine.probe(longest)
     meter.enter("steady")

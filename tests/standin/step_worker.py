@@ -18,7 +18,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import groups
 from torch.utils._pytree import tree_leaves
 
-from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch, Pairs
+from dsft.data.steps.batch import NO_TARGET, Answers, GlobalStep, MicroBatch
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for
 from dsft.engine.replicas import Replicas
@@ -37,6 +37,7 @@ from dsft.rank.environment import detect
 from dsft.run.hooks import watch_hosts
 from dsft.run.loop import Progress, Record, Run, Schedule, fit
 from dsft.spec.schema import Dpo, Spec
+from tests.make import make_micro_batch
 from tests.standin import inside
 
 VOCABULARY, LENGTH, SEGMENTS, MICRO_BATCHES = 64, 8, 4, 2
@@ -59,13 +60,13 @@ def packed(draw: torch.Generator, *, of_pairs: bool, number: int = SEGMENTS) -> 
     if of_pairs:
         shape = (number // 2, 2)
         reference = torch.full(shape, -30.0, dtype=torch.float64)
-        pairs = Pairs(torch.arange(number // 2), torch.full(shape, LENGTH - 1), reference)
-    return MicroBatch(ids, positions, targets, (LENGTH,) * number, pairs=pairs)
+        pairs = Answers(torch.arange(number // 2), torch.full(shape, LENGTH - 1), reference)
+    return make_micro_batch(ids, positions, targets, (LENGTH,) * number, answers=pairs)
 
 
 def on_device(batch: MicroBatch) -> int:
     """How many tensors of a micro-batch are on the device."""
-    held = [*vars(batch).values(), *(vars(batch.pairs).values() if batch.pairs else ())]
+    held = [*vars(batch).values(), *(vars(batch.answers).values() if batch.answers else ())]
     return len({id(one) for one in tree_leaves(held) if isinstance(one, torch.Tensor) and one.is_cuda})
 
 
@@ -161,7 +162,7 @@ def bytes_beside_autograd(engine: Any, policy: Policy, step: GlobalStep) -> int:
 def answers(device: torch.device, number: int) -> dict[str, Any]:
     """The answers of one row, forward and backward."""
     batch = packed(torch.Generator(), of_pairs=True, number=number).to(device)
-    logps = torch.full(batch.targets.shape, -1.0, device=device, requires_grad=True)
+    logps = torch.full(batch.tokens.targets.shape, -1.0, device=device, requires_grad=True)
     with inside.counted() as taken:
         found = answer_logps(logps, batch)
         found.sum().backward()

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from dsft.data.sets.dataset import Dataset, Example
-from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.batch import MicroBatch, Segments
 from dsft.data.steps.collate import collate_packed
 from dsft.data.steps.split import part_of
 from dsft.engine import self_check, split
@@ -43,6 +43,7 @@ from dsft.spec.schema import Model
 from tests import varlen_on_cpu
 from tests.examples import dataset_of
 from tests.in_threads import Threads
+from tests.make import forward, logps_of
 from tests.parity.cases import SHAPES
 
 FACTS = TokenFacts(128, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -79,10 +80,7 @@ class Scores:
     @torch.no_grad()
     def score(self, micro_batches: Sequence[MicroBatch]) -> tuple[Tensor, ...]:
         self.given += micro_batches
-        return tuple(
-            self.policy(b.input_ids, b.position_ids, b.targets, b.lengths, starts=b.starts).logps
-            for b in micro_batches
-        )
+        return tuple(forward(self.policy, b).logps for b in micro_batches)
 
 
 def rows(*lengths: int, segments: bool = False) -> Dataset:
@@ -113,7 +111,7 @@ def prove(engine: Scores, data: Dataset, precision: Any = "fp32") -> None:
 def test_what_is_exact_passes(lengths: tuple[int, ...], precision: str) -> None:
     engine = scores(precision)
     prove(engine, rows(*lengths), precision)
-    assert any(len(batch.lengths or ()) > 1 for batch in engine.given)
+    assert any(len(batch.segments.lengths or ()) > 1 for batch in engine.given)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -123,7 +121,7 @@ def test_attention_over_a_border_is_found(monkeypatch: pytest.MonkeyPatch, preci
     monkeypatch.setattr(
         policies,
         "packed_keywords",
-        lambda kind, at, *_: of(kind, at, (at.shape[1],) if len(at) == 1 else None),
+        lambda kind, at, *_: of(kind, at, Segments((at.shape[1],)) if len(at) == 1 else None),
     )
     with pytest.raises(
         SpecError, match="data.packing: the loss of a packed row changes with another row .* set it to false$"
@@ -144,8 +142,9 @@ def test_one_row_that_looks_at_another_is_enough(monkeypatch: pytest.MonkeyPatch
     """Only the last two segments are one."""
     of = policies.packed_keywords
 
-    def joined(kind: str, at: Tensor, lengths: tuple[int, ...] | None, *_: Any) -> Any:
-        return of(kind, at, (*lengths[:-2], sum(lengths[-2:])) if lengths and len(lengths) > 2 else lengths)
+    def joined(kind: str, at: Tensor, segments: Segments | None, *_: Any) -> Any:
+        lengths = segments.lengths if segments else ()
+        return of(kind, at, Segments((*lengths[:-2], sum(lengths[-2:]))) if len(lengths) > 2 else segments)
 
     monkeypatch.setattr(policies, "packed_keywords", joined)
     with pytest.raises(SpecError, match="changes with another row of its pack"):
@@ -222,7 +221,7 @@ def test_answers_that_share_their_prompt_pass(tokens: Any, precision: str) -> No
     said = check_packing(engine, engine.policy, data, Alone(), precision, 0)  # type: ignore[arg-type]
     is_shared = any(prompt > 1 for prompt, *_ in tokens)
     assert ("of answers that share their prompt" in said) is is_shared
-    assert any(batch.starts for batch in engine.given) is is_shared
+    assert any(batch.segments and batch.segments.starts for batch in engine.given) is is_shared
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -299,7 +298,7 @@ def test_an_unknown_scale_is_found_and_the_models_logits_are_taken(
     with own_attention(engine.policy.causal_lm):
         logits = scaled(input_ids=ids, use_cache=False).logits.float()
     with own_attention(engine.policy.causal_lm):
-        found = engine.policy(ids, torch.arange(9)[None], ids).logps
+        found = logps_of(engine.policy, ids, torch.arange(9)[None], ids)
     expected = logits.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
     torch.testing.assert_close(found, expected)
 
@@ -462,7 +461,7 @@ def test_a_layer_that_mixes_tokens_itself_is_found_when_rows_are_split(
 def test_lost_positions_are_found_when_rows_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: Any) -> MicroBatch:
         part = part_of(*arguments)
-        return replace(part, position_ids=part.position_ids * 0)
+        return replace(part, tokens=part.tokens._replace(position_ids=part.tokens.position_ids * 0))
 
     monkeypatch.setattr(split, "part_of", wrong)
     monkeypatch.setitem(LLAMA, "initializer_range", 0.5)

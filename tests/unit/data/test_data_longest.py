@@ -21,9 +21,9 @@ def dataset(*lengths: int) -> Dataset:
 def test_it_is_as_large_as_the_largest_of_any_step() -> None:
     data, sizes = dataset(3, 9, 4, 7, 9, 5, 2, 6, 8), BatchSizes(4, 2, 1, 2)
     longest = longest_micro_batch(data, sizes, pad_id=0, seed=1, total_steps=30)
-    assert longest.input_ids.shape == (2, 9)
+    assert longest.shape == (2, 9)
     shapes = [
-        batch.input_ids.shape
+        batch.shape
         for rank in range(2)
         for index in range(30)
         for batch in TrainSteps(data, sizes, rank, seed=1, pad_id=0).step(index).micro_batches
@@ -32,7 +32,7 @@ def test_it_is_as_large_as_the_largest_of_any_step() -> None:
 
 
 def test_it_has_no_more_rows_than_there_are() -> None:
-    assert longest_micro_batch(dataset(5), BatchSizes(8, 8, 1, 1), 0, 1, 1).input_ids.shape == (1, 5)
+    assert longest_micro_batch(dataset(5), BatchSizes(8, 8, 1, 1), 0, 1, 1).tokens.input_ids.shape == (1, 5)
 
 
 @pytest.mark.parametrize(("budget", "lengths"), [(20, (9, 9, 2)), (40, (9, 9, 8)), (9, (9,))])
@@ -44,8 +44,10 @@ def test_of_a_long_run_the_longest_rows_fill_a_pack(
     exact = longest_micro_batch(data, sizes, pad_id=0, seed=1, total_steps=30)
     monkeypatch.setattr(module, "SEARCH_LIMIT", 0)
     found = longest_micro_batch(data, sizes, pad_id=0, seed=1, total_steps=30)
-    assert found.lengths == lengths
-    assert found.input_ids.shape == (1, sum(lengths)) and exact.input_ids.numel() <= sum(lengths)
+    assert found.segments.lengths == lengths
+    assert found.tokens.input_ids.shape == (1, sum(lengths)) and exact.tokens.input_ids.numel() <= sum(
+        lengths
+    )
 
 
 def test_rows_are_dealt_longest_first() -> None:

@@ -145,7 +145,7 @@ def together(steps: list[GlobalStep]) -> tuple[object, ...]:
         int(token)
         for step in steps
         for batch in step.micro_batches
-        for token in batch.input_ids[batch.input_ids != PAD]
+        for token in batch.tokens.input_ids[batch.tokens.input_ids != PAD]
     )
     return one.example_ids, one.counts, one.num_tokens, one.epoch, one.sources, tokens
 
@@ -189,7 +189,11 @@ def test_a_rank_reads_the_rows_that_it_computes_and_no_others(budget: int | None
     for index in (60, 61):
         source.reads.clear()
         step = steps.step(index)
-        mine = {int(i) - 1 for batch in step.micro_batches for i in batch.input_ids[batch.input_ids != PAD]}
+        mine = {
+            int(i) - 1
+            for batch in step.micro_batches
+            for i in batch.tokens.input_ids[batch.tokens.input_ids != PAD]
+        }
         assert sorted(source.reads) == sorted(mine) and mine < set(step.example_ids)
 
 

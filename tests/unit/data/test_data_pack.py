@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps import pack as packing
-from dsft.data.steps.batch import NO_TARGET
+from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.collate import collate_packed
 from dsft.data.steps.pack import pack
 from dsft.data.steps.steps import SEARCH_LIMIT, TrainSteps, evaluation, longest_micro_batch
@@ -96,24 +96,31 @@ def test_tensors_of_a_packed_row() -> None:
     other = Example(np.array([5, 6], np.int32), np.array([True, True]), "a:2")
     batch = collate_packed([one, other], PAD)
     no = NO_TARGET
-    assert batch.lengths == (4, 2)
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 6]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1]]
-    assert batch.targets.tolist() == [[no, 3, 4, no, 6, no]]  # 5 is no target of 4
-    assert {t.dtype for t in (batch.input_ids, batch.position_ids, batch.targets)} == {torch.int64}
+    assert batch.segments.lengths == (4, 2)
+    assert batch.tokens.input_ids.tolist() == [[1, 2, 3, 4, 5, 6]]
+    assert batch.tokens.position_ids.tolist() == [[0, 1, 2, 3, 0, 1]]
+    assert batch.tokens.targets.tolist() == [[no, 3, 4, no, 6, no]]  # 5 is no target of 4
+    assert {t.dtype for t in (batch.tokens.input_ids, batch.tokens.position_ids, batch.tokens.targets)} == {
+        torch.int64
+    }
 
 
 def test_an_empty_micro_batch_has_no_target() -> None:
     batch = collate_packed([], PAD)
-    assert (batch.lengths, batch.input_ids.tolist()) == ((2,), [[PAD, PAD]])
-    assert batch.position_ids.tolist() == [[0, 1]] and batch.targets.tolist() == [[NO_TARGET] * 2]
+    assert (batch.segments.lengths, batch.tokens.input_ids.tolist()) == ((2,), [[PAD, PAD]])
+    assert batch.tokens.position_ids.tolist() == [[0, 1]] and batch.tokens.targets.tolist() == [
+        [NO_TARGET] * 2
+    ]
 
 
-def segments(batches: tuple[object, ...]) -> list[tuple[list[int], list[int]]]:
+def segments(batches: tuple[MicroBatch, ...]) -> list[tuple[list[int], list[int]]]:
     """(tokens, targets) of every segment with a token of an example, in the order of their tokens."""
     found = []
     for batch in batches:
-        ids, targets = (t[0].split(batch.lengths) for t in (batch.input_ids, batch.targets))  # type: ignore[attr-defined]
+        assert batch.segments is not None
+        ids, targets = (
+            t[0].split(batch.segments.lengths) for t in (batch.tokens.input_ids, batch.tokens.targets)
+        )
         found += [(i.tolist(), t.tolist()) for i, t in zip(ids, targets, strict=True) if i[0] != PAD]
     return sorted(found)
 
@@ -132,7 +139,7 @@ def test_a_step_is_the_same_packed_and_padded(lengths: list[int], micro: int, ra
             (row[: end + 2].tolist(), target[: end + 1].tolist())
             for step in padded
             for batch in step.micro_batches
-            for row, target in zip(batch.input_ids, batch.targets, strict=True)
+            for row, target in zip(batch.tokens.input_ids, batch.tokens.targets, strict=True)
             if row[0] != PAD and (end := int((row != PAD).nonzero().max()) - 1) >= 0
         )
         for packed in steps.values():
@@ -174,10 +181,15 @@ def test_no_micro_batch_is_larger_than_the_memory_probes(
     data, sizes = dataset(lengths), BatchSizes(examples * ranks, examples, 1, ranks, budget)
     steps = TrainSteps(data, sizes, 0, 5, PAD)
     total = 2 * steps.steps_per_epoch
-    largest = max(batch.input_ids.numel() for i in range(total) for batch in steps.step(i).micro_batches)
+    largest = max(batch.shape.numel() for i in range(total) for batch in steps.step(i).micro_batches)
     probed = longest_micro_batch(data, sizes, PAD, 5, total)
-    assert probed.input_ids.numel() == largest
+    assert probed.tokens.input_ids.numel() == largest
     bound = longest_micro_batch(data, sizes, PAD, 5, SEARCH_LIMIT + 1)  # too many steps to lay each
     for found in (probed, bound):
-        assert sum(found.lengths or ()) == found.targets.numel() == found.input_ids.numel() <= budget
-    assert largest <= bound.input_ids.numel()
+        assert (
+            sum(found.segments.lengths or ())
+            == found.tokens.targets.numel()
+            == found.tokens.input_ids.numel()
+            <= budget
+        )
+    assert largest <= bound.tokens.input_ids.numel()

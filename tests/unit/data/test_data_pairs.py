@@ -24,7 +24,7 @@ from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.sets.load import RunData, load_data
 from dsft.data.sets.pairs import PairExamples, cut_pairs
 from dsft.data.sets.selection import CutOptions, OnTooLong, PairRows, Selection
-from dsft.data.steps.batch import NO_TARGET, MicroBatch, first_part
+from dsft.data.steps.batch import NO_TARGET, MicroBatch, Segments
 from dsft.data.steps.steps import TrainSteps, evaluation, longest_micro_batch
 from dsft.data.tokenizer.load import byte_level_tokenizer, load_tokenizer
 from dsft.errors import DataError
@@ -312,7 +312,7 @@ def test_truncated_answers_stay_comparable(given_pairs: list[Any], max_length: i
     ]
     source = PairRows(FakeRows(rows))
     made, part = part_of(source, max_length, "truncate")
-    kept = dict(zip(part.pairs.tolist(), range(len(part.lengths)), strict=True))
+    kept = dict(zip(part.answers.tolist(), range(len(part.lengths)), strict=True))
     for number, (prompt, *answers, skipped) in enumerate(given_pairs):
         whole = [row_of([*prompt, *answer], len(prompt), skipped) for answer in answers]
         fits = all(len(ids) <= max_length for ids, _ in whole)
@@ -516,13 +516,13 @@ SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 
 
 def answers_in(batch: MicroBatch) -> list[tuple[int, NDArray[Any], list[list[int]]]]:
     """Of each pair: its number, its counts, and the targets of both answers."""
-    assert batch.pairs is not None
-    if batch.lengths is None:
-        rows = [row[row != NO_TARGET].tolist() for row in batch.targets]
+    assert batch.answers is not None
+    if batch.segments is None:
+        rows = [row[row != NO_TARGET].tolist() for row in batch.tokens.targets]
     else:
-        borders = np.cumsum(batch.lengths)[:-1]
-        rows = [row[row != NO_TARGET].tolist() for row in np.split(batch.targets[0].numpy(), borders)]
-    ids, counts = batch.pairs.ids.tolist(), batch.pairs.num_tokens.numpy()
+        borders = np.cumsum(batch.segments.lengths)[:-1]
+        rows = [row[row != NO_TARGET].tolist() for row in np.split(batch.tokens.targets[0].numpy(), borders)]
+    ids, counts = batch.answers.ids.tolist(), batch.answers.num_targets.numpy()
     return [(ids[i], counts[i], rows[2 * i : 2 * i + 2]) for i in range(len(ids))]
 
 
@@ -556,10 +556,10 @@ def test_every_pair_of_a_step_stands_once_over_all_ranks(
             "sequences": 2 * len(found),
         }
         for micro_batch in (one for step in assigned for one in step.micro_batches):
-            assert budget is None or micro_batch.input_ids.shape[1] <= budget
-            assert micro_batch.pairs is not None and micro_batch.pairs.reference is None
-            if budget is None and len(micro_batch.pairs.ids):
-                assert micro_batch.input_ids.shape[0] == 2 * len(micro_batch.pairs.ids) <= 2 * micro
+            assert budget is None or micro_batch.shape[1] <= budget
+            assert micro_batch.answers is not None and micro_batch.answers.reference is None
+            if budget is None and len(micro_batch.answers.ids):
+                assert micro_batch.shape[0] == 2 * len(micro_batch.answers.ids) <= 2 * micro
     batches, counts = evaluation(data, batch, 0, 0)
     assert counts["pairs"] == len(data) and len(batches)
 
@@ -567,19 +567,19 @@ def test_every_pair_of_a_step_stands_once_over_all_ranks(
 def test_a_shared_prompt_is_looked_back_at() -> None:
     data = dataset([(3, 2, 4), (2, 1, 1)], share=True)
     (micro_batch,) = TrainSteps(data, BatchSizes(2, 2, 1, 1, 40), 0, 0, 0).step(0).micro_batches
-    assert micro_batch.lengths == (5, 5, 3, 2) and micro_batch.starts == (0, 2, 0, 1)
-    assert micro_batch.position_ids[0].tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 0, 1, 2, 1, 2]
-    assert micro_batch.input_ids[0, 5:10].tolist() == [1002, 1800, 1801, 1802, 1803]
-    assert micro_batch.targets[0, 4:10].tolist() == [NO_TARGET, 1800, 1801, 1802, 1803, NO_TARGET]
+    assert micro_batch.segments == Segments((5, 5, 3, 2), (0, 2, 0, 1))
+    assert micro_batch.tokens.position_ids[0].tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 0, 1, 2, 1, 2]
+    assert micro_batch.tokens.input_ids[0, 5:10].tolist() == [1002, 1800, 1801, 1802, 1803]
+    assert micro_batch.tokens.targets[0, 4:10].tolist() == [NO_TARGET, 1800, 1801, 1802, 1803, NO_TARGET]
 
 
 def test_a_rank_without_pairs_has_one_row_and_no_pair() -> None:
     data = dataset([(3, 2, 4)])
     for budget in (None, 40):
         batches = TrainSteps(data, BatchSizes(2, 1, 1, 2, budget), 1, 0, 0).step(0).micro_batches
-        assert [batch.input_ids.shape for batch in batches] == [(1, 2)]
-        (pairs,) = (batch.pairs for batch in batches)
-        assert pairs is not None and pairs.ids.shape == (0,) and pairs.num_tokens.shape == (0, 2)
+        assert [batch.shape for batch in batches] == [(1, 2)]
+        (pairs,) = (batch.answers for batch in batches)
+        assert pairs is not None and pairs.ids.shape == (0,) and pairs.num_targets.shape == (0, 2)
 
 
 @pytest.mark.parametrize("way", ["padded", "packed", "shared"])
@@ -589,10 +589,11 @@ def test_the_longest_micro_batch(way: str) -> None:
     batch = BatchSizes(4, 2, 1, 2, None if way == "padded" else 64)
     longest = longest_micro_batch(data, batch, 0, 0, 20)
     steps = [TrainSteps(data, batch, rank, 0, 0).step(index) for rank in range(2) for index in range(20)]
-    shapes = [one.input_ids.shape for step in steps for one in step.micro_batches]
-    assert longest.input_ids.shape == ((4, 18) if way == "padded" else (1, max(n for _, n in shapes)))
-    assert all(rows * length <= longest.input_ids.numel() for rows, length in shapes)
-    assert longest.pairs is not None and longest.pairs.ids.shape == longest.pairs.num_tokens.shape[:1]
+    shapes = [one.shape for step in steps for one in step.micro_batches]
+    size = longest.shape.numel()
+    assert longest.shape == ((4, 18) if way == "padded" else (1, max(n for _, n in shapes)))
+    assert all(shape.numel() <= size for shape in shapes)
+    assert longest.answers is not None and longest.answers.ids.shape == longest.answers.num_targets.shape[:1]
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -602,21 +603,22 @@ def test_the_longest_micro_batch_of_very_many_pairs(share: bool, monkeypatch: py
     exact = longest_micro_batch(data, batch, 0, 0, 20)
     monkeypatch.setattr("dsft.data.steps.steps.SEARCH_LIMIT", 0)
     at_most = longest_micro_batch(data, batch, 0, 0, 20)
-    assert at_most.input_ids.numel() >= exact.input_ids.numel()
-    assert at_most.pairs is not None and at_most.lengths is not None
-    assert len(at_most.pairs.ids) == len(at_most.pairs.num_tokens) == len(at_most.lengths) // 2
+    assert at_most.shape.numel() >= exact.shape.numel()
+    assert at_most.answers is not None and at_most.segments is not None
+    assert len(at_most.answers.ids) == len(at_most.answers.num_targets) == len(at_most.segments.lengths) // 2
 
 
 @pytest.mark.parametrize("length", range(1, 16))
 def test_the_first_part_has_the_pairs_of_which_both_answers_are_there(length: int) -> None:
     data = dataset([(3, 2, 4), (2, 1, 1)], share=True)
     (whole,) = TrainSteps(data, BatchSizes(2, 2, 1, 1, 40), 0, 0, 0).step(0).micro_batches
-    part = first_part(whole, length)
-    assert part.lengths is not None and part.starts is not None and part.pairs is not None
-    assert sum(part.lengths) == part.input_ids.shape[1] == length
-    assert len(part.starts) == len(part.lengths) and len(part.pairs.ids) == len(part.lengths) // 2
-    positions = [start + i for start, n in zip(part.starts, part.lengths, strict=True) for i in range(n)]
-    assert part.position_ids[0].tolist() == positions
+    part = whole.first(length)
+    assert part.segments is not None and part.answers is not None
+    lengths, starts = part.segments.lengths, part.segments.starts
+    assert starts is not None and sum(lengths) == part.shape[1] == length
+    assert len(starts) == len(lengths) and len(part.answers.ids) == len(lengths) // 2
+    positions = [start + i for start, n in zip(starts, lengths, strict=True) for i in range(n)]
+    assert part.tokens.position_ids[0].tolist() == positions
 
 
 def test_a_budget_holds_two_rows_of_each_pair() -> None:

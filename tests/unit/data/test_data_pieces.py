@@ -177,12 +177,14 @@ def joined(piece: Piece) -> tuple[list[int], list[int]]:
 
 
 def unpacked(batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
-    if batch.lengths is not None:
+    if batch.segments.lengths is not None:
         rows = zip(
-            batch.input_ids[0].split(batch.lengths), batch.targets[0].split(batch.lengths), strict=True
+            batch.tokens.input_ids[0].split(batch.segments.lengths),
+            batch.tokens.targets[0].split(batch.segments.lengths),
+            strict=True,
         )
     else:
-        rows = zip(batch.input_ids, batch.targets, strict=True)
+        rows = zip(batch.tokens.input_ids, batch.tokens.targets, strict=True)
     lengths = [(ids, targets, max(1, int((ids != PAD).sum()))) for ids, targets in rows]
     return [(ids[:n].tolist(), targets[:n].tolist()) for ids, targets, n in lengths]
 

@@ -8,9 +8,10 @@ import time
 import pytest
 import torch
 
-from dsft.data.steps.batch import GlobalStep, MicroBatch
+from dsft.data.steps.batch import GlobalStep
 from dsft.data.steps.prefetch import Prefetcher
 from dsft.errors import DataError
+from tests.make import make_micro_batch
 
 CPU = torch.device("cpu")
 THREAD = "dsft-next-step"
@@ -26,7 +27,9 @@ class Steps:
         if index == self.fails_at:
             raise DataError("no such row", [])
         tokens = torch.full((1, 2), index)
-        return GlobalStep((MicroBatch(tokens, tokens, tokens, (2,)),), {"tokens": index}, 2, 0.0, (index,))
+        return GlobalStep(
+            (make_micro_batch(tokens, tokens, tokens, (2,)),), {"tokens": index}, 2, 0.0, (index,)
+        )
 
 
 def test_steps_are_the_same_in_any_order_and_one_is_made_ahead() -> None:
@@ -35,8 +38,8 @@ def test_steps_are_the_same_in_any_order_and_one_is_made_ahead() -> None:
         for index in (0, 1, 4, 2, 2, 3, 4):
             step = found.step(index)
             assert (step.counts["tokens"], step.example_ids) == (index, (index,))
-            assert step.micro_batches[0].input_ids.tolist() == [[index, index]]
-            assert step.micro_batches[0].lengths == (2,)
+            assert step.micro_batches[0].tokens.input_ids.tolist() == [[index, index]]
+            assert step.micro_batches[0].segments.lengths == (2,)
     assert max(steps.made) == 4, "nothing is made past the last step"
     assert steps.made[:2] == [0, 1] and steps.made.count(3) <= 3
 

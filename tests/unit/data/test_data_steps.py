@@ -21,6 +21,7 @@ from dsft.data.steps.split import part_of
 from dsft.data.steps.steps import TrainSteps, evaluation
 from dsft.plan.batch import BatchSizes
 from tests.examples import dataset_of
+from tests.make import make_micro_batch
 
 PAD = 7
 
@@ -41,11 +42,11 @@ def dataset(count: int) -> Dataset:
 
 def members(micro_batch: MicroBatch) -> list[int]:
     """The examples of a micro-batch, by their tokens."""
-    return [int(row[0]) - 100 for row in micro_batch.input_ids if int(row[0]) != PAD]
+    return [int(row[0]) - 100 for row in micro_batch.tokens.input_ids if int(row[0]) != PAD]
 
 
 def targets(micro_batches: Sequence[MicroBatch]) -> int:
-    return sum(int((m.targets != NO_TARGET).sum()) for m in micro_batches)
+    return sum(int((m.tokens.targets != NO_TARGET).sum()) for m in micro_batches)
 
 
 layouts = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))  # micro, accumulation, ranks
@@ -67,7 +68,7 @@ def test_every_example_once_an_epoch(count: int, layout: tuple[int, int, int], s
         assert sorted(assigned) == sorted(steps[0].example_ids)
         assert len({len(step.micro_batches) for step in steps}) == 1
         assert len(steps[0].micro_batches) == -(-len(assigned) // (micro * ranks)) <= accumulation
-        assert all(len(m.input_ids) <= micro for step in steps for m in step.micro_batches)
+        assert all(len(m.tokens.input_ids) <= micro for step in steps for m in step.micro_batches)
         assert sum(targets(step.micro_batches) for step in steps) == steps[0].counts["tokens"]
         assert steps[0].num_tokens == sum(data.lengths[i] for i in assigned)
         assert all(same_plan(step, steps[0]) for step in steps)
@@ -101,7 +102,9 @@ def test_a_step_is_made_by_its_number_alone() -> None:
     again = TrainSteps(dataset(23), sizes_of(4, 2, 2), 1, 5, PAD)
     for i in (14, 3, 9):
         assert same_plan(again.step(i), forward[i])
-        assert torch.equal(again.step(i).micro_batches[0].input_ids, forward[i].micro_batches[0].input_ids)
+        assert torch.equal(
+            again.step(i).micro_batches[0].tokens.input_ids, forward[i].micro_batches[0].tokens.input_ids
+        )
 
 
 def test_the_order_is_pinned() -> None:
@@ -156,46 +159,56 @@ def test_tensors_of_a_micro_batch() -> None:
     short = Example(np.array([5, 6], np.int32), np.array([False, True]), "a:2")
     batch = collate_padded([long, short], PAD)
     no = NO_TARGET
-    assert batch.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, PAD, PAD]]
-    assert batch.targets.tolist() == [[no, 3, 4, no], [6, no, no, no]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 2
-    assert {t.dtype for t in (batch.input_ids, batch.targets, batch.position_ids)} == {torch.int64}
-    assert all(t.is_contiguous() for t in (batch.input_ids, batch.targets, batch.position_ids))
+    assert batch.tokens.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, PAD, PAD]]
+    assert batch.tokens.targets.tolist() == [[no, 3, 4, no], [6, no, no, no]]
+    assert batch.tokens.position_ids.tolist() == [[0, 1, 2, 3]] * 2
+    assert {t.dtype for t in (batch.tokens.input_ids, batch.tokens.targets, batch.tokens.position_ids)} == {
+        torch.int64
+    }
+    assert all(
+        t.is_contiguous() for t in (batch.tokens.input_ids, batch.tokens.targets, batch.tokens.position_ids)
+    )
 
 
 def test_parts_of_a_micro_batch_know_its_padding_and_their_own() -> None:
     """Two rows of 3 and 2 tokens in 4 parts of 2: the last two places fill up the last part."""
     is_padding = torch.tensor([[False, False, False], [False, False, True]])
     ids = torch.arange(6).view(2, 3)
-    batch = MicroBatch(ids, torch.arange(3).repeat(2, 1), ids, is_padding=is_padding).to(torch.device("cpu"))
+    batch = make_micro_batch(ids, torch.arange(3).repeat(2, 1), ids, is_padding=is_padding).to(
+        torch.device("cpu")
+    )
     for whole, expected in (
         (batch, is_padding.flatten().tolist()),
-        (replace(batch, is_padding=None), [False] * 6),
+        (replace(batch, tokens=batch.tokens._replace(is_padding=None)), [False] * 6),
     ):
-        parts = [part_of(whole, number, 4).is_padding for number in range(4)]
+        parts = [part_of(whole, number, 4).tokens.is_padding for number in range(4)]
         assert torch.cat([p for p in parts if p is not None], 1).tolist() == [[*expected, True, True]]
-    assert part_of(replace(batch, is_padding=None), 0, 3).is_padding is None
+    assert (
+        part_of(replace(batch, tokens=batch.tokens._replace(is_padding=None)), 0, 3).tokens.is_padding is None
+    )
 
 
 def test_noise_goes_by_an_examples_own_length_padded_or_packed() -> None:
     long = Example(np.array([1, 2, 3, 4], np.int32), np.array([True, False, True, True]), "a:1")
     short = Example(np.array([5, 6], np.int32), np.array([False, True]), "a:2")
-    padded = collate_padded([long, short], PAD, 6.0).noise_scale
-    packed = collate_packed([long, short], PAD, 6.0).noise_scale
+    padded = collate_padded([long, short], PAD, 6.0).tokens.noise_scale
+    packed = collate_packed([long, short], PAD, 6.0).tokens.noise_scale
     assert padded is not None and packed is not None
     small = 6 / 2**0.5
     torch.testing.assert_close(padded, torch.tensor([[3.0, 3, 3, 3], [small, small, 0, 0]]))
     torch.testing.assert_close(packed, torch.tensor([[3.0, 3, 3, 3, small, small]]))
     step = TrainSteps(dataset(5), sizes_of(4, 2, 2), 0, 0, PAD, 6.0).step(0)
-    assert all(batch.noise_scale is not None for batch in step.micro_batches)
-    assert all(batch.noise_scale is None for batch in evaluation(dataset(5), sizes_of(4, 2, 2), 0, PAD)[0])
+    assert all(batch.tokens.noise_scale is not None for batch in step.micro_batches)
+    assert all(
+        batch.tokens.noise_scale is None for batch in evaluation(dataset(5), sizes_of(4, 2, 2), 0, PAD)[0]
+    )
 
 
 def test_an_empty_micro_batch_is_a_row_without_targets() -> None:
     steps = [TrainSteps(dataset(5), sizes_of(4, 1, 4), rank, 0, PAD).step(1) for rank in range(4)]
     assert [len(members(step.micro_batches[0])) for step in steps] == [1, 0, 0, 0]
     empty = steps[1].micro_batches[0]
-    assert empty.input_ids.shape == empty.targets.shape == empty.position_ids.shape == (1, 2)
+    assert empty.shape == empty.tokens.targets.shape == empty.tokens.position_ids.shape == (1, 2)
     assert targets(steps[1].micro_batches) == 0
     assert steps[1].counts["tokens"] == targets(steps[0].micro_batches)
 

@@ -34,8 +34,12 @@ def row_of(messages: list[dict[str, Any]], form: str) -> tuple[str, dict[str, An
 
 def segments(batch: MicroBatch) -> Iterator[tuple[str, str]]:
     """(text, what is trained on of it) of each example of a packed micro-batch."""
-    assert batch.lengths is not None
-    parts = zip(batch.input_ids[0].split(batch.lengths), batch.targets[0].split(batch.lengths), strict=True)
+    assert batch.segments.lengths is not None
+    parts = zip(
+        batch.tokens.input_ids[0].split(batch.segments.lengths),
+        batch.tokens.targets[0].split(batch.segments.lengths),
+        strict=True,
+    )
     for ids, targets in parts:
         if int(ids[0]) != PAD:
             yield TOKENIZER.decode(ids), TOKENIZER.decode(targets[targets != NO_TARGET])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, masking_utils
 
-from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs, borders_of
+from dsft.data.steps.batch import NO_TARGET, Answers, Segments, borders_of
 from dsft.errors import DsftError, SpecError
 from dsft.model import attention, attention_choice, attention_loop
 from dsft.model.attention import (
@@ -40,7 +40,7 @@ from dsft.model.attention_choice import (
     choose,
     requirements_of,
 )
-from dsft.model.attention_loop import KEYWORD, SEGMENTS, Segments, segment_attention
+from dsft.model.attention_loop import KEYWORD, SEGMENTS, Spans, segment_attention
 from dsft.model.attention_shapes import SegmentShapes
 from dsft.model.attention_varlen import (
     IS_ROWS,
@@ -51,11 +51,12 @@ from dsft.model.attention_varlen import (
     torch_kernel,
     varlen_attention,
 )
-from dsft.model.policy import Policy, forward_arguments
+from dsft.model.policy import Policy
 from dsft.objective.preference import preference
 from dsft.older import checkpoint_activations
 from dsft.spec.schema import Dpo
 from tests import varlen_on_cpu
+from tests.make import forward, logps_of, make_micro_batch
 
 LENGTHS = (7, 13, 1, 9)
 TOKENS, HEADS, SIZE = sum(LENGTHS), 4, 8
@@ -64,7 +65,7 @@ SHARED = ((9, 0), (4, 5), (2, 0), (3, 1), (10, 0), (5, 9), (8, 2))  # the last t
 
 
 def dense(
-    row: Sequence[Tensor], segments: Segments, scale: float, window: int | None, softcap: float | None
+    row: Sequence[Tensor], segments: Spans, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
     """By the definition: one mask for the whole row (query, key, value), in float64."""
     query, key, value = row
@@ -84,7 +85,7 @@ def dense(
     return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value).transpose(1, 2)
 
 
-def positions_of(segments: Segments) -> Tensor:
+def positions_of(segments: Spans) -> Tensor:
     return torch.cat([torch.arange(start, start + length) for length, start in segments])[None]
 
 
@@ -98,7 +99,7 @@ def test_equals_a_dense_mask(
     softcap: float | None,
     key_heads: int,
     at_once: int,
-    segments: Segments,
+    segments: Spans,
 ) -> None:
     """The output and the gradients of query, key and value, however many queries a kernel gets at once."""
     monkeypatch.setattr(attention_loop, "QUERY_BLOCK", at_once)
@@ -163,32 +164,33 @@ def test_a_prompt_that_is_not_there_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("segments", [ALONE, SHARED, ((5, 0),), ((2, 0), (1, 1), (2, 0))])
-def test_segments_from_positions(segments: Segments) -> None:
-    assert segments_of(positions_of(segments)) == segments
-    given = packed_keywords(SEGMENTS, positions_of(segments), None)
+def test_segments_from_positions(segments: Spans) -> None:
     lengths, starts = (tuple(numbers) for numbers in zip(*segments, strict=True))
-    assert given == packed_keywords(SEGMENTS, positions_of(segments), lengths, starts) == {KEYWORD: segments}
+    assert segments_of(positions_of(segments)) == Segments(lengths, starts if any(starts) else None)
+    given = packed_keywords(SEGMENTS, positions_of(segments))
+    same = packed_keywords(SEGMENTS, positions_of(segments), Segments(lengths, starts))
+    assert given == same == {KEYWORD: segments}
 
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "eager", "sdpa"])
 def test_other_attention_refuses_shared_prompts(implementation: str) -> None:
     lengths, starts = zip(*SHARED, strict=True)
     with pytest.raises(DsftError, match=f"is {implementation}; set dpo.share_prompts to false"):
-        packed_keywords(implementation, positions_of(SHARED), lengths, starts)
+        packed_keywords(implementation, positions_of(SHARED), Segments(lengths, starts))
     if implementation.startswith("flash"):
         with pytest.raises(DsftError, match="share_prompts"):
-            packed_keywords(implementation, positions_of(SHARED), None)
+            packed_keywords(implementation, positions_of(SHARED))
 
 
 def test_what_flash_attention_is_given() -> None:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    for lengths in (LENGTHS, None):
-        given = packed_keywords("flash_attention_2", positions, lengths)
+    for segments in (Segments(LENGTHS), None):
+        given = packed_keywords("flash_attention_2", positions, segments)
         assert given["cu_seq_lens_q"].tolist() == given["cu_seq_lens_k"].tolist() == [0, 7, 20, 21, 30]
         assert given["cu_seq_lens_q"].dtype == torch.int32
         assert given["max_length_q"] == given["max_length_k"] == 13
-    assert packed_keywords("flash_attention_2", positions.expand(2, -1), None) == {}
-    assert packed_keywords("sdpa", positions, None) == packed_keywords("eager", positions, LENGTHS) == {}
+    assert packed_keywords("flash_attention_2", positions.expand(2, -1)) == {}
+    assert packed_keywords("sdpa", positions) == packed_keywords("eager", positions, Segments(LENGTHS)) == {}
 
 
 # --- in models ----------------------------------------------------------------------------------------------
@@ -251,17 +253,17 @@ def test_packed_equals_alone(kind: str, checkpointing: bool) -> None:
     rows = [torch.randint(3, 97, (1, length)) for length in LENGTHS]
     positions = [torch.arange(length)[None] for length in LENGTHS]
     targets = [row.roll(-1, 1) for row in rows]
-    packed = policy(torch.cat(rows, 1), torch.cat(positions, 1), torch.cat(targets, 1), LENGTHS).logps
+    packed = logps_of(policy, torch.cat(rows, 1), torch.cat(positions, 1), torch.cat(targets, 1), LENGTHS)
     found = torch.autograd.grad(packed.sum(), parameters, allow_unused=True)
     with own_attention(model):
         assert model.config._attn_implementation == ("eager" if kind == "gemma2" else "sdpa")
-        alone = torch.cat([policy(*row).logps for row in zip(rows, positions, targets, strict=True)], 1)
+        alone = torch.cat([logps_of(policy, *row) for row in zip(rows, positions, targets, strict=True)], 1)
         expected = torch.autograd.grad(alone.sum(), parameters, allow_unused=True)
     torch.testing.assert_close(packed, alone, rtol=0, atol=5e-6)
     for mine, other in zip(found, expected, strict=True):
         if other is not None:
             torch.testing.assert_close(mine, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
-    ignored = policy(torch.cat(rows, 1), torch.cat(positions, 1), torch.cat(targets, 1), (TOKENS,)).logps
+    ignored = logps_of(policy, torch.cat(rows, 1), torch.cat(positions, 1), torch.cat(targets, 1), (TOKENS,))
     assert float((ignored - alone).detach().abs().max()) > 1e-2, (
         "this model would not show a border that is crossed"
     )
@@ -278,7 +280,7 @@ def test_other_neighbours_change_nothing(kind: str) -> None:
 
     def scored(rows: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         targets = torch.cat([row.roll(-1, 1) for row in rows], 1)
-        return policy(torch.cat(rows, 1), positions, targets, LENGTHS).logps.split(LENGTHS, 1)
+        return logps_of(policy, torch.cat(rows, 1), positions, targets, LENGTHS).split(LENGTHS, 1)
 
     with torch.no_grad():
         before = scored(rows)
@@ -290,7 +292,7 @@ def test_other_neighbours_change_nothing(kind: str) -> None:
 PAIRS = ((6, 5, 3), (1, 4, 7), (12, 1, 6), (3, 9, 1))  # tokens of a prompt and of its two answers
 
 
-def pairs(draw: Callable[[int], Tensor]) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor, Segments]:
+def pairs(draw: Callable[[int], Tensor]) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor, Spans]:
     """Both rows of each pair, (1, T) each; and all of them in one row with each prompt once: its tokens, the
     targets, and its segments. Only answers have targets."""
     rows, ids, targets = [], [], []
@@ -335,14 +337,14 @@ def test_a_shared_prompt_equals_two_rows(kind: str, in_pipeline: bool, checkpoin
     policy, parameters = Policy(model), list(model.parameters())
     rows, ids, targets, segments = pairs(draw_tokens)
     lengths, starts = (None, None) if in_pipeline else zip(*segments, strict=True)
-    found = policy(ids, positions_of(segments), targets, lengths, starts=starts).logps
+    found = logps_of(policy, ids, positions_of(segments), targets, lengths, starts=starts)
     weights = torch.randn(len(segments))  # a weight for each answer, as an objective of pairs has
     answers = torch.stack([part.sum() for part in found.split([n for n, _ in segments], 1)])
     gradients = torch.autograd.grad(answers @ weights, parameters, allow_unused=True)
     with own_attention(model):
         alone = torch.stack(
             [
-                policy(row, torch.arange(row.shape[1])[None], aimed(row, prompt)).logps.sum()
+                logps_of(policy, row, torch.arange(row.shape[1])[None], aimed(row, prompt)).sum()
                 for both, (prompt, *_) in zip(rows, PAIRS, strict=True)
                 for row in both
             ]
@@ -365,7 +367,9 @@ def test_no_answer_sees_another(kind: str) -> None:
     prompts = {2 * n: prompt for n, (prompt, *_) in enumerate(PAIRS)}
 
     def scored(ids: Tensor) -> tuple[Tensor, ...]:
-        return policy(ids, positions_of(segments), targets, lengths, starts=starts).logps.split(lengths, 1)
+        return logps_of(policy, ids, positions_of(segments), targets, lengths, starts=starts).split(
+            lengths, 1
+        )
 
     with torch.no_grad():
         before = scored(ids)
@@ -386,8 +390,8 @@ def test_eager_keeps_the_models_own_masks() -> None:
     policy = Policy(model)
     rows = [torch.randint(3, 97, (1, length)) for length in LENGTHS]
     positions = [torch.arange(length)[None] for length in LENGTHS]
-    packed = policy(torch.cat(rows, 1), torch.cat(positions, 1), torch.cat(rows, 1), LENGTHS).logps
-    alone = torch.cat([policy(row, at, row).logps for row, at in zip(rows, positions, strict=True)], 1)
+    packed = logps_of(policy, torch.cat(rows, 1), torch.cat(positions, 1), torch.cat(rows, 1), LENGTHS)
+    alone = torch.cat([logps_of(policy, row, at, row) for row, at in zip(rows, positions, strict=True)], 1)
     torch.testing.assert_close(packed, alone, rtol=0, atol=5e-6)
 
 
@@ -431,10 +435,10 @@ whole_varlen = pytest.mark.skipif(
 )
 
 
-def told(segments: Segments, longest: int = 0) -> dict[str, Any]:
+def told(segments: Spans, longest: int = 0) -> dict[str, Any]:
     """What the attention that takes the row in one call is told."""
     shapes = SegmentShapes(longest) if longest else None
-    return dict(packed_keywords(VARLEN, positions_of(segments), None, shapes=shapes))
+    return dict(packed_keywords(VARLEN, positions_of(segments), shapes=shapes))
 
 
 @whole_varlen
@@ -443,7 +447,7 @@ def told(segments: Segments, longest: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
 def test_one_call_equals_the_loop(
-    window: int | None, key_heads: int, segments: Segments, dtype: torch.dtype
+    window: int | None, key_heads: int, segments: Spans, dtype: torch.dtype
 ) -> None:
     """The output and the gradients of query, key and value."""
     torch.manual_seed(3)
@@ -596,13 +600,16 @@ def test_what_one_call_is_told() -> None:
 def test_a_micro_batch_brings_the_borders_to_the_device() -> None:
     tokens = torch.arange(41)[None]
     lengths, starts = (tuple(numbers) for numbers in zip(*SHARED, strict=True))
-    made = MicroBatch(tokens, positions_of(SHARED), tokens, lengths, starts=starts).to(torch.device("cpu"))
-    assert made.borders is not None and any(one is made.borders for one in forward_arguments(made))
-    given = packed_keywords(VARLEN, made.position_ids, lengths, starts, made.borders)
-    assert given["cu_seq_lens_k"] is made.borders[1] and given[KEY_INDEX] is made.borders[2]
-    assert MicroBatch(tokens, tokens, tokens).to(torch.device("cpu")).borders is None
-    again = made.to(torch.device("cpu")).borders
-    assert again is not None and all(a is b for a, b in zip(again, made.borders, strict=True))
+    made = make_micro_batch(tokens, positions_of(SHARED), tokens, lengths, starts=starts).to(
+        torch.device("cpu")
+    )
+    assert made.segments is not None and made.segments.borders is not None
+    given = packed_keywords(VARLEN, made.tokens.position_ids, made.segments)
+    assert given["cu_seq_lens_k"] is made.segments.borders[1] and given[KEY_INDEX] is made.segments.borders[2]
+    assert make_micro_batch(tokens, tokens, tokens).to(torch.device("cpu")).segments is None
+    again = made.to(torch.device("cpu")).segments
+    assert again is not None and again.borders is not None
+    assert all(a is b for a, b in zip(again.borders, made.segments.borders, strict=True))
 
 
 @pytest.mark.parametrize("implementation", [VARLEN, PACKAGE, PACKAGE_3])
@@ -727,14 +734,16 @@ def test_models_in_one_call_equal_the_loop(kind: str, layout: str) -> None:
         segments, ids = ALONE, draw_tokens(TOKENS)
         targets = ids.roll(-1, 1)
     lengths, starts = (tuple(numbers) for numbers in zip(*segments, strict=True))
-    batch = MicroBatch(ids, positions_of(segments), targets, lengths, starts=starts).to(torch.device("cpu"))
+    batch = make_micro_batch(ids, positions_of(segments), targets, lengths, starts=starts).to(
+        torch.device("cpu")
+    )
     found = []
     for kind_of in ("sdpa", "auto"):
         attend_per_segment(model, kind_of, 64)
         if kind_of == "auto":
             use(model, VARLEN)
         before = len(varlen_on_cpu.calls)
-        logps = policy(batch.input_ids, *forward_arguments(batch)).logps
+        logps = forward(policy, batch).logps
         assert varlen_on_cpu.calls[before:] == ([len(segments)] * 4 if kind_of == "auto" else [])
         pull = torch.linspace(0.5, 1.5, logps.numel()).view_as(logps)
         found.append((logps, torch.autograd.grad((logps * pull).sum(), parameters, allow_unused=True)))
@@ -831,12 +840,12 @@ def test_transformers_makes_no_mask_and_does_not_look_for_segments(
     ids = draw_tokens(TOKENS)
     if (kind, name) == ("gemma2", VARLEN):
         with pytest.raises(DsftError, match="does not support soft-caps"):
-            Policy(model)(ids, positions_of(ALONE), ids, LENGTHS)
+            logps_of(Policy(model), ids, positions_of(ALONE), ids, LENGTHS)
     else:
-        Policy(model)(ids, positions_of(ALONE), ids, LENGTHS)
+        logps_of(Policy(model), ids, positions_of(ALONE), ids, LENGTHS)
     assert not found
     with own_attention(model):
-        Policy(model)(ids, positions_of(ALONE), ids, LENGTHS)
+        logps_of(Policy(model), ids, positions_of(ALONE), ids, LENGTHS)
     assert found
 
 
@@ -848,14 +857,14 @@ def test_preference_pairs_in_one_call_have_the_loss_and_gradients_of_the_loop(lo
     _, ids, targets, segments = pairs(draw_tokens)
     lengths, starts = (tuple(numbers) for numbers in zip(*segments, strict=True))
     num_tokens = torch.tensor([[answers[0], answers[1]] for _, *answers in PAIRS])
-    told = Pairs(torch.arange(len(PAIRS)), num_tokens, torch.randn(len(PAIRS), 2, dtype=torch.float64) - 30)
-    batch = MicroBatch(ids, positions_of(segments), targets, lengths, starts=starts, pairs=told)
+    told = Answers(torch.arange(len(PAIRS)), num_tokens, torch.randn(len(PAIRS), 2, dtype=torch.float64) - 30)
+    batch = make_micro_batch(ids, positions_of(segments), targets, lengths, starts=starts, answers=told)
     batch = batch.to(torch.device("cpu"))
     objective = preference(Dpo(loss_type=loss_type, beta=0.5))
     found = []
     for name in (SEGMENTS, VARLEN):
         use(model, name)
-        sums = objective.sums(policy(batch.input_ids, *forward_arguments(batch)).logps, batch)
+        sums = objective.sums(forward(policy, batch).logps, batch)
         found.append((torch.stack(sums), torch.autograd.grad(sums[0], parameters)))
     (loop, of_loop), (one, of_one) = found
     torch.testing.assert_close(one, loop, rtol=1e-6, atol=1e-6)

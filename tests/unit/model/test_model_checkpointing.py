@@ -11,6 +11,7 @@ from torch import Tensor
 from dsft.model.build import build_model, layers_of
 from dsft.plan.cut import balanced
 from dsft.spec.schema import Model
+from tests.make import logps_of
 from tests.unit.model.test_model_init import FACTS, LLAMA
 
 LAYERS = 4
@@ -39,7 +40,7 @@ def step(value: Any) -> tuple[list[Tensor], list[int], int]:
 
     ids = torch.arange(24).view(2, 12)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        logps = policy(ids, torch.arange(12).repeat(2, 1), ids.roll(-1, 1)).logps
+        logps = logps_of(policy, ids, torch.arange(12).repeat(2, 1), ids.roll(-1, 1))
     loss = -logps.sum()
     loss.backward()
     gradients = [p.grad for p in policy.named_trained().values()]

@@ -15,6 +15,7 @@ from dsft.model.init import module_seed
 from dsft.model.policy import Policy
 from dsft.plan.cut import balanced
 from dsft.spec.schema import Model
+from tests.make import logps_of
 
 FACTS = TokenFacts(96, bos_token_id=1, eos_token_id=2, pad_token_id=None)
 LLAMA = {
@@ -125,7 +126,7 @@ def test_other_architectures_get_a_value_everywhere(kind: str) -> None:
     one, two = (build_model(model, FACTS, 3, torch.float32) for _ in range(2))
     assert all(torch.equal(weights(one)[name], value) for name, value in weights(two).items())
     ids = torch.arange(12).view(1, 12)
-    logps = one(ids, ids, ids).logps
+    logps = logps_of(one, ids, ids, ids)
     assert torch.isfinite(logps).all()
 
 

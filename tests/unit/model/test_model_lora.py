@@ -17,6 +17,7 @@ from dsft.model.names import plain_name
 from dsft.model.policy import Policy
 from dsft.plan.cut import Cut
 from dsft.spec.schema import Lora, Model
+from tests.make import logps_of
 from tests.unit.model.test_model_init import FACTS, LLAMA
 
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
@@ -196,7 +197,7 @@ def test_the_head_with_a_frozen_weight_gives_the_same_gradient_in_chunks() -> No
     for chunk_bytes in (None, 1_000):
         made.causal_lm.get_output_embeddings().chunk_bytes = chunk_bytes
         made.zero_grad()
-        made(ids, torch.arange(30).repeat(2, 1), ids).logps.sum().backward()
+        logps_of(made, ids, torch.arange(30).repeat(2, 1), ids).sum().backward()
         gradients.append(
             {name: p.grad.clone() for name, p in made.named_trained().items() if p.grad is not None}
         )

@@ -19,6 +19,7 @@ from dsft.older import checkpoint_activations
 from dsft.plan.reference import reference_model
 from dsft.spec.schema import Dpo, Lora, Model, Spec
 from tests.architectures.cases import ARCHITECTURES, MIXTURES, USUAL, keys_of, small_model
+from tests.make import logps_of
 
 ROWS, TOKENS, CHUNKS = 2, 23, 3
 WITHOUT = {"aria_text", "flex_olmo", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"} | {
@@ -110,7 +111,7 @@ def test_dropout_in_the_backward_pass_is_that_of_the_forward_pass(place: str) ->
 
     def loss() -> Tensor:
         torch.manual_seed(5)
-        return policy.train()(ids, positions, ids.roll(-1, 1)).logps.double().sum()
+        return logps_of(policy.train(), ids, positions, ids.roll(-1, 1)).double().sum()
 
     loss().backward()
     way = [torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in parameters]
@@ -161,7 +162,7 @@ def test_fewer_tokens_than_planned_have_fewer_chunks_of_the_same_size(gradients:
     linear.register_forward_hook(lambda module, inputs, output: calls.append(len(output)))
     ids = torch.arange(TOKENS)[None]
     with torch.set_grad_enabled(gradients):
-        logps = policy(ids, ids, ids.roll(-1)).logps
+        logps = logps_of(policy, ids, ids, ids.roll(-1))
     if gradients:
         logps.sum().backward()
     assert calls == [10, 10, 3] * (1 + gradients)

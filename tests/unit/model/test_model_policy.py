@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsft.data.steps.batch import NO_TARGET
+from dsft.data.steps.batch import NO_TARGET, Tokens
 from dsft.model.build import build_model
 from dsft.model.policy import Policy, add_noise, target_logps
 from dsft.plan.cut import balanced
 from dsft.spec.schema import Model
 from tests.architectures.cases import small_model
+from tests.make import logps_of
 from tests.unit.model.test_model_init import FACTS, LLAMA
 
 
@@ -36,9 +37,9 @@ def through(parts: list[Policy], ids: Tensor, positions: Tensor, targets: Tensor
     *before, last = parts
     carried = ids
     for part in before:
-        carried = part(carried, positions, targets)
+        carried = part(carried, Tokens(ids, positions, targets))
         assert carried.is_floating_point()
-    scored = last(carried, positions, targets)
+    scored = last(carried, Tokens(ids, positions, targets))
     assert scored.logps.dtype == torch.float32
     return scored.logps
 
@@ -74,17 +75,18 @@ def test_noise_is_added_in_training_alone_and_without_it_nothing_changes() -> No
     ids, positions, targets = batch()
     (policy,) = stages(1)
     scale = torch.full(ids.shape, 5 / 9**0.5)
-    quiet = policy(ids, positions, targets).logps
-    assert torch.equal(policy.eval()(ids, positions, targets, noise_scale=scale).logps, quiet)
+    quiet = logps_of(policy, ids, positions, targets)
+    assert torch.equal(logps_of(policy.eval(), ids, positions, targets, noise_scale=scale), quiet)
     policy.train()
-    assert not torch.allclose(policy(ids, positions, targets, noise_scale=scale).logps, quiet, atol=1e-3)
-    silent = policy(ids, positions, targets, noise_scale=0 * scale).logps
+    assert not torch.allclose(logps_of(policy, ids, positions, targets, noise_scale=scale), quiet, atol=1e-3)
+    silent = logps_of(policy, ids, positions, targets, noise_scale=0 * scale)
     torch.testing.assert_close(silent, quiet, rtol=0, atol=1e-6)
     first, last = stages(2)
     torch.manual_seed(7)
-    whole = policy(ids, positions, targets, noise_scale=scale).logps
+    whole = logps_of(policy, ids, positions, targets, noise_scale=scale)
     torch.manual_seed(7)
-    cut = last(first.train()(ids, positions, targets, noise_scale=scale), positions, targets).logps
+    noisy = Tokens(ids, positions, targets, scale)
+    cut = last(first.train()(ids, noisy), noisy).logps
     torch.testing.assert_close(cut, whole, rtol=0, atol=1e-6)
 
 
@@ -93,8 +95,8 @@ def test_noise_leaves_what_else_a_model_makes_of_its_tokens(kind: str) -> None:
     """Noise of 0 changes nothing, where layers look tokens up a second time too."""
     policy = Policy(small_model(kind)).train()
     ids, positions, targets = batch()
-    quiet = policy(ids, positions, targets).logps
-    silent = policy(ids, positions, targets, noise_scale=torch.zeros(ids.shape)).logps
+    quiet = logps_of(policy, ids, positions, targets)
+    silent = logps_of(policy, ids, positions, targets, noise_scale=torch.zeros(ids.shape))
     torch.testing.assert_close(silent, quiet, rtol=0, atol=1e-6)
 
 
@@ -110,7 +112,7 @@ def test_log_probabilities_by_hand() -> None:
 def test_equals_the_logits_of_the_model() -> None:
     ids, positions, targets = batch()
     (policy,) = stages(1)
-    found = policy(ids, positions, targets).logps
+    found = logps_of(policy, ids, positions, targets)
     logits = policy.causal_lm(input_ids=ids, use_cache=False).logits
     expected = F.log_softmax(logits, -1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     is_target = targets != NO_TARGET
@@ -140,7 +142,7 @@ def test_checkpointing_recomputes_every_layer_of_the_stage() -> None:
             calls[key] += 1
 
         policy.causal_lm.model.layers[2].mlp.register_forward_pre_hook(count)
-        policy.train()(*batch()).logps.sum().backward()
+        logps_of(policy.train(), *batch()).sum().backward()
     assert calls == {False: 1, True: 2}
 
 
@@ -159,6 +161,6 @@ def test_positions_that_begin_again_are_rows_of_their_own() -> None:
     """As packing will need: no attention across the border, given by position_ids alone."""
     ids, positions, targets = batch()
     (policy,) = stages(1)
-    apart = policy(ids, positions, targets).logps
-    together = policy(ids.view(1, -1), positions.view(1, -1), targets.view(1, -1)).logps
+    apart = logps_of(policy, ids, positions, targets)
+    together = logps_of(policy, ids.view(1, -1), positions.view(1, -1), targets.view(1, -1))
     torch.testing.assert_close(together.view(2, 9), apart, rtol=1e-5, atol=0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from dsft.data.steps.batch import NO_TARGET
+from dsft.data.steps.batch import NO_TARGET, Segments
 from dsft.errors import SpecError
 from dsft.model import recurrence
 from dsft.model.attention import (
@@ -33,6 +33,7 @@ from dsft.plan.census import census_from
 from dsft.plan.memory.layer import activations
 from dsft.spec.schema import Model, Spec
 from tests import varlen_on_cpu
+from tests.make import logps_of
 from tests.selected import tiered
 
 LENGTHS = (7, 70, CHUNK, 1, 13)  # one of them of two chunks
@@ -107,7 +108,7 @@ def positions(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
 def score(policy: Policy, rows: list[Tensor], lengths: tuple[int, ...] | None = LENGTHS) -> Tensor:
     """(1, T): every token is a target of the one before it, a segment's first of its last."""
     targets = torch.cat([row.roll(-1, 1) for row in rows], 1)
-    logps: Tensor = policy(torch.cat(rows, 1), positions(), targets, lengths).logps
+    logps: Tensor = logps_of(policy, torch.cat(rows, 1), positions(), targets, lengths)
     return logps
 
 
@@ -197,7 +198,7 @@ def test_a_shared_prompt_equals_two_rows(kind: str) -> None:
             segments.append((row.shape[1] - start, start))
     lengths, starts = zip(*segments, strict=True)
     at = torch.cat([torch.arange(start, start + length) for length, start in segments])[None]
-    packed = Policy(model)(torch.cat(ids, 1), at, torch.cat(targets, 1), lengths, starts=starts).logps
+    packed = logps_of(Policy(model), torch.cat(ids, 1), at, torch.cat(targets, 1), lengths, starts=starts)
     found = torch.stack([part.sum() for part in packed.split(lengths, 1)])
     prompts = [prompt for prompt, *_ in PAIRS for _ in range(2)]
     expected = torch.stack(
@@ -261,21 +262,21 @@ def test_segments_are_read_from_the_positions_too(attention: str) -> None:
 
 def test_what_is_given_to_the_recurrent_layers() -> None:
     """Rows of one number of chunks are in one batch; padding repeats the row's last token."""
-    found = segment_rows((2, 70, 3), None, torch.device("cpu"))
+    found = segment_rows(Segments((2, 70, 3)), torch.device("cpu"))
     assert found is not None
     short, long = found.batches
     assert short.tolist() == [[0, 1, 1], [72, 73, 74]]
     assert long.tolist() == [list(range(2, 72))]
     assert found.places.tolist() == [0, 1, *range(6, 76), 3, 4, 5]
-    shared = segment_rows((4, 2, 3), (0, 3, 1), torch.device("cpu"))
+    shared = segment_rows(Segments((4, 2, 3), (0, 3, 1)), torch.device("cpu"))
     assert shared is not None
     assert shared.batches[0].tolist() == [[0, 1, 2, 3, 3], [0, 1, 2, 4, 5], [0, 6, 7, 8, 8]]
     assert shared.places.tolist() == [0, 1, 2, 3, 8, 9, 11, 12, 13]
-    assert segment_rows((9,), None, torch.device("cpu")) is None
+    assert segment_rows(Segments((9,)), torch.device("cpu")) is None
     model = small("qwen3_5_text")
-    assert recurrent_keywords(model, positions(), LENGTHS, None) == {}, "before it is made packable"
+    assert recurrent_keywords(model, positions(), Segments(LENGTHS)) == {}, "before it is made packable"
     attend_per_segment(model, "auto", max_length=256)
-    assert recurrent_keywords(model, positions().expand(2, -1), None, None) == {}, "padded rows"
+    assert recurrent_keywords(model, positions().expand(2, -1), None) == {}, "padded rows"
 
 
 def test_transformers_own_classes_stay_as_they_are() -> None:
@@ -297,7 +298,7 @@ def test_the_borders_reach_no_kernel() -> None:
         return tokens[0], None
 
     borders = torch.tensor([0, 2, 5], dtype=torch.int32)
-    rows = segment_rows((2, 3), None, torch.device("cpu"))
+    rows = segment_rows(Segments((2, 3)), torch.device("cpu"))
     for name in recurrence.RECURRENCES:
         mixed = recurrence._per_segment(name, kernel)
         for at in (rows, None):

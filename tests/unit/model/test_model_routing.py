@@ -19,10 +19,11 @@ from dsft.errors import SpecError
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
-from dsft.model.policy import Policy, forward_arguments
+from dsft.model.policy import Policy
 from dsft.model.routing import Routing, StepLoss, affinity_of, sequences_of
 from dsft.spec.schema import Experts, Model
 from tests.in_threads import Threads
+from tests.make import forward, make_micro_batch
 from tests.parity import plain
 
 FACTS = TokenFacts(64, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -48,7 +49,7 @@ TOP_K = SMALL["num_experts_per_tok"]
 WEIGHT = 0.3
 PROMPT, ENDS = [5, 9, 11, 30], ([12, 13], [40, 41, 42])
 ANSWERS = [PROMPT + end for end in ENDS]
-SHARED = MicroBatch(
+SHARED = make_micro_batch(
     torch.tensor([PROMPT + ENDS[0] + ENDS[1]]), torch.tensor([[*range(6), *range(4, 7)]]),
     torch.full((1, 9), -100), (6, 3), starts=(0, 4),
 )  # fmt: skip
@@ -86,27 +87,31 @@ def padded(rows: Sequence[plain.Row]) -> MicroBatch:
     positions = torch.arange(length).expand(len(rows), length).contiguous()
     targets = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
     wanted = ~torch.cat([is_padding[:, 1:], torch.ones_like(is_padding[:, :1])], 1)
-    return MicroBatch(ids, positions, targets.where(wanted, -100), is_padding=is_padding)
+    return make_micro_batch(ids, positions, targets.where(wanted, -100), is_padding=is_padding)
 
 
 def packed(rows: Sequence[plain.Row]) -> MicroBatch:
     parts = [padded([row]) for row in rows]
-    return MicroBatch(
-        torch.cat([part.input_ids for part in parts], 1),
-        torch.cat([part.position_ids for part in parts], 1),
-        torch.cat([part.targets for part in parts], 1),
-        tuple(part.input_ids.shape[1] for part in parts),
+    return make_micro_batch(
+        torch.cat([part.tokens.input_ids for part in parts], 1),
+        torch.cat([part.tokens.position_ids for part in parts], 1),
+        torch.cat([part.tokens.targets for part in parts], 1),
+        tuple(part.shape[1] for part in parts),
     )
 
 
 def answers() -> list[MicroBatch]:
-    return [replace(padded([(ids, [])]), targets=torch.full((1, len(ids)), -100)) for ids in ANSWERS]
+    """Without targets."""
+    batches = [padded([(ids, [])]) for ids in ANSWERS]
+    return [replace(b, tokens=b.tokens._replace(targets=b.tokens.targets * 0 - 100)) for b in batches]
 
 
 def empty() -> MicroBatch:
     ids = torch.full((1, 2), 7)
     positions = torch.arange(2)[None]
-    return MicroBatch(ids, positions, torch.full((1, 2), -100), is_padding=torch.ones(1, 2, dtype=torch.bool))
+    return make_micro_batch(
+        ids, positions, torch.full((1, 2), -100), is_padding=torch.ones(1, 2, dtype=torch.bool)
+    )
 
 
 def trained(
@@ -127,12 +132,12 @@ def trained(
     if loss == "global_batch":
         with torch.no_grad(), routing.counting():
             for batch in batches:
-                policy(batch.input_ids, *forward_arguments(batch))
+                forward(policy, batch)
         frequencies = total(routing.pop(cpu))
     policy.zero_grad()
     with routing.training(StepLoss(loss, WEIGHT, sequences, frequencies)):  # type: ignore[arg-type]
         for batch in batches:
-            scored = policy(batch.input_ids, *forward_arguments(batch))
+            scored = forward(policy, batch)
             (-scored.logps.double().sum() / tokens).backward()
     return gradients(policy.causal_lm), routing.pop(cpu)
 
@@ -275,7 +280,7 @@ def test_checkpointed_layers_count_once_and_use_their_own_micro_batch(loss: str)
         policy.zero_grad()
         assert policy.routing is not None
         with policy.routing.training(StepLoss(loss, WEIGHT, len(rows), frequencies)):  # type: ignore[arg-type]
-            scored = [policy(batch.input_ids, *forward_arguments(batch)).logps for batch in batches]
+            scored = [forward(policy, batch).logps for batch in batches]
             for logps in scored:
                 (-logps.double().sum()).backward()
         found.append((gradients(policy.causal_lm), policy.routing.pop(torch.device("cpu"))))
@@ -293,12 +298,12 @@ def test_nothing_is_counted_or_added_outside_of_a_step() -> None:
     policy, batch = policy_of("mixtral"), padded(step_of())
     assert policy.routing is not None
     policy.zero_grad()
-    (-policy(batch.input_ids, *forward_arguments(batch)).logps.double().sum()).backward()
+    (-forward(policy, batch).logps.double().sum()).backward()
     expected = gradients(policy.causal_lm)
     assert not policy.routing.pop(torch.device("cpu")).any()
     policy.zero_grad()
     with policy.routing.training(None):
-        (-policy(batch.input_ids, *forward_arguments(batch)).logps.double().sum()).backward()
+        (-forward(policy, batch).logps.double().sum()).backward()
     assert apart(gradients(policy.causal_lm), expected) == 0.0, "watching changes no bit"
     assert policy.routing.pop(torch.device("cpu"))[:, :-1].sum() > 0
 

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.model.policy import target_logps
 from dsft.objective.next_token import next_token
+from tests.make import make_micro_batch
 
 
 def micro_batch(targets: torch.Tensor) -> MicroBatch:
-    return MicroBatch(torch.zeros_like(targets), torch.zeros_like(targets), targets)
+    return make_micro_batch(torch.zeros_like(targets), torch.zeros_like(targets), targets)
 
 
 def test_by_hand() -> None:

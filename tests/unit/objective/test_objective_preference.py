@@ -12,27 +12,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
+from dsft.data.steps.batch import NO_TARGET, Answers
 from dsft.objective.answers import answer_logps
 from dsft.objective.preference import LOSSES, METRICS, preference, rewards
 from dsft.spec.schema import Dpo
+from tests.make import make_micro_batch
 
 LN2 = math.log(2)
 CPU = torch.device("cpu")
 
 
-def pairs_of(num_tokens: list[list[int]], reference: list[list[float]] | None = None) -> Pairs:
+def pairs_of(num_tokens: list[list[int]], reference: list[list[float]] | None = None) -> Answers:
     known = None if reference is None else torch.tensor(reference, dtype=torch.float64).view(-1, 2)
-    return Pairs(torch.arange(len(num_tokens)), torch.tensor(num_tokens).view(-1, 2), known)
+    return Answers(torch.arange(len(num_tokens)), torch.tensor(num_tokens).view(-1, 2), known)
 
 
-def found(dpo: Dpo, logps: list[list[float]], pairs: Pairs) -> dict[str, float]:
+def found(dpo: Dpo, logps: list[list[float]], pairs: Answers) -> dict[str, float]:
     """loss, nll_loss and metrics of a micro-batch that is a whole step."""
     objective = preference(dpo)
     assert objective.of_answers is not None
     sums = objective.of_answers(torch.tensor(logps, dtype=torch.float64), pairs)
     assert all(total.dtype == torch.float64 for total in sums)
-    counts = {"pairs": len(logps), "chosen_tokens": int(pairs.num_tokens[:, 0].sum())}
+    counts = {"pairs": len(logps), "chosen_tokens": int(pairs.num_targets[:, 0].sum())}
     values = [float(total) for total in sums]
     loss = math.fsum(s * value for s, value in zip(objective.scales(counts), values, strict=True))
     return {"loss": loss} | objective.metrics(values, counts)
@@ -140,7 +141,7 @@ def test_a_micro_batch_without_pairs_keeps_the_graph(loss_type: Any) -> None:
     empty = torch.full((1, 2), NO_TARGET)
     for lengths in ((2,), None):
         logps = torch.full((1, 2), -1.0, requires_grad=True)
-        batch = MicroBatch(empty, empty, empty, lengths, pairs=pairs_of([], [])).to(CPU)
+        batch = make_micro_batch(empty, empty, empty, lengths, answers=pairs_of([], [])).to(CPU)
         sums = torch.stack(preference(Dpo(loss_type=loss_type)).sums(logps, batch))
         (gradient,) = torch.autograd.grad(sums.sum(), logps)
         assert not sums.any() and not gradient.any()
@@ -157,15 +158,15 @@ def test_answers_of_packed_and_of_padded_rows_are_the_same() -> None:
 
     pairs = pairs_of([[3, 1], [2, 4]])
     row, marked = torch.cat(logps)[None], torch.cat(targets)[None]
-    packed = MicroBatch(marked, marked, marked, lengths, pairs=pairs).to(CPU)
+    packed = make_micro_batch(marked, marked, marked, lengths, answers=pairs).to(CPU)
     assert torch.equal(answer_logps(row, packed), expected)
 
     padded_logps = torch.nn.utils.rnn.pad_sequence(logps, batch_first=True, padding_value=-9.0)
     padded_targets = torch.nn.utils.rnn.pad_sequence(targets, batch_first=True, padding_value=NO_TARGET)
-    padded = MicroBatch(padded_targets, padded_targets, padded_targets, pairs=pairs)
+    padded = make_micro_batch(padded_targets, padded_targets, padded_targets, answers=pairs)
     torch.testing.assert_close(answer_logps(padded_logps, padded), expected, rtol=0, atol=1e-15)
 
-    cut = MicroBatch(marked[:, :10], marked[:, :10], marked[:, :10], (5, 3, 2), pairs=pairs).to(CPU)
+    cut = make_micro_batch(marked[:, :10], marked[:, :10], marked[:, :10], (5, 3, 2), answers=pairs).to(CPU)
     assert torch.equal(answer_logps(row[:, :10], cut), expected[:1])
 
 
@@ -180,7 +181,7 @@ def test_the_answers_of_a_packed_row_take_as_many_kernels_however_many_they_are(
         values[0, : lengths[0]] = math.nan
         logps = values.requires_grad_()
         pairs = pairs_of([[1, 1]] * (number // 2))
-        batch = MicroBatch(targets, targets, targets, lengths, pairs=pairs).to(CPU)
+        batch = make_micro_batch(targets, targets, targets, lengths, answers=pairs).to(CPU)
         with torch.profiler.profile(acc_events=True) as profiled:  # else torch 2.11 warns of lost cycles
             answers = answer_logps(logps, batch)
             weights = torch.arange(1.0, 1.0 + number, dtype=torch.float64)
@@ -211,22 +212,22 @@ CASES: Mapping[str, Dpo] = {
 }
 
 
-def random_pairs() -> tuple[Tensor, Pairs]:
+def random_pairs() -> tuple[Tensor, Answers]:
     """Twelve pairs of 1 to 40 tokens at about -1.5 nats each, and a reference that is near."""
     generator = torch.Generator().manual_seed(3)
     num_tokens = torch.randint(1, 41, (12, 2), generator=generator)
     logps = -num_tokens * (0.5 + 2 * torch.rand(12, 2, generator=generator, dtype=torch.float64))
     reference = logps + torch.randn(12, 2, generator=generator, dtype=torch.float64) * 3
-    return logps, Pairs(torch.arange(12), num_tokens, reference.clamp(max=-0.01))
+    return logps, Answers(torch.arange(12), num_tokens, reference.clamp(max=-0.01))
 
 
-def published(dpo: Dpo, logps: Tensor, pairs: Pairs) -> Tensor:
+def published(dpo: Dpo, logps: Tensor, pairs: Answers) -> Tensor:
     """The mean preference loss as the reference implementations write it: eric-mitchell's `preference_loss`
     (sigmoid, cDPO, IPO on averages), princeton-nlp's simpo_loss, xfactlab's odds_ratio_loss, the APO and rDPO
     papers' equations."""
     assert pairs.reference is not None
     average = (
-        1 / pairs.num_tokens.double() if dpo.loss_type in ("ipo", "simpo", "orpo") else torch.ones(12, 2)
+        1 / pairs.num_targets.double() if dpo.loss_type in ("ipo", "simpo", "orpo") else torch.ones(12, 2)
     )
     (pc, pr), (rc, rr) = (logps * average).unbind(1), (pairs.reference * average).unbind(1)
     beta, smoothing = dpo.beta, dpo.label_smoothing

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
+from dsft.data.steps.batch import NO_TARGET, Answers, MicroBatch
 from dsft.objective.preference import METRICS, preference
 from dsft.spec.schema import Dpo
+from tests.make import make_micro_batch
 
 pytest.importorskip("trl", reason="trl, an oracle of these tests alone, is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
@@ -31,8 +32,8 @@ def random_batch() -> tuple[Tensor, MicroBatch]:
     logps = -3 * torch.rand(2 * PAIRS, LENGTH, generator=generator, dtype=torch.float64) * answers
     sums = logps.sum(1).view(PAIRS, 2)
     reference = sums + 2 * torch.randn(PAIRS, 2, generator=generator, dtype=torch.float64)
-    pairs = Pairs(torch.arange(PAIRS), num_tokens, reference)
-    return logps, MicroBatch(targets, targets, targets, pairs=pairs)
+    pairs = Answers(torch.arange(PAIRS), num_tokens, reference)
+    return logps, make_micro_batch(targets, targets, targets, answers=pairs)
 
 
 def by_halves(rows: Tensor) -> Tensor:
@@ -45,16 +46,16 @@ def trl_dpo(loss_types: list[str], weights: list[float], dpo: Dpo) -> tuple[Tens
     from trl import DPOTrainer
 
     logps, batch = random_batch()
-    assert batch.pairs is not None and batch.pairs.reference is not None
+    assert batch.answers is not None and batch.answers.reference is not None
     logps.requires_grad_()
-    mask = torch.cat((torch.zeros(2 * PAIRS, 1), (batch.targets != NO_TARGET).double()), dim=1).long()
+    mask = torch.cat((torch.zeros(2 * PAIRS, 1), (batch.tokens.targets != NO_TARGET).double()), dim=1).long()
     halves, flat = by_halves(mask), torch.zeros(2 * PAIRS, LENGTH)
     inputs = {
         "input_ids": torch.zeros_like(halves),
         "attention_mask": torch.ones_like(halves),
         "completion_mask": halves,
-        "ref_chosen_logps": batch.pairs.reference[:, 0],
-        "ref_rejected_logps": batch.pairs.reference[:, 1],
+        "ref_chosen_logps": batch.answers.reference[:, 0],
+        "ref_rejected_logps": batch.answers.reference[:, 1],
     }
     outputs = SimpleNamespace(
         log_probs=by_halves(logps), entropy=flat, mean_logits=flat, is_top1=flat.bool(), aux_loss=None
@@ -68,7 +69,7 @@ def trl_dpo(loss_types: list[str], weights: list[float], dpo: Dpo) -> tuple[Tens
     trainer_class: Any = DPOTrainer
     loss = trainer_class._compute_loss(trainer, lambda **kwargs: outputs, inputs, return_outputs=False)
     (gradient,) = torch.autograd.grad(loss, logps)
-    gradient *= batch.targets != NO_TARGET  # it sums what its head leaves 0
+    gradient *= batch.tokens.targets != NO_TARGET  # it sums what its head leaves 0
     metrics = {name: values[0] for name, values in trainer._metrics["eval"].items() if name in METRICS}
     return loss.detach(), gradient, metrics
 
@@ -81,10 +82,10 @@ def accelerator() -> Any:
 
 def ours(dpo: Dpo) -> tuple[Tensor, Tensor, dict[str, float]]:
     logps, batch = random_batch()
-    assert batch.pairs is not None
+    assert batch.answers is not None
     logps.requires_grad_()
     objective = preference(dpo)
-    counts = {"pairs": PAIRS, "chosen_tokens": int(batch.pairs.num_tokens[:, 0].sum())}
+    counts = {"pairs": PAIRS, "chosen_tokens": int(batch.answers.num_targets[:, 0].sum())}
     sums = torch.stack(objective.sums(logps, batch))
     loss = sums.dot(torch.tensor(objective.scales(counts), dtype=torch.float64))
     (gradient,) = torch.autograd.grad(loss, logps)
@@ -116,7 +117,7 @@ def test_dpo_trainer(dpo: Dpo) -> None:
 
 
 def sums_of(batch: MicroBatch, logps: Tensor) -> Tensor:
-    assert batch.pairs is not None
+    assert batch.answers is not None
     return logps.sum(1).view(PAIRS, 2)
 
 
@@ -135,17 +136,17 @@ def trl_cpo(dpo: Dpo, loss_type: str, scores: Tensor) -> tuple[Tensor, Tensor, T
 def test_label_smoothing() -> None:
     """TRL's DPOTrainer leaves it out of the sigmoid loss; its CPOTrainer has it, of the same formula."""
     logps, batch = random_batch()
-    assert batch.pairs is not None and batch.pairs.reference is not None
+    assert batch.answers is not None and batch.answers.reference is not None
     dpo = Dpo(label_smoothing=0.15, beta=0.4)
-    expected, _, _ = trl_cpo(dpo, "sigmoid", sums_of(batch, logps) - batch.pairs.reference)
+    expected, _, _ = trl_cpo(dpo, "sigmoid", sums_of(batch, logps) - batch.answers.reference)
     torch.testing.assert_close(ours(dpo)[0], expected, rtol=1e-12, atol=0)
 
 
 def test_simpo() -> None:
     logps, batch = random_batch()
-    assert batch.pairs is not None
+    assert batch.answers is not None
     dpo = Dpo(loss_type="simpo", beta=2.0, simpo_gamma=0.8)
-    averages = sums_of(batch, logps) / batch.pairs.num_tokens
+    averages = sums_of(batch, logps) / batch.answers.num_targets
     expected, chosen, rejected = trl_cpo(dpo, "simpo", averages)
     loss, _, metrics = ours(dpo)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
@@ -159,13 +160,13 @@ def test_orpo() -> None:
     from trl.experimental.orpo import ORPOTrainer
 
     logps, batch = random_batch()
-    assert batch.pairs is not None
+    assert batch.answers is not None
     dpo = Dpo(loss_type="orpo", beta=0.25)
-    averages = sums_of(batch, logps) / batch.pairs.num_tokens
+    averages = sums_of(batch, logps) / batch.answers.num_targets
     trainer_class: Any = ORPOTrainer
     trainer = SimpleNamespace(beta=dpo.beta, accelerator=accelerator())
     losses, chosen, rejected, _, _ = trainer_class.odds_ratio_loss(trainer, *averages.unbind(1))
     loss, _, metrics = ours(dpo)
-    answer = -sums_of(batch, logps)[:, 0].sum() / batch.pairs.num_tokens[:, 0].sum()
+    answer = -sums_of(batch, logps)[:, 0].sum() / batch.answers.num_targets[:, 0].sum()
     assert float(loss) == pytest.approx(float(answer - losses.mean()), rel=1e-6)
     assert metrics["rewards/margins"] == pytest.approx(float((chosen - rejected).mean()), rel=1e-5)

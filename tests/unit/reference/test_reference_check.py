@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsft.data.sets.dataset import Example
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
-from dsft.data.steps.collate import collate_padded
+from dsft.data.steps.collate import AnswerIds, collate_padded
 from dsft.engine.api import ScoreOutput, log_probabilities
 from dsft.engine.self_check import whole_rows
 from dsft.errors import SpecError
@@ -58,13 +58,13 @@ class Engine:
         return scored if self.is_last else ()
 
     def logps(self, batch: MicroBatch, training: bool) -> Tensor:
-        before = self.weights[batch.input_ids].cumsum(1) / torch.arange(1, batch.input_ids.shape[1] + 1)
-        own = self.weights[batch.targets.clamp(min=0)]
+        before = self.weights[batch.tokens.input_ids].cumsum(1) / torch.arange(1, batch.shape[1] + 1)
+        own = self.weights[batch.tokens.targets.clamp(min=0)]
         noise = self.dropout * torch.rand(own.shape) if training else 0.0
         shape = torch.Generator().manual_seed(own.numel())
         rounded = self.rounding * torch.randn(own.shape, generator=shape)  # by the layout
         logps = -torch.exp(own + before + self.adapter) + noise + rounded
-        return logps.masked_fill(batch.targets == NO_TARGET, 0.0)
+        return logps.masked_fill(batch.tokens.targets == NO_TARGET, 0.0)
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -91,11 +91,12 @@ def with_reference(reference: Engine, rows: Sequence[Example] | None = None) -> 
     batches = []
     for ids in np.arange(PAIRS).reshape(2, 3):
         batch, scored = (
-            collate_padded([some[i] for i in ids], pad_id=0, pair_ids=ids) for some in (own, rows or own)
+            collate_padded([some[i] for i in ids], pad_id=0, answers=AnswerIds(ids, 2))
+            for some in (own, rows or own)
         )
         (logps,) = reference.score([scored], answer_logps)
-        assert batch.pairs is not None
-        batches.append(replace(batch, pairs=replace(batch.pairs, reference=logps)))
+        assert batch.answers is not None
+        batches.append(replace(batch, answers=replace(batch.answers, reference=logps)))
     return StartCheck(Dpo(), dataset_of(own), batches, 0)
 
 
@@ -182,11 +183,11 @@ def test_a_difference_over_the_bound_of_fp32_is_refused() -> None:
     """A reward of 2e-5, where 1e-5 is allowed, and a margin of 1.6e-5 between two rewards of 0.8e-5."""
     start = with_reference(Engine())
     (first, second) = start.micro_batches
-    assert first.pairs is not None and first.pairs.reference is not None
+    assert first.answers is not None and first.answers.reference is not None
     for nats, passes in (((0.8e-4, 0.0), True), ((2e-4, 0.0), False), ((0.8e-4, -0.8e-4), False)):
-        moved = first.pairs.reference.clone()
+        moved = first.answers.reference.clone()
         moved[1] += torch.tensor(nats)
-        changed = replace(first, pairs=replace(first.pairs, reference=moved))
+        changed = replace(first, answers=replace(first.answers, reference=moved))
         one = replace(start, micro_batches=[changed, second])
         if passes:
             said(one, Engine())

@@ -59,14 +59,14 @@ def micro_batches(asked: Spec, inputs: Inputs) -> list[MicroBatch]:
 def plain(policy: Policy, batches: Sequence[MicroBatch], *, dropout: bool) -> Tensor:
     """(n, 2), in the order of the pairs."""
     policy.train(dropout)
-    found = [(b, answer_logps(policy(b.input_ids, b.position_ids, b.targets).logps, b)) for b in batches]
-    numbers = torch.cat([b.pairs.ids for b, _ in found if b.pairs is not None])
+    found = [(b, answer_logps(policy(b.tokens.input_ids, b.tokens).logps, b)) for b in batches]
+    numbers = torch.cat([b.answers.ids for b, _ in found if b.answers is not None])
     return torch.cat([logps for _, logps in found])[numbers.argsort()]
 
 
 def live(asked: Spec, inputs: Inputs, frozen: FrozenEngine, policy: Policy) -> Tensor:
     batches = list(refer_to_engine(frozen).refer(micro_batches(asked, inputs)))
-    pairs = [batch.pairs for batch in batches if batch.pairs is not None]
+    pairs = [batch.answers for batch in batches if batch.answers is not None]
     found = torch.cat([each.reference for each in pairs if each.reference is not None])
     return found[torch.cat([each.ids for each in pairs]).argsort()]
 

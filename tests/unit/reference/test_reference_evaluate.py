@@ -15,13 +15,14 @@ from torch import Tensor
 
 from dsft.data.sets.dataset import Example
 from dsft.data.sets.load import HeldOutSet
-from dsft.data.steps.batch import MicroBatch, Pairs
+from dsft.data.steps.batch import Answers, MicroBatch
 from dsft.objective.preference import preference
 from dsft.reference import evaluate
 from dsft.reference.evaluate import PairSet, pair_evaluation
 from dsft.report.jsonl import cut_margins
 from dsft.spec.schema import Dpo
 from tests.examples import dataset_of
+from tests.make import make_micro_batch
 
 POLICY = torch.tensor([[-10.0, -12.0], [-20.0, -18.0], [-3.5, -3.0]], dtype=torch.float64)
 REFERENCE = torch.tensor([[-11.0, -11.5], [-19.0, -18.5], [-3.5, -3.0]], dtype=torch.float64)
@@ -51,21 +52,21 @@ class Engine:
 
     def score(self, micro_batches: Sequence[MicroBatch], kept: object) -> tuple[Tensor, ...]:
         self.calls += 1
-        found = tuple(POLICY[batch.pairs.ids] for batch in micro_batches if batch.pairs is not None)
+        found = tuple(POLICY[batch.answers.ids] for batch in micro_batches if batch.answers is not None)
         return found if self.is_last else ()
 
 
 def micro_batch(ids: list[int]) -> MicroBatch:
     empty = torch.zeros(1, 2, dtype=torch.int64)
     numbers = torch.tensor(ids, dtype=torch.int64)
-    return MicroBatch(empty, empty, empty, (2,), pairs=Pairs(numbers, TOKENS[numbers]))
+    return make_micro_batch(empty, empty, empty, (2,), answers=Answers(numbers, TOKENS[numbers]))
 
 
 def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
     return [
-        replace(batch, pairs=replace(batch.pairs, reference=REFERENCE[batch.pairs.ids]))
+        replace(batch, answers=replace(batch.answers, reference=REFERENCE[batch.answers.ids]))
         for batch in micro_batches
-        if batch.pairs is not None
+        if batch.answers is not None
     ]
 
 

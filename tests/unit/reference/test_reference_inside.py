@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dsft.data.steps.batch import NO_TARGET, MicroBatch, Pairs
+from dsft.data.steps.batch import NO_TARGET, Answers, MicroBatch
 from dsft.engine.partition import Snapshot
 from dsft.errors import CheckpointError, DsftError, MissingInputError, WorldError
 from dsft.model.build import build_model
@@ -24,6 +24,7 @@ from dsft.reference.check import DriftCheck, weights_digest
 from dsft.reference.key import Key, weights_of
 from dsft.reference.refer import EngineReference, adapter_off, refer_to_start, with_scores
 from dsft.spec.schema import Spec
+from tests.make import make_micro_batch
 
 FACTS = TokenFacts(32, bos_token_id=1, eos_token_id=2, pad_token_id=None)
 LLAMA = {
@@ -55,8 +56,8 @@ def micro_batch() -> MicroBatch:
     ids = torch.arange(16).view(2, 8)
     targets = ids.roll(-1, 1).masked_fill(torch.arange(8) < 3, NO_TARGET)
     targets[:, -1] = NO_TARGET
-    return MicroBatch(
-        ids, torch.arange(8).repeat(2, 1), targets, pairs=Pairs(torch.tensor([0]), torch.tensor([[4, 4]]))
+    return make_micro_batch(
+        ids, torch.arange(8).repeat(2, 1), targets, answers=Answers(torch.tensor([0]), torch.tensor([[4, 4]]))
     )
 
 
@@ -70,9 +71,7 @@ class Alone:
         assert self.policy is not None
         with torch.no_grad():
             self.policy.train(training)
-            return tuple(
-                kept(self.policy(b.input_ids, b.position_ids, b.targets).logps, b) for b in micro_batches
-            )
+            return tuple(kept(self.policy(b.tokens.input_ids, b.tokens).logps, b) for b in micro_batches)
 
     def snapshot(self, parameters: Any) -> Snapshot:
         return Snapshot(SimpleNamespace(zero_optimization_stage=lambda: 0), parameters)
@@ -89,8 +88,8 @@ def proof(unchanged: DriftCheck) -> str | DsftError:
 
 
 def reference_of(found: Sequence[MicroBatch]) -> Tensor:
-    assert found[0].pairs is not None and found[0].pairs.reference is not None
-    return found[0].pairs.reference
+    assert found[0].answers is not None and found[0].answers.reference is not None
+    return found[0].answers.reference
 
 
 def moved(policy: Policy) -> None:
@@ -156,9 +155,8 @@ def test_micro_batches_are_filled_when_they_are_asked_for() -> None:
     scored = [torch.tensor([[-1.0, -2.0]]), torch.tensor([[-3.0, -4.0]])]
     batches = with_scores([micro_batch()] * 2, scored)
     assert len(batches) == 2
-    assert [b.pairs.reference.tolist() for b in batches if b.pairs and b.pairs.reference is not None] == [
-        [[-1.0, -2.0]], [[-3.0, -4.0]],
-    ]  # fmt: skip
+    filled = [b.answers.reference for b in batches if b.answers and b.answers.reference is not None]
+    assert [values.tolist() for values in filled] == [[[-1.0, -2.0]], [[-3.0, -4.0]]]
     assert torch.equal(reference_of(batches[1:]), scored[1])
     same = [micro_batch()]
     assert with_scores(same, []) is same  # a rank without the last stage

@@ -89,13 +89,13 @@ def test_another_error_is_left_as_it_is(folder: Path) -> None:
 
 def test_a_value_that_is_not_finite_ends_the_pass_with_its_row(folder: Path) -> None:
     def values(batch: Any) -> Any:
-        found = torch.full((len(batch.pairs.ids), 2), -1.0)
-        found[batch.pairs.ids == 3, 1] = float("nan")
+        found = torch.full((len(batch.answers.ids), 2), -1.0)
+        found[batch.answers.ids == 3, 1] = float("nan")
         return found
 
     with pytest.raises(NonFiniteError, match=r"a\.jsonl:4: the reference gives .* -1, nan, from which"):
         scored(folder, values)
-    scored(folder, lambda batch: torch.full((len(batch.pairs.ids), 2), -1.0))
+    scored(folder, lambda batch: torch.full((len(batch.answers.ids), 2), -1.0))
 
 
 def test_one_rank_of_a_group_writes_its_pairs(folder: Path) -> None:
@@ -104,7 +104,7 @@ def test_one_rank_of_a_group_writes_its_pairs(folder: Path) -> None:
     for rank in (2, 1, 0):
         assert not list((folder / "store").glob("shard-*"))
         world = Alone(rank, 3, rank, of_group, torch.device("cpu"))
-        scored(folder, lambda batch: calls.append(0) or torch.full((len(batch.pairs.ids), 2), -1.0), world)
+        scored(folder, lambda batch: calls.append(0) or torch.full((len(batch.answers.ids), 2), -1.0), world)
     assert len(calls) == 3 * 3 and len(list((folder / "store").glob("shard-*"))) == 1
 
 

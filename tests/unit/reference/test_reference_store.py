@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from dsft.data.steps.batch import MicroBatch, Pairs
+from dsft.data.steps.batch import Answers, MicroBatch
 from dsft.errors import CheckpointError, StorageError
 from dsft.reference import store
 from dsft.reference.key import Key, differences
 from dsft.reference.refer import look_up
+from tests.make import make_micro_batch
 
 COMPONENTS: dict[str, Any] = {
     "format": 1,
@@ -230,8 +231,11 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def batch_of(*ids: int) -> MicroBatch:
     nothing = torch.zeros(1, 2, dtype=torch.int64)
-    return MicroBatch(
-        nothing, nothing, nothing, pairs=Pairs(torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids), 2))
+    return make_micro_batch(
+        nothing,
+        nothing,
+        nothing,
+        answers=Answers(torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids), 2)),
     )
 
 
@@ -241,8 +245,8 @@ def test_the_reference_is_looked_up_by_the_pairs_numbers() -> None:
     found = refer(given)
     assert len(found) == 3
     for batch in found:
-        assert batch.pairs is not None and batch.pairs.reference is not None
-        assert batch.pairs.reference.dtype == torch.float64
-        assert batch.pairs.reference.tolist() == values(batch.pairs.ids.tolist()).reshape(-1, 2).tolist()
-    assert [len(batch.pairs.ids) for batch in found[1:] if batch.pairs] == [0, 1]
-    assert found[0].input_ids is given[0].input_ids
+        assert batch.answers is not None and batch.answers.reference is not None
+        assert batch.answers.reference.dtype == torch.float64
+        assert batch.answers.reference.tolist() == values(batch.answers.ids.tolist()).reshape(-1, 2).tolist()
+    assert [len(batch.answers.ids) for batch in found[1:] if batch.answers] == [0, 1]
+    assert found[0].tokens.input_ids is given[0].tokens.input_ids

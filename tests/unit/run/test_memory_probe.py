@@ -10,30 +10,35 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsft.data.steps.batch import MicroBatch, Pairs
+from dsft.data.steps.batch import Answers, MicroBatch
 from dsft.errors import OutOfMemoryError
 from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import MemoryMeter, Phase, is_out_of_memory
-from dsft.run.memory_probe import PeakMemory, advice, explain_out_of_memory, first_part, tokens_that_fit
+from dsft.run.memory_probe import PeakMemory, advice, explain_out_of_memory, tokens_that_fit
 from tests.launching import alone
+from tests.make import make_micro_batch
 
 
 def micro_batch(rows: int, length: int, lengths: tuple[int, ...] | None = None) -> MicroBatch:
     tokens = torch.zeros(rows, length, dtype=torch.int64)
-    return MicroBatch(tokens, tokens, tokens, lengths)
+    return make_micro_batch(tokens, tokens, tokens, lengths)
 
 
 def of_pairs(rows: int, length: int) -> MicroBatch:
     ids = torch.arange(rows // 2)
-    return replace(micro_batch(rows, length), pairs=Pairs(ids, torch.ones(rows // 2, 2).long()))
+    return replace(micro_batch(rows, length), answers=Answers(ids, torch.ones(rows // 2, 2).long()))
 
 
 def test_the_first_part_of_a_padded_and_of_a_packed_micro_batch() -> None:
-    padded = first_part(micro_batch(3, 8), 2)
-    assert padded.input_ids.shape == (3, 2) and padded.lengths is None
+    padded = micro_batch(3, 8).first(2)
+    assert padded.shape == (3, 2) and padded.segments is None
     for length, lengths in ((10, (4, 5, 1)), (9, (4, 5)), (6, (4, 2)), (4, (4,)), (1, (1,))):
-        packed = first_part(micro_batch(1, 10, (4, 5, 1)), length)
-        assert packed.lengths == lengths and packed.targets.shape == (1, length)
+        packed = micro_batch(1, 10, (4, 5, 1)).first(length)
+        assert (
+            packed.segments is not None
+            and packed.segments.lengths == lengths
+            and packed.tokens.targets.shape == (1, length)
+        )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,7 @@ def test_other_faults_stay_what_they_are() -> None:
 WORKER = """
 import resource, sys
 import torch
-from dsft.data.steps.batch import MicroBatch, Pairs
+from tests.make import make_micro_batch
 from dsft.errors import OutOfMemoryError
 from dsft.run.memory_probe import probe_memory
 from dsft.report.memory import MemoryMeter
@@ -123,14 +128,14 @@ BYTES_PER_TOKEN, ROOM = 2**18, 500 * 2**20
 
 class Engine:
     def probe(self, micro_batch):
-        torch.ones(micro_batch.input_ids.numel() * BYTES_PER_TOKEN // 4)
+        torch.ones(micro_batch.shape.numel() * BYTES_PER_TOKEN // 4)
     def evaluate(self, micro_batches):
         torch.ones(int(sys.argv[2]) * BYTES_PER_TOKEN // 4)
 
 size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, -1))
 tokens = torch.zeros(4, int(sys.argv[1]), dtype=torch.int64)
-batch = MicroBatch(tokens, tokens, tokens)
+batch = make_micro_batch(tokens, tokens, tokens)
 try:
     probe_memory(Engine(), batch, batch if len(sys.argv) > 2 else None, MemoryMeter(torch.device('cpu')))
 except OutOfMemoryError as error:

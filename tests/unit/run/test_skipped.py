@@ -48,7 +48,7 @@ class Scorer:
         training: bool = False,
     ) -> tuple[Tensor, ...]:
         self.passes += 1
-        found = (torch.isin(batch.input_ids, self.faults) for batch in micro_batches)
+        found = (torch.isin(batch.tokens.input_ids, self.faults) for batch in micro_batches)
         logps = (torch.zeros(fault.shape).masked_fill(fault, math.nan) for fault in found)
         return tuple(output(one, batch) for one, batch in zip(logps, micro_batches, strict=True))
 
