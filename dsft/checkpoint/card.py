@@ -123,11 +123,6 @@ def _objective(spec: Values) -> Iterator[str]:
 def _reference(reference: Values | None) -> Iterator[str]:
     if reference is not None:
         yield str(reference["which"])
-        yield {
-            True: "unchanged at the end of training",
-            False: "changed during training, so the policy was compared with more than one model",
-            None: "not checked for changes at this step",
-        }[reference.get("unchanged")]
 
 
 def _source(name: str, facts: Values, unit: str) -> str:

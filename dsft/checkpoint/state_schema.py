@@ -70,7 +70,7 @@ class _NewRows(_Values):
 
 class _ReferenceOfCard(_Values):
     which: str
-    unchanged: bool | None = None
+    unchanged: bool | None = None  # of earlier versions
 
 
 class _Origin(_Values):

@@ -13,7 +13,7 @@ import ctypes
 import gc
 import inspect
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dsft.data.steps.batch import MicroBatch, Tokens
 from dsft.engine.api import ScoreOutput, log_probabilities
-from dsft.engine.partition import home_of, place_buffers
+from dsft.engine.partition import place_buffers
 from dsft.engine.split import RowSplit
 from dsft.engine.world import World
 from dsft.model.policy import Policy, PolicyOutput
@@ -52,10 +52,6 @@ class FrozenEngine:
         batches = (micro_batch.to(self._world.device) for micro_batch in micro_batches)
         scored = ((self._forward(batch), batch) for batch in batches)
         return tuple(output(logps, batch) for logps, batch in scored if logps is not None)
-
-    def weights(self) -> Iterator[Tensor]:
-        """Yield this rank's share of each parameter."""
-        return map(home_of, self._policy.parameters())
 
     def close(self) -> None:
         """Free the parameters and return their memory; the engine cannot score afterwards. The module is

@@ -76,7 +76,7 @@ def evaluation_record(
     objective: Objective, sums: Tensor, counts: Sequence[Mapping[str, int]], names: Sequence[str | None]
 ) -> dict[str, float]:
     """Return loss and metrics of all held-out rows, and of each set that has a name, exact over their tokens
-    or pairs, with the perplexity beside each loss per token.
+    or pairs.
 
     sums: (sets, n_terms) over all ranks; counts and names: of each set.
     """
@@ -87,9 +87,6 @@ def evaluation_record(
     for name, mine, count in zip(names, sums, counts, strict=True):
         if name is not None:
             record |= means(objective, mine, count, f"eval/{name}")
-    if objective.of_answers is None:
-        losses = {name: loss for name, loss in record.items() if name.endswith("/loss")}
-        record |= {name.removesuffix("loss") + "perplexity": perplexity(losses[name]) for name in losses}
     return record
 
 
@@ -99,6 +96,12 @@ def means(objective: Objective, sums: Tensor, counts: Mapping[str, int], prefix:
     loss = math.fsum(s * total for s, total in zip(objective.scales(counts), values, strict=True))
     named = {f"{prefix}/{name}": mean for name, mean in objective.metrics(values, counts).items()}
     return {f"{prefix}/loss": loss} | named
+
+
+def with_perplexity(record: dict[str, float]) -> dict[str, float]:
+    """Return a record with the perplexity beside each loss per token."""
+    losses = {name: loss for name, loss in record.items() if name.endswith("/loss")}
+    return record | {name.removesuffix("loss") + "perplexity": perplexity(losses[name]) for name in losses}
 
 
 def perplexity(loss: float) -> float:

@@ -98,13 +98,12 @@ def reference_line(spec: Spec) -> str:
     return f"reference: {_which(spec)}, {_how(spec)} (dpo.reference {dpo.reference})"
 
 
-def reference_facts(spec: Spec, *, unchanged: bool | None) -> dict[str, Any] | None:
+def reference_facts(spec: Spec) -> dict[str, Any] | None:
     """Return facts for the model card of an export, without folders of this machine; None if the loss has no
-    reference. unchanged: whether the reference was verified to be unchanged since the start, None if not
-    checked."""
+    reference."""
     if not needs_reference(spec):
         return None
-    return {"which": f"{_which(spec)} ({dpo_of(spec).reference})", "unchanged": unchanged}
+    return {"which": f"{_which(spec)} ({dpo_of(spec).reference})"}
 
 
 def check_precomputed(spec: Spec, command: str) -> None:

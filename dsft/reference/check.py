@@ -1,6 +1,5 @@
 """Check that a run has the right reference: that the policy equals it at step 0 (`check_start`), that it
-still gives the stored values (`check_rescored`), and that it has not changed when the run ends
-(`DriftCheck`).
+gives the stored values (`check_rescored`), and that its files are still those of its key (`check_weights`).
 
 At step 0 rewards β (log π - log π_ref) and margins are 0, and the loss of DPO is ln 2, in exact arithmetic.
 How far rounding may move them is measured on the run's own rows: the engine scores them in batches and one by
@@ -9,12 +8,10 @@ one, and the results are compared.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +24,12 @@ from dsft.data.steps.collate import collate_padded
 from dsft.engine.api import Engine, log_probabilities
 from dsft.engine.self_check import Precision, rounding, whole_rows
 from dsft.engine.world import World
-from dsft.errors import CheckpointError, DsftError, Problem, SpecError, WorldError
+from dsft.errors import CheckpointError, Problem, SpecError, WorldError
 from dsft.model.attention import own_attention
 from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
 from dsft.plan.reference import reference_model
 from dsft.reference.key import Key, differences, weights_of
-from dsft.reference.refer import EngineReference
 from dsft.reference.store import StoreContents
 from dsft.spec.schema import Dpo, Spec
 
@@ -43,7 +39,6 @@ NUM_BATCHES = 2  # micro-batches of the first step to check
 PAIRS_ALONE = 4  # pairs that are also scored alone
 SHOWN = 3  # pairs that an error names
 ANSWERS = ("chosen", "rejected")
-PIECE = 2**24  # elements of a weight that are copied to the host at a time
 OTHER_ROW = 10.0  # times the bound: the pairs of other rows are farther off, those of other weights less
 
 DIFFERENT_IN_TRAINING = "the policy's rewards in training mode are not those in evaluation mode"
@@ -266,9 +261,6 @@ def allowed(precision: Precision, tokens: int) -> float:
     return rounding(max(1, tokens), precision) * max(1, tokens)
 
 
-# --- from the start to the end of a run -------------------------------------------------------------------
-
-
 def check_weights(spec: Spec, key: Key) -> None:
     """Raise WorldError where the reference's files differ from those of the key: after the key was computed,
     they may have been replaced, or a hub id may resolve to other ones."""
@@ -279,52 +271,3 @@ def check_weights(spec: Spec, key: Key) -> None:
             f"the reference changed while the run started: {'; '.join(differences(then, now))}; start again, "
             "and do not change its files while the run starts."
         )
-
-
-class DriftCheck:
-    """A digest taken at the start, with a check that it is still the same."""
-
-    def __init__(self, what: str, digest: Callable[[], Any]) -> None:
-        """digest: computed on this rank; raises MissingInputError where files are gone."""
-        self._what, self._digest, self._then = what, digest, digest()
-
-    @classmethod
-    def of_weights(cls, reference: EngineReference) -> DriftCheck:
-        """Watch the weights of this rank; to be created before the first step."""
-        return cls("weights", lambda: weights_digest(reference.weights()))
-
-    @classmethod
-    def of_files(cls, spec: Spec, key: Key) -> DriftCheck:
-        """Watch the files of a precomputed reference, whatever its hub id resolves to later. A fresh
-        reference has no files; it follows from the spec. Raises as `check_weights` does."""
-        check_weights(spec, key)
-        model = reference_model(spec)
-        has_files = model.name_or_path is not None or model.lora is not None
-        return cls("files" if has_files else "config and seed", lambda: weights_of(spec, model))
-
-    def proof(self, world: World) -> str | DsftError:
-        """Compare the digest on all ranks with that of the start. Return a line for the user, or the error,
-        the same on every rank, if it has changed or files are gone; it is not raised, so that the caller can
-        save the end of the run first. A collective."""
-        try:
-            same = world.gather(world.each(self._digest) == self._then)
-        except DsftError as error:
-            return error
-        changed = [rank for rank, is_same in enumerate(same) if not is_same]
-        if changed:
-            return CheckpointError(
-                f"the reference changed during the run: its {self._what} are not the same as at the start "
-                f"(rank(s) {changed}). The last checkpoint is saved, and nothing is exported: restore the "
-                "reference and train again under another name, or use dsft export, whose model card states "
-                "the change."
-            )
-        return f"reference: its {self._what} are the same as at the start"
-
-
-def weights_digest(tensors: Iterable[Tensor]) -> str:
-    """Return the SHA-256 over the bytes of all tensors, in order."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        for piece in torch.split(tensor.detach().reshape(-1), PIECE):
-            digest.update(piece.contiguous().view(torch.uint8).cpu().numpy().data)
-    return digest.hexdigest()

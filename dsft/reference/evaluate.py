@@ -21,7 +21,7 @@ from dsft.objective.answers import answer_logps
 from dsft.objective.api import Objective, evaluation_record
 from dsft.objective.preference import rewards
 from dsft.reference.check import ANSWERS
-from dsft.reference.refer import Refer
+from dsft.reference.refer import Annotate
 from dsft.report.jsonl import write_margins
 from dsft.spec.schema import Dpo
 
@@ -30,13 +30,13 @@ TOGETHER = 32  # micro-batches whose tokens are in memory at once
 
 @dataclass(frozen=True)
 class PairSet:
-    """A held-out set with its micro-batches on this rank, its global counts and its reference (None where the
-    objective needs none)."""
+    """A held-out set with its micro-batches on this rank, its global counts and what fills in its reference
+    (None where the objective needs none)."""
 
     held_out: HeldOutSet
     micro_batches: Sequence[MicroBatch]
     counts: Mapping[str, int]
-    refer: Refer | None
+    annotate: Annotate | None
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def score_pairs(one: PairSet, engine: Engine, world: World) -> PairTable:
     columns = torch.zeros(len(one.held_out.data), 6, dtype=torch.float64, device=world.device)
     for start in range(0, len(one.micro_batches), TOGETHER):
         some = one.micro_batches[start : start + TOGETHER]
-        batches = one.refer(some) if one.refer else some
+        batches = one.annotate(some) if one.annotate else some
         # a rank without the last stage has no scores
         for logps, micro_batch in zip(engine.score(batches, answer_logps), batches, strict=False):
             answers = micro_batch.answers
@@ -80,7 +80,7 @@ def score_pairs(one: PairSet, engine: Engine, world: World) -> PairTable:
             row = torch.cat([figure.to(columns) for figure in figures], dim=1)
             columns[answers.ids.to(world.device), : row.shape[1]] = row
     columns = world.sum(columns if world.sequence_rank == 0 else torch.zeros_like(columns))
-    reference = columns[:, 4:] if one.refer else None
+    reference = columns[:, 4:] if one.annotate else None
     answers = Answers(torch.arange(len(columns)), columns[:, 2:4].long(), reference)
     return PairTable(columns[:, :2], answers)
 

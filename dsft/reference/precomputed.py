@@ -21,7 +21,7 @@ from dsft.plan.reference import dpo_of, reference_line, reference_model
 from dsft.reference import store
 from dsft.reference.check import random_stored_pairs
 from dsft.reference.key import Key, key_of
-from dsft.reference.refer import Refer, look_up
+from dsft.reference.refer import Annotate, look_up
 from dsft.reference.score import ScoringPass, score
 from dsft.reference.store import StoreContents
 from dsft.report.console import task_progress
@@ -42,7 +42,7 @@ class PrecomputedReference:
     logps: Sequence[NDArray[np.float64]]
 
     @property
-    def refers(self) -> tuple[Refer, ...]:
+    def refers(self) -> tuple[Annotate, ...]:
         return tuple(look_up(one) for one in self.logps)
 
 

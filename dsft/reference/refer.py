@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,25 +16,15 @@ from torch import Tensor, nn
 from dsft.data.steps.batch import Answers, LazyMicroBatches, MicroBatch
 from dsft.engine.api import Engine
 from dsft.engine.frozen import FrozenEngine
-from dsft.engine.partition import home_of
 from dsft.model.names import is_adapter
 from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
 from dsft.spec.schema import Spec
 
-Refer = Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]]
-"""A function from micro-batches of pairs to the same with `pairs.reference`. With a store it only looks
-values up; with an engine it is a collective, and on ranks without the last stage micro-batches stay as they
-are."""
-
-
-@dataclass(frozen=True)
-class EngineReference:
-    """A reference that an engine scores. weights: those of its weights that this rank has; none is
-    trained."""
-
-    refer: Refer
-    weights: Callable[[], Iterator[Tensor]]
+Annotate = Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]]
+"""A function from micro-batches to the same with what an objective needs of them, such as
+`answers.reference`. With a store it only looks values up; with an engine it is a collective, and on ranks
+without the last stage micro-batches stay as they are."""
 
 
 def with_reference(
@@ -49,11 +39,6 @@ def with_reference(
         return replace(batch, answers=replace(batch.answers, reference=logps(number, batch.answers)))
 
     return LazyMicroBatches(len(micro_batches), build)
-
-
-def unchanged(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-    """Return the micro-batches unchanged: the `Refer` where nothing needs to be filled in."""
-    return micro_batches
 
 
 def with_zeros(micro_batch: MicroBatch) -> MicroBatch:
@@ -71,24 +56,24 @@ def with_scores(micro_batches: Sequence[MicroBatch], scored: Sequence[Tensor]) -
     return with_reference(micro_batches, lambda which, pairs: scored[which]) if scored else micro_batches
 
 
-def look_up(logps: NDArray[np.float64]) -> Refer:
-    """Return a Refer that reads `logps`, (n, 2) of all pairs of one dataset: on the host, in any thread, when
-    a micro-batch is accessed."""
+def look_up(logps: NDArray[np.float64]) -> Annotate:
+    """Return a function that reads `logps`, (n, 2) of all pairs of one dataset: on the host, in any thread,
+    when a micro-batch is accessed."""
     table = torch.from_numpy(logps)
     return lambda micro_batches: with_reference(micro_batches, lambda _, pairs: table[pairs.ids])
 
 
-def refer_to_engine(engine: FrozenEngine) -> EngineReference:
+def refer_to_engine(engine: FrozenEngine) -> Annotate:
     """Use a second engine beside the policy's as reference. All micro-batches of a call are scored right
     away, without gradients and dropout."""
 
     def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         return with_scores(micro_batches, engine.score(micro_batches, answer_logps))
 
-    return EngineReference(refer, engine.weights)
+    return refer
 
 
-def refer_to_start(policy: Policy, engine: Engine, spec: Spec) -> EngineReference:
+def refer_to_start(policy: Policy, engine: Engine, spec: Spec) -> Annotate:
     """Use the policy's engine as reference. A new adapter is switched off. An adapter that training continues
     (model.lora.path) is scored with a frozen copy of its values, and so is what is trained beside an adapter
     (model.lora.modules_to_save).
@@ -107,11 +92,7 @@ def refer_to_start(policy: Policy, engine: Engine, spec: Spec) -> EngineReferenc
             sums = engine.score(micro_batches, answer_logps)
         return with_scores(micro_batches, sums)
 
-    def weights() -> Iterator[Tensor]:
-        yield from (home_of(p) for p in policy.parameters() if not p.requires_grad)
-        yield from at_start.values
-
-    return EngineReference(refer, weights)
+    return refer
 
 
 @contextmanager

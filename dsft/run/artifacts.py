@@ -27,11 +27,11 @@ from dsft.reference.model import config_of
 from dsft.report.folder import Provenance, versions, write_folder
 from dsft.report.memory import PHASES, MemoryFile, MemoryMeter, Peaks, Phase
 from dsft.report.run import Report
-from dsft.run.build import Built
 from dsft.run.job import Config, Job
 from dsft.run.loop import Progress
 from dsft.run.resolve import Resolved
 from dsft.spec.load import dump_spec
+from dsft.tasks.api import Annotator
 
 SAMPLE_TOKENS = 512
 """Most tokens of a row that the exported tokenizer is compared on."""
@@ -52,14 +52,11 @@ def facts_of(
     compared: Mapping[str, Identity],
     progress: Progress,
     held_out_loss: float | None,
-    built: Built,
-    *,
-    unchanged: bool | None,
+    annotator: Annotator | None,
 ) -> CheckpointState:
     """Return the facts that a checkpoint stores. compared: `built_from` and `software`, for the fields of
-    `CheckpointState` of these names, and `files`, by `dsft.identity.file_digests`; unchanged: whether the
-    reference is the same as at the start, None where not checked."""
-    reference, files = built.reference, compared["files"].get("weights")
+    `CheckpointState` of these names, and `files`, by `dsft.identity.file_digests`."""
+    files = compared["files"].get("weights")
     model, is_known = job.spec.model, held_out_loss is not None and math.isfinite(held_out_loss)
     return CheckpointState(
         progress=asdict(progress),
@@ -73,8 +70,8 @@ def facts_of(
         built_from=compared["built_from"],
         software=compared["software"],
         new_rows=asdict(inputs.rows) if inputs.rows else None,
-        reference=reference.key.as_json() if reference else None,
-        origin=origin_of(model.name_or_path, files, reference_facts(job.spec, unchanged=unchanged)),
+        reference=dict(annotator.identity) if annotator else None,
+        origin=origin_of(model.name_or_path, files, reference_facts(job.spec)),
     )
 
 

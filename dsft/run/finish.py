@@ -3,15 +3,12 @@ what to type next."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dsft.checkpoint.export import NOT_FOR_PEFT, export_checkpoint
 from dsft.checkpoint.merge import rows_of
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.retain import best_checkpoint
-from dsft.errors import CheckpointError
 from dsft.report.console import named_losses
 from dsft.report.curves import write_curves
 from dsft.report.jsonl import read_metrics
@@ -22,7 +19,6 @@ from dsft.spec.schema import Spec
 def finish(spec: Spec, folder: Path, checkpoint: Path, log: Log) -> None:
     """Export the last checkpoint, unless the export is of it already, and print the outcome of the run.
     Raises CheckpointError where the reference was found changed, at every later start too."""
-    refuse_changed_reference(checkpoint, CheckpointReader.open(checkpoint).state)
     export = folder / "export"
     exported = export_checkpoint(checkpoint, export)
     log(exported)
@@ -38,16 +34,6 @@ def finish(spec: Spec, folder: Path, checkpoint: Path, log: Log) -> None:
     is_misread = NOT_FOR_PEFT in exported
     for line in what_next(spec, export, checkpoint, has_new_rows=has_new_rows, is_misread=is_misread):
         log(line)
-
-
-def refuse_changed_reference(checkpoint: Path, state: Mapping[str, Any]) -> None:
-    reference = (state.get("origin") or {}).get("reference") or {}
-    if reference.get("unchanged") is False:
-        raise CheckpointError(
-            f"{checkpoint}: the reference changed during this run, so the policy was compared with more than "
-            "one model, and nothing is exported; train again under another name, or export it as it is: "
-            f"dsft export {checkpoint} OUT."
-        )
 
 
 def outcome(records: list[dict[str, float]]) -> list[str]:

@@ -20,7 +20,6 @@ from dsft.engine.api import Scorer
 from dsft.engine.comm_timer import CommunicationTimer
 from dsft.engine.replicas import Replicas
 from dsft.engine.world import Agreement, World
-from dsft.errors import DsftError
 from dsft.identity import Identity
 from dsft.inputs import Inputs
 from dsft.plan.census import Census
@@ -82,15 +81,12 @@ class Hooks(Run):
         self.log.metrics(record | self.memory.record())
 
     def save(self, progress: Progress, held_out_loss: float | None) -> None:
-        """Save a checkpoint. Raises on all ranks: what `lock.check` raises where another job may write into
-        the run's folder; and after the last step's checkpoint is saved, an error where the reference has
-        changed."""
+        """Save a checkpoint. Raises on all ranks what `lock.check` raises where another job may write into
+        the run's folder."""
         self.world.first(self.lock.check)
         with self._during("save"):
-            proof = self._proof(progress)
-            unchanged = None if proof is None else isinstance(proof, str)
             facts = facts_of(
-                self.job, self.inputs, self.compared, progress, held_out_loss, self.built, unchanged=unchanged
+                self.job, self.inputs, self.compared, progress, held_out_loss, self.built.annotator
             )
             engine = self.built.engine
             line = save(
@@ -103,18 +99,6 @@ class Hooks(Run):
                 retention=self.job.spec.checkpoint,
             )
             self.log.line(line)
-            if isinstance(proof, DsftError):
-                raise proof
-            if proof is not None:
-                self.log.line(proof)
-
-    def _proof(self, progress: Progress) -> str | DsftError | None:
-        """Check after the last step that the reference is the same as at the start; None at every other step.
-        A collective."""
-        reference = self.built.reference
-        return (
-            reference.drift_check.proof(self.world) if reference and progress.step == self.last_step else None
-        )
 
     def mfu(self, tokens: int, squared: int, seconds: float) -> float | None:
         return None if self.flops is None else self.flops(tokens, squared, seconds)
@@ -122,9 +106,10 @@ class Hooks(Run):
     def trace(self, step: int) -> AbstractContextManager[object]:
         return nullcontext() if self.profile is None else self.profile(step)
 
-    def refer(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        reference = self.built.reference
-        return micro_batches if reference is None else reference.now(micro_batches)
+    def annotate(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        annotator = self.built.annotator
+        now = annotator is not None and not annotator.prefetched
+        return annotator.annotate[0](micro_batches) if annotator and now else micro_batches
 
     def ask(self) -> Callable[[], str | None]:
         """Begin to agree on a stop over all ranks. The function returned gives the highest of REASONS that

@@ -123,8 +123,8 @@ class Run:
         """Return a context for a step and the fetching of its data."""
         return nullcontext()
 
-    def refer(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Return the micro-batches with the reference's log-probabilities of their pairs. A collective."""
+    def annotate(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """Fill in what the objective needs beside the policy's log-probabilities. A collective."""
         return micro_batches
 
     def ask(self) -> Callable[[], str | None]:
@@ -234,7 +234,7 @@ def _fit(
             waited = time.perf_counter() - fetched
 
             run.mark("step", progress.step)
-            micro_batches = run.refer(batch.micro_batches)
+            micro_batches = run.annotate(batch.micro_batches)
             seed_step(schedule.seed, progress.step, run.world.rank)
             take_step = engine.step if progress.applied_steps else engine.first_step
             result = take_step(micro_batches, batch.counts, learning_rate)

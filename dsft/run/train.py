@@ -21,12 +21,11 @@ from dsft.identity import Identity, build_identity, file_digests, input_identity
 from dsft.inputs import Inputs, longest, read_inputs
 from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import batch_scale, learning_rate, total_steps
-from dsft.reference.refer import unchanged, with_zeros
-from dsft.reference.source import RunStart
+from dsft.reference.refer import with_zeros
 from dsft.report.jsonl import read_metrics
 from dsft.report.profile import StepTrace, traced_step
 from dsft.run.artifacts import describe, open_memory, open_report
-from dsft.run.build import bring_to, build, held_out_evaluation, prove, stored_values, train_steps
+from dsft.run.build import bring_to, build, prove, train_steps
 from dsft.run.hooks import Hooks, mfu_of, watch_hosts
 from dsft.run.job import Job, Log
 from dsft.run.loop import Progress, Schedule, fit
@@ -35,6 +34,8 @@ from dsft.run.resolve import resolve
 from dsft.spec.schema import Spec
 from dsft.system.lock import FolderLock
 from dsft.system.run_folder import step_folder
+from dsft.tasks.api import Run, unchanged
+from dsft.tasks.registry import task_of
 
 
 def train(
@@ -55,16 +56,16 @@ def train(
         log(line)
     largest = longest(inputs, job.batch, spec.train, last_step)
     memory = open_memory(resolved, job, largest[0].shape.numel(), world)
-    begin = RunStart(folder, start, log)
-    stored = stored_values(job, inputs, world, begin, memory)
+    task = task_of(spec)
+    run = Run(resolved.spec, job.batch, world, inputs, start, memory, log)
     with explain_out_of_memory(memory.meter):
-        built = build(job, resolved, inputs, world, begin, stored)
-    engine, reference = built.engine, built.reference
+        built = build(job, resolved, run, task)
+    engine, annotator = built.engine, built.annotator
     probe_memory(engine, with_zeros(largest[0]), largest[1] and with_zeros(largest[1]), memory.meter)
     memory.enter("load")
     log(bring_to(built.engine, start, progress, world, folder))
     warnings = resume_warnings(job, start, progress, len(inputs.train), last_step)
-    for line in (*warnings, *prove(job, inputs, world, built, fresh=start is None)):
+    for line in (*warnings, *prove(run, task, built)):
         log(line)
 
     report = open_report(job, resolved.config, inputs.loaded, world, last_step, progress.step)
@@ -78,7 +79,7 @@ def train(
         lock=lock,
         memory=memory,
         log=report,
-        evaluation=held_out_evaluation(job, inputs, world, built),
+        evaluation=task.evaluation(run, engine, built.objective, annotator) if inputs.held_out else None,
         flops=mfu_of(job, inputs, resolved.counted, world),
         profile=StepTrace(folder, traced, report.line) if traced is not None and world.rank == 0 else None,
         watch=watch_hosts(world, report.line),
@@ -87,11 +88,11 @@ def train(
     )
     job.stopping.stage = "train"  # from here on the loop handles a stop, and saves
     memory.enter("steady")
-    steps = train_steps(job, inputs, world)
+    steps = train_steps(run)
     try:
         plan = schedule(spec, last_step, job.batch)
-        complete = reference.ahead if reference else unchanged
-        prefetcher = Prefetcher(steps.step, last_step, world.device, complete)
+        ahead = annotator.annotate[0] if annotator and annotator.prefetched else unchanged
+        prefetcher = Prefetcher(steps.step, last_step, world.device, ahead)
         with explain_out_of_memory(memory.meter), prefetcher:
             end = fit(engine, built.objective, prefetcher, plan, hooks, progress)
     finally:

@@ -80,7 +80,7 @@ from dsft.plan.layout import Layout
 from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 from dsft.plan.reference import reference_config, reference_model
 from dsft.rank.environment import detect
-from dsft.reference.refer import Refer, look_up, refer_to_engine, refer_to_start
+from dsft.reference.refer import Annotate, look_up, refer_to_engine, refer_to_start
 from dsft.run.loop import Record
 from dsft.spec.schema import Model, Spec
 from tests.examples import dataset_of
@@ -329,7 +329,7 @@ class Task:
     made: Callable[..., list[plain.Step[Any]]]
     counts: Callable[[plain.Step[Any]], dict[str, int]]
     shares: Callable[[list[plain.Step[Any]]], list[list[MicroBatch]]]
-    refer: Callable[[Policy, Any], Refer] = lambda policy, engine: lambda micro_batches: micro_batches
+    refer: Callable[[Policy, Any], Annotate] = lambda policy, engine: lambda micro_batches: micro_batches
 
 
 def expect(
@@ -384,9 +384,9 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
         stored.append(pairs.referred(reference, steps))
         return pairs.numbered(steps, world.data_rank, case.form)
 
-    def refer(policy: Policy, engine: Any) -> Refer:
+    def refer(policy: Policy, engine: Any) -> Annotate:
         if case.reference == "adapter":
-            return refer_to_start(policy, engine, spec).refer
+            return refer_to_start(policy, engine, spec)
         return look_up(stored[0].numpy()) if case.reference == "given" else live(case, spec, world)
 
     sft_weight = 1.0 if case.loss_type == "orpo" else case.sft_weight
@@ -403,7 +403,7 @@ def balanced(case: Case, losses: plain.Losses[Any], sequences: int) -> plain.Los
     return plain.Balanced(losses, case.balance, BALANCE_WEIGHT, top_k, is_sigmoid, sequences)
 
 
-def live(case: Case, spec: Spec, world: World) -> Refer:
+def live(case: Case, spec: Spec, world: World) -> Annotate:
     """A second engine, which under ZeRO 3 keeps nothing whole either."""
     config = reference_config(spec)
     if case.zero_stage == 3:
@@ -411,7 +411,7 @@ def live(case: Case, spec: Spec, world: World) -> Refer:
     keep, dtype = sharding_for(config, world), DTYPES[case.precision]
     policy = build_model(reference_model(spec), FACTS, SEED, dtype, world.stage, case.cut, keep)
     attend(policy, case, world)
-    return refer_to_engine(build_frozen_engine(policy, config, world)).refer
+    return refer_to_engine(build_frozen_engine(policy, config, world))
 
 
 def make_spec(case: Case) -> Spec:

@@ -36,7 +36,7 @@ def state(**more: Any) -> dict[str, Any]:
         "origin": {
             "digest": "ab" * 32,
             "is_folder": False,
-            "reference": {"which": "the policy as it starts (precomputed)", "unchanged": True},
+            "reference": {"which": "the policy as it starts (precomputed)"},
         },
     }
     model = more.pop("model", {})
@@ -65,7 +65,7 @@ def test_it_says_what_the_model_was_made_of() -> None:
     assert told["trained from"].startswith("meta-llama/Llama-3.1-8B<br>digest of its weight files")
     assert "abababab" in told["trained from"]
     assert told["objective"] == "DPO on preference pairs, loss sigmoid, β 0.1"
-    assert told["reference"] == r"the policy as it starts \(precomputed\)<br>unchanged at the end of training"
+    assert told["reference"] == r"the policy as it starts \(precomputed\)"
     assert told["data"] == r"data.train pairs\: 5,000 pairs of 70,000 tokens"
     assert told["steps"] == "1,200 steps of 64 pairs<br>1.50 epochs, 123,456 tokens"
     assert (told["precision"], told["versions"]) == ("bf16", "dsft 0.6, torch 2.13.0, deepspeed 0.19.8")
@@ -118,12 +118,6 @@ def test_an_adapter_says_its_kind(form: Any) -> None:
     lora = {"rank": 8, "alpha": 16.0, "use_dora": True, "path": "/models/old"}
     told = rows(model_card(state(model={"lora": lora}), form))
     assert told["adapter"] == "DoRA, rank 8, alpha 16.0<br>continued from old"
-
-
-def test_a_reference_that_was_not_shown_unchanged_is_told_as_such() -> None:
-    for unchanged, words in ((None, "not checked for changes"), (False, "changed during training")):
-        origin = {"files": None, "is_folder": False, "reference": {"which": "x", "unchanged": unchanged}}
-        assert words in rows(model_card(state(origin=origin), "model"))["reference"]
 
 
 @pytest.mark.parametrize("where", ["name", "model", "data", "reference"])

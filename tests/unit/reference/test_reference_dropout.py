@@ -65,7 +65,7 @@ def plain(policy: Policy, batches: Sequence[MicroBatch], *, dropout: bool) -> Te
 
 
 def live(asked: Spec, inputs: Inputs, frozen: FrozenEngine, policy: Policy) -> Tensor:
-    batches = list(refer_to_engine(frozen).refer(micro_batches(asked, inputs)))
+    batches = list(refer_to_engine(frozen)(micro_batches(asked, inputs)))
     pairs = [batch.answers for batch in batches if batch.answers is not None]
     found = torch.cat([each.reference for each in pairs if each.reference is not None])
     return found[torch.cat([each.ids for each in pairs]).argsort()]

@@ -134,7 +134,7 @@ def test_the_pairs_of_a_group_count_once(tmp_path: Path) -> None:
 
 def test_without_a_reference_there_is_none_in_the_rows(tmp_path: Path) -> None:
     dpo = Dpo(loss_type="simpo", beta=2.0)
-    one = replace(pair_set([micro_batch([0, 1, 2])]), refer=None)
+    one = replace(pair_set([micro_batch([0, 1, 2])]), annotate=None)
     run: Any = pair_evaluation([one], preference(dpo), dpo, Engine(), World([nothing()]), tmp_path)  # type: ignore[arg-type]
     record = run(1)
     assert record["eval/logps/chosen"] == pytest.approx((-10 / 4 - 20 / 10 - 3.5 / 2) / 3)

@@ -22,8 +22,8 @@ from dsft.reference.check import allowed, check_rescored, random_stored_pairs
 from dsft.reference.key import Key
 from dsft.reference.precomputed import PrecomputedReference, precompute
 from dsft.reference.score import ScoringPass
-from dsft.reference.source import RunStart
 from dsft.system.lock import lock_folder
+from dsft.tasks.preference import check_same_reference, record_reference
 from tests.launching import LATE
 from tests.unit.reference.small import ALONE, model, rows, spec
 
@@ -176,17 +176,17 @@ def test_a_checkpoint_refuses_another_reference(folder: Path, passes: list[Scori
     run = folder / "runs" / "small"
     run.mkdir(parents=True)
     before, _ = made(folder)
-    RunStart(run, None, print).record(before.key, before.folder)
+    record_reference(run, before.key, before.folder)
     recorded = json.loads((run / "reference.json").read_text())
     assert recorded == {"store": str(before.folder), **before.key.as_json()}
     checkpoint: Any = SimpleNamespace(path=run / "checkpoints/step-1", state={"reference": recorded})
     now, _ = made(folder, data={"max_length": 128})
-    RunStart(run, None, print).check(now.key)
-    RunStart(run, checkpoint, print).check(before.key)
+    check_same_reference(None, now.key)
+    check_same_reference(checkpoint, before.key)
     with pytest.raises(
         CheckpointError, match=r"step-1 was trained against .*: data\.max_length was 256, now"
     ):
-        RunStart(run, checkpoint, print).check(now.key)
+        check_same_reference(checkpoint, now.key)
 
 
 def test_random_pairs_of_all_datasets_are_chosen() -> None:

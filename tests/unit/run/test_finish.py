@@ -13,13 +13,12 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from dsft.commands.chat import Sampling, load
 from dsft.data.tokenizer.load import byte_level_tokenizer
-from dsft.errors import CheckpointError
 from dsft.inputs import read_inputs
 from dsft.plan.batch import batch_sizes
 from dsft.plan.layout import layout_of
 from dsft.rank.environment import Launched
 from dsft.run.artifacts import describe
-from dsft.run.finish import outcome, refuse_changed_reference, what_next
+from dsft.run.finish import outcome, what_next
 from dsft.run.job import Job
 from dsft.run.loop import Progress
 from dsft.run.train import resume_warnings
@@ -121,13 +120,6 @@ def test_chat_is_named_where_the_export_can_be_talked_to(
     lines = what_next(spec(task, model), EXPORT, CHECKPOINT)
     assert words in lines[0]
     assert lines[1:] == (["talk to it: dsft chat runs/a/export"] if talks else [])
-
-
-def test_a_reference_that_was_found_changed_stops_the_export_at_every_start() -> None:
-    with pytest.raises(CheckpointError, match="nothing is exported"):
-        refuse_changed_reference(CHECKPOINT, {"origin": {"reference": {"which": "x", "unchanged": False}}})
-    for origin in (None, {}, {"reference": None}, {"reference": {"unchanged": None}}):
-        refuse_changed_reference(CHECKPOINT, {"origin": origin})
 
 
 def test_the_outcome_has_first_and_last_loss_and_each_set() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dsft.data.steps.batch import GlobalStep, MicroBatch, SourceShare
 from dsft.engine.api import StepResult
 from dsft.errors import NonFiniteError, StoppedError
-from dsft.objective.api import Objective, Term, evaluation_record
+from dsft.objective.api import Objective, Term, evaluation_record, with_perplexity
 from dsft.run import loop
 from dsft.run.loop import Progress, Record, Run, Schedule, fit, seed_step
 
@@ -111,7 +111,7 @@ def test_an_evaluation_before_the_first_step_is_reported_once() -> None:
 
 def test_a_step_is_trained_on_what_the_reference_said_of_it() -> None:
     said: list[Sequence[MicroBatch]] = []
-    run = Log().run(refer=lambda micro_batches: said.append(micro_batches) or ())
+    run = Log().run(annotate=lambda micro_batches: said.append(micro_batches) or ())
     fit(FakeEngine(), OBJECTIVE, Steps(), schedule(), run, Progress())
     assert said == [()] * 5
 
@@ -335,23 +335,22 @@ def test_speed_counts_all_ranks_tokens() -> None:
 
 
 def test_held_out_loss_is_exact_over_tokens() -> None:
-    record = evaluation_record(
-        OBJECTIVE, torch.tensor([[30.0]], dtype=torch.float64), [{"tokens": 20}], [None]
-    )
+    sums = torch.tensor([[30.0]], dtype=torch.float64)
+    record = with_perplexity(evaluation_record(OBJECTIVE, sums, [{"tokens": 20}], [None]))
     assert record == {"eval/loss": 1.5, "eval/perplexity": pytest.approx(math.exp(1.5))}
 
 
 @pytest.mark.parametrize(("total", "expected"), [(math.nan, math.nan), (1e5, math.inf), (math.inf, math.inf)])
 def test_the_perplexity_of_a_loss_that_is_no_number_is_none_either(total: float, expected: float) -> None:
     sums = torch.tensor([[total]], dtype=torch.float64)
-    record = evaluation_record(OBJECTIVE, sums, [{"tokens": 20}], [None])
+    record = with_perplexity(evaluation_record(OBJECTIVE, sums, [{"tokens": 20}], [None]))
     assert record["eval/perplexity"] == pytest.approx(expected, nan_ok=True)
 
 
 def test_named_sets_have_losses_of_their_own_and_count_by_their_tokens() -> None:
     sums = torch.tensor([[30.0], [2.0], [0.0]], dtype=torch.float64)
     counts = [{"tokens": 20}, {"tokens": 4}, {"tokens": 1}]
-    record = evaluation_record(OBJECTIVE, sums, counts, ["a", "b", None])
+    record = with_perplexity(evaluation_record(OBJECTIVE, sums, counts, ["a", "b", None]))
     assert record["eval/loss"] == 32 / 25
     assert (record["eval/a/loss"], record["eval/b/loss"]) == (1.5, 0.5)
     assert record["eval/b/perplexity"] == pytest.approx(math.exp(0.5))

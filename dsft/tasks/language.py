@@ -1,0 +1,21 @@
+"""Supervised fine-tuning and pretraining: the next-token loss, which differ in their data only."""
+
+from __future__ import annotations
+
+from dsft.engine.api import Engine
+from dsft.objective.api import Objective, with_perplexity
+from dsft.objective.next_token import next_token
+from dsft.spec.schema import Spec
+from dsft.tasks.api import Annotator, Evaluation, Run, Task
+
+
+class LanguageModeling(Task):
+    def objective(self, spec: Spec) -> Objective:
+        return next_token(spec.train.label_smoothing)
+
+    def evaluation(
+        self, run: Run, engine: Engine, objective: Objective, annotator: Annotator | None
+    ) -> Evaluation:
+        """Add the perplexity to each loss per token."""
+        evaluate = super().evaluation(run, engine, objective, annotator)
+        return lambda step: with_perplexity(evaluate(step))

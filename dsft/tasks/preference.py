@@ -1,0 +1,139 @@
+"""Preference training (dpo): whole answers are compared, with a frozen reference where the loss has one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from dsft.checkpoint.read import CheckpointReader
+from dsft.data.steps.steps import TrainSteps, evaluation, micro_batches_of
+from dsft.engine.api import Engine
+from dsft.errors import CheckpointError
+from dsft.model.policy import Policy
+from dsft.objective.api import Objective
+from dsft.objective.preference import preference
+from dsft.plan.reference import dpo_of, needs_reference, reference_line, reference_model
+from dsft.reference.check import NUM_BATCHES, StartCheck, check_start, check_weights, random_pairs
+from dsft.reference.evaluate import PairSet, pair_evaluation
+from dsft.reference.key import Key, differences, key_of
+from dsft.reference.model import open_reference, proven
+from dsft.reference.precomputed import PrecomputedReference, precompute
+from dsft.reference.refer import adapter_off, refer_to_engine, refer_to_start
+from dsft.spec.schema import Spec
+from dsft.system.files import atomic_write, write_error
+from dsft.tasks.api import Annotator, Evaluation, Run, Task
+
+FILE = "reference.json"
+"""File in a run's folder that identifies the run's reference."""
+
+
+class Preference(Task):
+    def objective(self, spec: Spec) -> Objective:
+        return preference(dpo_of(spec))
+
+    def before_policy(self, run: Run) -> PrecomputedReference | None:
+        """Score the pairs that the store of a precomputed reference lacks, and return its values. Some stored
+        values are scored once more, unless `check_start` compares them with the policy."""
+        spec = run.spec
+        if not needs_reference(spec) or dpo_of(spec).reference != "precomputed":
+            return None
+        run.memory.enter("reference")
+        found = precompute(
+            spec,
+            run.batch.micro_batch_size,
+            run.inputs,
+            run.world,
+            run.log,
+            recheck=run.checkpoint is not None or dpo_of(spec).reference_model is not None,
+            check_key=partial(check_same_reference, run.checkpoint),
+        )
+        run.world.first(lambda: record_reference(run.folder, found.key, found.folder))
+        return found
+
+    def annotator(
+        self, run: Run, policy: Policy, engine: Engine, prepared: PrecomputedReference | None
+    ) -> Annotator | None:
+        """Open the reference. Raises CheckpointError where the run began with another one."""
+        spec, inputs, world = run.spec, run.inputs, run.world
+        if not needs_reference(spec):
+            return None
+        if prepared is not None:
+            world.each(lambda: check_weights(spec, prepared.key))
+            return Annotator(prepared.refers, prepared.key.as_json(), prefetched=True)
+        run.log(reference_line(spec))
+
+        def checked_key() -> Key:
+            key = key_of(spec, reference_model(spec), inputs)
+            check_same_reference(run.checkpoint, key)
+            record_reference(run.folder, key)
+            return key
+
+        key = world.first(checked_key)
+        if dpo_of(spec).reference == "adapter":
+            annotate = refer_to_start(policy, engine, spec)
+        else:
+            opened = open_reference(spec, inputs.facts, world)
+            for line in proven(opened, spec, inputs, world):
+                run.log(f"reference: {line}")
+            annotate = refer_to_engine(opened.engine)
+        return Annotator([annotate] * (1 + len(inputs.held_out)), key.as_json())
+
+    def start_check(
+        self, run: Run, policy: Policy, engine: Engine, annotator: Annotator | None
+    ) -> Iterator[str]:
+        """Check on pairs of the first step that the untrained policy equals its reference. For a precomputed
+        reference, check random pairs too, different ones at each start."""
+        spec, inputs, data_rank = run.spec, run.inputs, run.world.data_rank
+        dpo = dpo_of(spec)
+        if annotator is None or dpo.reference_model is not None:
+            return
+        steps = TrainSteps(inputs.train, run.batch, data_rank, spec.train.seed, inputs.pad_id)
+        checked = steps.step(0).micro_batches[:NUM_BATCHES]
+        if annotator.prefetched:
+            ids = run.world.broadcast(random_pairs(len(inputs.train), dpo.recheck_rows))
+            if len(ids):
+                checked += tuple(micro_batches_of(inputs.train, ids, run.batch, data_rank, inputs.pad_id))
+        # Not under ZeRO 3, where every pass must use the same modules as the one before.
+        bare = partial(adapter_off, policy) if spec.model.lora and spec.parallel.zero_stage < 3 else None
+        first = StartCheck(dpo, inputs.train, annotator.annotate[0](checked), inputs.pad_id, bare)
+        yield check_start(first, engine, policy, run.world)
+
+    def evaluation(
+        self, run: Run, engine: Engine, objective: Objective, annotator: Annotator | None
+    ) -> Evaluation:
+        """Compare the answers of each pair too, and write the margins of all pairs to a file."""
+        held_out, world = run.inputs.held_out, run.world
+        annotate = annotator.annotate[1:] if annotator else [None] * len(held_out)
+        sets = [
+            PairSet(one, *evaluation(one.data, run.batch, world.data_rank, run.inputs.pad_id), fill)
+            for one, fill in zip(held_out, annotate, strict=True)
+        ]
+        return pair_evaluation(sets, objective, dpo_of(run.spec), engine, world, run.folder)
+
+
+def check_same_reference(checkpoint: CheckpointReader | None, key: Key) -> None:
+    """Raise CheckpointError where the checkpoint that the run resumes from was trained against another
+    reference, naming what differs."""
+    if checkpoint is None:
+        return
+    then = checkpoint.state.get("reference") or key.as_json()
+    if then.get("digest") == key.digest:
+        return
+    changes = differences(then.get("components", {}), json.loads(json.dumps(key.components)))
+    if changes:
+        raise CheckpointError(
+            f"{checkpoint.path} was trained against another reference: {'; '.join(changes)}. Put it "
+            "back, or choose another name for a new run."
+        )
+
+
+def record_reference(folder: Path, key: Key, store: Path | None = None) -> None:
+    """Write the run's reference.json. Raises StorageError."""
+    content = ({"store": str(store)} if store is not None else {}) | key.as_json()
+    try:
+        with atomic_write(folder / FILE) as out:
+            out.write(json.dumps(content, indent=1).encode())
+    except OSError as error:
+        raise write_error(folder / FILE, error) from None

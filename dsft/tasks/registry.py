@@ -1,0 +1,14 @@
+"""List the tasks. A task has an entry here and its facts in `dsft.spec.task`."""
+
+from __future__ import annotations
+
+from dsft.spec.schema import Spec
+from dsft.tasks.api import Task
+from dsft.tasks.language import LanguageModeling
+from dsft.tasks.preference import Preference
+
+TASKS: dict[str, Task] = {"sft": LanguageModeling(), "pretrain": LanguageModeling(), "dpo": Preference()}
+
+
+def task_of(spec: Spec) -> Task:
+    return TASKS[spec.task]
