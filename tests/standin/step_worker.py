@@ -66,7 +66,7 @@ def packed(draw: torch.Generator, *, of_pairs: bool, number: int = SEGMENTS) -> 
 
 def on_device(batch: MicroBatch) -> int:
     """How many tensors of a micro-batch are on the device."""
-    held = [*vars(batch).values(), *(vars(batch.answers).values() if batch.answers else ())]
+    held = [batch.tokens, *(vars(part) for part in (batch.segments, batch.answers) if part)]
     return len({id(one) for one in tree_leaves(held) if isinstance(one, torch.Tensor) and one.is_cuda})
 
 
