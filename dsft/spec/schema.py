@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
-from dsft.spec.task import TASKS, Task
+from dsft.spec.task import TASKS, Task, TaskName
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -438,7 +438,7 @@ class Spec(Section):
 
     name: str = Field(pattern=NAME_PATTERN)
     """Name of the run and of its folder: at most 100 letters, digits, '.', '_' and '-'."""
-    task: Literal["sft", "pretrain", "dpo"]
+    task: TaskName
     """Training task: sft (answers in conversations), pretrain (plain text) or dpo (preferences)."""
     model: Model
     """The model to train."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,16 @@ class Task:
     preference: bool = False
 
 
-TASKS: Mapping[str, Task] = {
+TASKS: dict[str, Task] = {
     "sft": Task(
         "row", 1, ("messages", "alpaca", "text", "sharegpt", "prompt_completion", "preference", "kto")
     ),
     "pretrain": Task("row", 1, ("text",), answers=False),
     "dpo": Task("pair", 2, ("preference",), preference=True),
 }
+"""The facts of each task; `dsft.tasks.registry` has what it does."""
+
+if TYPE_CHECKING:
+    TaskName = str
+else:
+    TaskName = Literal[tuple(TASKS)]
