@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dsft.data.steps.batch import Tokens
 from dsft.engine.device import take_device
 from dsft.errors import DsftError
 from dsft.model.activations import _Copies
@@ -69,7 +70,8 @@ def offloaded(value: bool | int, offload: bool) -> dict[str, Any]:
         order.clear()
         policy.zero_grad()
         with peak() as memory, waits(within="dsft/model/activations") as places, counted() as counts:
-            logps = policy(tokens % 64, tokens, tokens.roll(-1, 1) % 64, num_targets=TOKENS).logps
+            rows = Tokens(tokens % 64, tokens, tokens.roll(-1, 1) % 64)
+            logps = policy(rows.input_ids, rows, num_targets=TOKENS).logps
             logps.sum().backward()
     _Copies._copied = plain  # type: ignore[method-assign]
     gradients = {name: p.grad.double().cpu().flatten().tolist() for name, p in policy.named_parameters()}
