@@ -319,7 +319,7 @@ def read(options: argparse.Namespace) -> dict[str, float]:
     from dsft.data.cache.store import Cache
     from dsft.data.sets import load
     from dsft.data.sets.order import epoch_order
-    from dsft.spec.schema import Data
+    from dsft.spec.schema import Data, Spec
 
     told = time.monotonic()
 
@@ -331,10 +331,10 @@ def read(options: argparse.Namespace) -> dict[str, float]:
 
     load.Renderer = lambda *_, **__: Stand()  # type: ignore[misc,assignment]
     data = Data(train=[{"path": options.file}], max_length=4096, on_too_long="split")  # type: ignore[list-item]
-    spec = argparse.Namespace(task="pretrain", data=data)
+    spec = Spec.model_construct(task="pretrain", data=data)
     began = time.perf_counter()
     cache = Cache(options.folder, options.workers, paired.note, progress)
-    loaded = load.load_data(spec, Stand.tokenizer, cache)  # type: ignore[arg-type]
+    loaded = load.load_data(spec, Stand.tokenizer, cache)
     start, after_start = time.perf_counter() - began, paired.resident_bytes()
     began = time.perf_counter()
     order = epoch_order(len(loaded.train), 0, 0)
