@@ -1,91 +1,45 @@
-"""Datasets of examples that a test has made: takes examples, gives a Dataset without rows behind it."""
+"""Datasets of examples that a test has made: takes examples, gives a Dataset of rows in memory."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from dsft.data.rows import TokenRows
-from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.sets.dataset import Dataset, Example, Examples, Ids, digest_of
+from tests.unit.data.token_rows import FakeRows, Given
 
 
 def dataset_of(examples: Sequence[Example], *, pairs: bool = False) -> Dataset:
     """pairs: each example is a preference pair."""
-    return Dataset((ExamplePart(tuple(examples), pairs=pairs),))
+    return Dataset((examples_of(examples, pairs=pairs),))
 
 
-@dataclass(frozen=True, eq=False)
-class ExamplePart:
-    """Examples as the part of a dataset. pairs: each is a preference pair."""
+def examples_of(examples: Sequence[Example], *, pairs: bool = False) -> Examples:
+    """Each segment is a row; that of an answer which continues a shared prompt has the whole prompt."""
+    given, places, starts, targets = list[Given](), list[str](), list[int](), list[int]()
+    for one in examples:
+        borders = np.cumsum(one.segment_lengths)[:-1]
+        ids, trained = (np.split(column, borders) for column in (one.input_ids, one.trained))
+        for number, start in enumerate(one.segment_starts):
+            row = np.concatenate([ids[0][:start], ids[number]])
+            mask = np.concatenate([trained[0][:start], trained[number]])
+            given.append((row.tolist(), mask.tolist()))
+            places.append(one.source)
+            starts.append(start)
+            targets.append(int(np.count_nonzero(trained[number][1:])))
+    lengths = small([length for one in examples for length in one.segment_lengths])
+    by_answer, positions, segments = small(targets).reshape(-1, 2 if pairs else 1), None, None
+    if pairs and any(one.starts for one in examples):
+        positions = small(starts).reshape(-1, 2)
+    elif not pairs and any(one.segments for one in examples):
+        segments = np.cumsum([0, *(len(one.segment_lengths) for one in examples)], dtype=np.int32)
+        by_answer = np.add.reduceat(by_answer, segments[:-1], dtype=np.int32)
+    rows = FakeRows(given, places=places)
+    digest = digest_of(rows, small(starts), lengths, segments)
+    row_ids = np.arange(len(given), dtype=np.int32)
+    return Examples(rows, row_ids, small(starts), lengths, None, by_answer, digest, segments, positions)
 
-    examples: tuple[Example, ...]
-    name: str | None = None
-    pairs: bool = False
 
-    @cached_property
-    def lengths(self) -> NDArray[np.int32]:
-        return np.array([len(example.input_ids) for example in self.examples], dtype=np.int32)
-
-    @cached_property
-    def widths(self) -> NDArray[np.int32]:
-        if not self.pairs:
-            return self.lengths
-        return np.array([max(example.segment_lengths) for example in self.examples], dtype=np.int32)
-
-    @cached_property
-    def squares(self) -> NDArray[np.int64]:
-        if not self.pairs:
-            return self.lengths.astype(np.int64) ** 2
-        segments = [zip(one.segment_lengths, one.segment_starts, strict=True) for one in self.examples]
-        return np.array([sum(n * (n + start) for n, start in one) for one in segments], dtype=np.int64)
-
-    @cached_property
-    def target_counts(self) -> NDArray[np.int32]:
-        return np.array([example.target_count for example in self.examples], dtype=np.int32)
-
-    @cached_property
-    def counts(self) -> Mapping[str, NDArray[np.int32]]:
-        if not self.pairs:
-            return {"tokens": self.target_counts}
-        chosen = [np.count_nonzero(one.trained[1 : one.segment_lengths[0]]) for one in self.examples]
-        return {
-            "pairs": np.ones(len(self.examples), np.int32),
-            "chosen_tokens": np.array(chosen, dtype=np.int32),
-        }
-
-    @cached_property
-    def digest(self) -> str:
-        digest = hashlib.sha256(self.lengths.astype("<i8").tobytes())
-        for example in self.examples:
-            digest.update(example.input_ids.astype("<i4").tobytes())
-            digest.update(example.trained.tobytes())
-            for numbers in (example.segments, example.starts):
-                if numbers is not None:
-                    digest.update(np.array(numbers, dtype="<i8").tobytes())
-        return digest.hexdigest()
-
-    def source(self, index: int) -> str:
-        return self.examples[index].source
-
-    @property
-    def rows(self) -> TokenRows:
-        raise AssertionError("there are no rows behind them")
-
-    @property
-    def row_ids(self) -> NDArray[np.int32]:
-        raise AssertionError("there are no rows behind them")
-
-    @property
-    def lost(self) -> NDArray[np.int64]:
-        raise AssertionError("there are no rows behind them")
-
-    def extent(self, index: int) -> str:
-        raise AssertionError("there are no rows behind them")
-
-    def example(self, index: int) -> Example:
-        return self.examples[index]
+def small(numbers: Sequence[int]) -> Ids:
+    return np.array(numbers, dtype=np.int32)

@@ -1,10 +1,12 @@
-"""The values between a data file and its tokens: Line, Row (of Text or Conversation), Rendered, TokenRows."""
+"""The values between a data file and its tokens: Line, Row (of Text or Conversation), Rendered, TokenRows and
+Records."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,6 +144,66 @@ class TokenRows(Protocol):
     def read(self, row: int) -> Rendered: ...
     def read_part(self, row: int, start: int, stop: int) -> Rendered:
         """Return tokens `start` to `stop` of a row, without copying the others."""
+
+
+@dataclass(frozen=True, eq=False)
+class Records:
+    """The n records of a source's files. Record i is the `each` rows from i × `each` on: one, or the two of a
+    preference pair, which are the prompt with the chosen and with the rejected answer."""
+
+    rows: TokenRows
+    each: int
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """(n,) tokens of all rows of each record."""
+        return self._joined(np.add, self.rows.lengths)
+
+    @cached_property
+    def longest(self) -> NDArray[np.int64]:
+        """(n,) tokens of each record's longest row, which data.max_length limits."""
+        return self._joined(np.maximum, self.rows.lengths)
+
+    @cached_property
+    def trained(self) -> NDArray[np.int64]:
+        """(n,) targets of each record; 0 if one answer of a pair has none, since then there is nothing to
+        compare."""
+        least = self._joined(np.minimum, self.rows.trained)
+        return least if self.each == 1 else np.where(least, self._joined(np.add, self.rows.trained), 0)
+
+    @cached_property
+    def ended(self) -> NDArray[np.bool_]:
+        return self._joined(np.logical_and, self.rows.ended)
+
+    @property
+    def content(self) -> NDArray[np.uint64]:
+        """(n,) a hash of each record's content."""
+        return self.rows.content[:: self.each]
+
+    @property
+    def desirable(self) -> NDArray[np.bool_]:
+        return self.rows.desirable[:: self.each]
+
+    def source(self, record: int) -> str:
+        """Return the record's place, "file:line"."""
+        return self.rows.source(self.each * record)
+
+    def read(self, record: int) -> list[Rendered]:
+        return [self.rows.read(row) for row in range(self.each * record, self.each * (record + 1))]
+
+    def _joined(self, how: np.ufunc, column: NDArray[T]) -> NDArray[T]:
+        return joined(how, column.reshape(-1, self.each))
+
+
+T = TypeVar("T", bound=np.generic)
+
+
+def joined(how: np.ufunc, columns: NDArray[T]) -> NDArray[T]:
+    """Return a matrix (n, k) reduced over k, (n,); without a copy if k is 1."""
+    if columns.shape[1] == 1:
+        return columns[:, 0]
+    reduced: NDArray[T] = how.reduce(columns, axis=1, dtype=columns.dtype)
+    return reduced
 
 
 def printable(text: str) -> str:

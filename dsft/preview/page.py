@@ -129,7 +129,7 @@ def _ledgers(view: View) -> Iterator[str]:
     """Yield the ledger of each set as an HTML table, a column for each source, without counts that are
     zero."""
     sets: dict[str, dict[str, dict[str, int]]] = {}
-    for one in view.data.loaded.selections:
+    for one in view.data.loaded.sources:
         sets.setdefault(one.what, {})[one.name] = one.ledger.figures()
     for title, ledgers in sets.items():
         names = dict.fromkeys(

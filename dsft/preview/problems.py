@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.load import on_too_long
-from dsft.data.sets.selection import PairRows, Selection, is_duplicate, limited_lengths
+from dsft.data.sets.selection import SourceData, is_duplicate
 from dsft.spec.schema import Data, Spec
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ KINDS: Mapping[str, str] = {
 }
 _TOO_LONG = {"error": "too_long", "drop": "dropped", "truncate": "truncated"}
 Mask = NDArray[np.bool_]
-SourceSelections = Sequence[Selection]
-"""The selections of one source: the rows that are trained on or evaluated, then those that are held out."""
+SourceSets = Sequence[SourceData]
+"""What the sets have of one source: what is trained on or evaluated, then what is held out."""
 EACH = 3  # worst examples of each kind
 DECODED = 2_000  # examples that are decoded to compute their tokens per character: about a second
 
@@ -48,13 +48,13 @@ class RowProblem:
 
 
 def problems_of(
-    sources: Sequence[SourceSelections], spec: Spec, limit: int
+    sources: Sequence[SourceSets], spec: Spec, limit: int
 ) -> dict[str, tuple[int, list[RowProblem]]]:
     """Return the problems of rows by kind, for kinds that occur: the number of rows, and the first `limit` of
     them in the order of the sources."""
     counts = dict.fromkeys(KINDS, 0)
     found: dict[str, list[RowProblem]] = {kind: [] for kind in KINDS}
-    content = np.concatenate([read.rows.content[: read.count] for read, *_ in sources])
+    content = np.concatenate([read.records.content[: read.count] for read, *_ in sources])
     duplicate, start = is_duplicate(content), 0
     for source in sources:
         read, account = source[0], source[0].account
@@ -76,28 +76,28 @@ def problems_of(
     return {kind: (count, found[kind][:limit]) for kind, count in counts.items() if count}
 
 
-def kinds_of(source: SourceSelections, row: int, spec: Spec) -> list[str]:
+def kinds_of(source: SourceSets, row: int, spec: Spec) -> list[str]:
     """Return the kinds of problems of one row, in words, except whether it is a duplicate."""
     return [KINDS[kind] for kind, mask in _masks(source, spec).items() if mask[row]]
 
 
-def _masks(source: SourceSelections, spec: Spec) -> dict[str, Mask]:
+def _masks(source: SourceSets, spec: Spec) -> dict[str, Mask]:
     """Return for each kind of problem a mask (count,) of the rows that have it."""
-    rows, count = source[0].rows, source[0].count
-    lengths, targets = rows.lengths[:count], rows.trained[:count]
+    records, count = source[0].records, source[0].count
+    lengths, targets = records.lengths[:count], records.trained[:count]
     empty = lengths <= 1
     no_target = (targets == 0) & ~empty
-    masks = {"empty": empty, "no_target": no_target, "no_end": ~rows.ended[:count] & ~empty & ~no_target}
+    masks = {"empty": empty, "no_target": no_target, "no_end": ~records.ended[:count] & ~empty & ~no_target}
     kind = _TOO_LONG.get(on_too_long(spec))
     if kind is not None:
-        masks[kind] = (limited_lengths(rows)[:count] > spec.data.max_length) & ~no_target
+        masks[kind] = (records.longest[:count] > spec.data.max_length) & ~no_target
     for one in source:
         masks["no_end"][one.of("without_end")] = True
     return masks
 
 
 def _first_places(
-    sources: Sequence[SourceSelections], content: NDArray[np.uint64], hashes: NDArray[np.uint64]
+    sources: Sequence[SourceSets], content: NDArray[np.uint64], hashes: NDArray[np.uint64]
 ) -> Iterator[str]:
     """Yield the place of the first row, over all sources, with one of the `hashes` (k,). content: the
     hashes of all rows of all sources."""
@@ -106,37 +106,37 @@ def _first_places(
     for row in rows[first[np.searchsorted(values, hashes)]].tolist():
         for source in sources:
             if row < source[0].count:
-                yield source[0].rows.source(row)
+                yield source[0].records.source(row)
                 break
             row -= source[0].count
 
 
-def _truncated(source: SourceSelections, row: int, data: Data) -> str:
-    rows = source[0].rows
-    length, targets = int(rows.lengths[row]), int(rows.trained[row])
+def _truncated(source: SourceSets, row: int, data: Data) -> str:
+    records = source[0].records
+    length, targets, first = int(records.lengths[row]), int(records.trained[row]), records.each * row
     for examples in (one.examples for one in source):
-        at = int(np.searchsorted(examples.row_ids, row))
-        if at < len(examples.row_ids) and examples.row_ids[at] == row:
+        at = int(np.searchsorted(examples.row_ids, first))
+        if at < len(examples) and examples.row_ids[at] == first:
             lost = targets - examples.target_counts[at]
             return f"{examples.extent(at)}; {lost:,} of {targets:,} trained tokens lost"
-    if isinstance(rows, PairRows):
+    if records.each > 1:
         return f"{length:,} tokens; both answers are the same when truncated to {data.max_length:,} tokens"
     return f"{length:,} tokens; no target is left when truncated to {data.max_length:,} tokens"
 
 
-def _reason(kind: str, source: SourceSelections, row: int, data: Data) -> str:
-    rows = source[0].rows
+def _reason(kind: str, source: SourceSets, row: int, data: Data) -> str:
+    records = source[0].records
     match kind:
         case "truncated":
             return _truncated(source, row, data)
         case "empty":
-            return f"{int(rows.lengths[row])} tokens, too few to train on"
+            return f"{int(records.lengths[row])} tokens, too few to train on"
         case "no_target":
-            return f"none of its {int(rows.lengths[row]):,} tokens is a target"
+            return f"none of its {int(records.lengths[row]):,} tokens is a target"
         case "no_end":
             return "its targets stop before the end of the turn or text"
         case _:
-            return f"{limited_lengths(rows)[row]:,} tokens, data.max_length is {data.max_length:,}"
+            return f"{records.longest[row]:,} tokens, data.max_length is {data.max_length:,}"
 
 
 # --- the examples to look at first ------------------------------------------------------------------------

@@ -14,11 +14,10 @@ import numpy as np
 
 from dsft.data.cache.store import Cache, TokenizeProgress, cache_folder
 from dsft.data.render.template import choose_template
-from dsft.data.rows import TokenRows
+from dsft.data.rows import Records
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.load import RunData, load_data
 from dsft.data.sets.order import Order
-from dsft.data.sets.selection import PairRows
 from dsft.data.steps.pack import assign
 from dsft.data.tokenizer.load import notes, open_tokenizer
 from dsft.errors import Problem, SpecError
@@ -27,7 +26,7 @@ from dsft.plan.layout import batch_on, layout_of
 from dsft.preview.figures import LengthStats, StepStats, length_stats, step_stats
 from dsft.preview.problems import (
     RowProblem,
-    SourceSelections,
+    SourceSets,
     kinds_of,
     problems_of,
     worst_of,
@@ -98,12 +97,12 @@ class PreviewData:
         return sources
 
     @cached_property
-    def sources(self) -> tuple[SourceSelections, ...]:
+    def sources(self) -> tuple[SourceSets, ...]:
         """The sources of data.train, then of data.eval."""
-        every = self.loaded.selections
+        every = self.loaded.sources
         whole = [one for one in every if not one.is_split]
         return tuple(
-            (read, *(one for one in every if one.is_split and one.rows is read.rows)) for read in whole
+            (read, *(one for one in every if one.is_split and one.records is read.records)) for read in whole
         )
 
     def row(self, index: int, why: str = "") -> RowView:
@@ -154,23 +153,20 @@ class PreviewData:
                 if _is_named(place, name):
                     raise _no_row(name, f"it cannot be read: {reason}")
             for row in range(read.count):
-                if _is_named(read.rows.source(row), name):
-                    if any(row in one.examples.row_ids for one in source):
+                if _is_named(read.records.source(row), name):
+                    if any(read.records.each * row in one.examples.row_ids for one in source):
                         fate = "held out"
                     else:
-                        fate = "left out" if read.rows.desirable[row] else "labeled undesirable, left out"
-                    yield self._whole(read.rows, row, ", ".join([fate, *kinds_of(source, row, self.spec)]))
+                        fate = "left out" if read.records.desirable[row] else "labeled undesirable, left out"
+                    yield self._whole(read.records, row, ", ".join([fate, *kinds_of(source, row, self.spec)]))
 
-    def _whole(self, rows: TokenRows | PairRows, row: int, why: str) -> RowView:
+    def _whole(self, records: Records, row: int, why: str) -> RowView:
         """Return a left-out row, or both rows of a left-out pair, untruncated."""
-        if isinstance(rows, PairRows):
-            read = [rows.answers.read(2 * row), rows.answers.read(2 * row + 1)]
-        else:
-            read = [rows.read(row)]
+        read = records.read(row)
         tokens = [tokens_of(one.input_ids, one.trained, self.tokenizer) for one in read]
         prompt = int(np.argmax(read[0].trained)) if len(read) > 1 else None
         segments = tuple(map(len, tokens))
-        return RowView(None, rows.source(row), tuple(chain(*tokens)), segments, why, prompt=prompt)
+        return RowView(None, records.source(row), tuple(chain(*tokens)), segments, why, prompt=prompt)
 
 
 def _is_named(source: str, row: str) -> bool:

@@ -208,7 +208,7 @@ def pairs(*tokens: tuple[int, int, int]) -> Dataset:
         trained = (np.arange(len(ids)) >= prompt) & (np.arange(len(ids)) != border)
         lengths, starts = (border, 1 + rejected), (0, prompt - 1)
         examples.append(Example(ids, trained, "a:1", lengths, starts))
-    return dataset_of(examples)
+    return dataset_of(examples, pairs=True)
 
 
 REAL = ((9, 5, 8), (20, 7, 12), (6, 9, 3), (1, 4, 4), (30, 20, 10))

@@ -1,6 +1,6 @@
-"""The examples of a run, as an index into the rows of its sources. Tokens are read on access.
+"""The examples of a run, as an index into the stored rows of its sources. Tokens are read on access.
 
-A SourceExamples has the examples of one source, a Dataset those of all.
+Examples are those of one source, a Dataset those of all; an Example is one of them with its tokens.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from dsft.data.rows import TokenRows
-    from dsft.data.sets.selection import PairRows
+from dsft.data.rows import TokenRows, joined
+
+Ids = NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,58 +52,173 @@ class Example:
         return self.starts or (0,) * len(self.segment_lengths)
 
 
-class SourceExamples(Protocol):
-    """The n examples of one source.
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """The m examples of one source, as spans of its stored rows. An example has k answers: the 2 of a
+    preference pair, else 1. An answer is one segment or, if examples join rows, a segment for each of them. A
+    segment is one span of a row, or the row's first token (bos) and a later span. Segments and spans are in
+    the order of the examples.
 
-    name           the source's name in metrics
-    lengths        (n,) tokens of each example
-    widths         (n,) tokens of each example's row in a padded batch; for a pair, of its longer row
-    target_counts  (n,) targets of each example
-    squares        (n,) the attention cost of each example: length²; for a pair, Σ length² of its rows
-    counts         the counts that losses are normalized by: name -> (n,) count of each example
-    digest         sha256 that identifies the examples
-    rows           the source's rows
-    row_ids        (n,) the row in which each example begins, or the pair that it is
-    lost           (n,) how many more tokens its row has than each example; 0 if examples span rows
+    rows       the source's rows
+    row        (P,) the row of each span
+    start      (P,) the token of its row at which each span starts
+    length     (P,) tokens of each span
+    spans      (S + 1,) cumulative number of spans of the segments; None: one span per segment
+    targets    (m, k) targets of each answer
+    digest     sha256 that identifies tokens and masks of the examples: see `digest_of`
+    segments   (m + 1,) cumulative number of segments of the examples; None: one segment per answer
+    positions  (m, k) position id of the first token of each answer; None: 0. An answer that begins at p > 0
+               continues the first p tokens of the answer before it
     """
 
+    rows: TokenRows
+    row: Ids
+    start: Ids
+    length: Ids
+    spans: Ids | None
+    targets: Ids
+    digest: str
+    segments: Ids | None = None
+    positions: Ids | None = None
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    @cached_property
+    def sizes(self) -> Ids:
+        """(m, k) tokens of each answer."""
+        sizes = self.length
+        for borders in (self.spans, self.segments):
+            if borders is not None:
+                sizes = np.add.reduceat(sizes, borders[:-1], dtype=np.int32)
+        return sizes.reshape(self.targets.shape)
+
+    @cached_property
+    def seen(self) -> Ids:
+        """(m, k) tokens of each answer with those that it continues."""
+        return self.sizes if self.positions is None else self.sizes + self.positions
+
+    @cached_property
+    def lengths(self) -> Ids:
+        """(m,) tokens of each example."""
+        return joined(np.add, self.sizes)
+
+    @cached_property
+    def target_counts(self) -> Ids:
+        """(m,) targets of each example."""
+        return joined(np.add, self.targets)
+
     @property
-    def name(self) -> str | None: ...
+    def widths(self) -> Ids:
+        """(m,) tokens of each example's row in a padded batch; for a pair, of its longer row."""
+        return joined(np.maximum, self.seen)
+
     @property
-    def lengths(self) -> NDArray[np.int32]: ...
+    def squares(self) -> NDArray[np.int64]:
+        """(m,) the attention cost of each example: Σ length² over its answers. A shared prompt is computed
+        once; the rejected answer only attends to it."""
+        return joined(np.add, np.multiply(self.sizes, self.seen, dtype=np.int64))
+
     @property
-    def widths(self) -> NDArray[np.int32]: ...
+    def counts(self) -> Mapping[str, Ids]:
+        """The counts that losses are normalized by, name -> (m,) of each example: {"tokens", "sequences"}, or
+        for pairs {"pairs", "chosen_tokens", "sequences"}."""
+        answers = self.targets.shape[1]
+        ones, each = (np.broadcast_to(np.int32(n), (len(self),)) for n in (1, answers))  # take no memory
+        sequences = each if self.segments is None else np.diff(self.segments)
+        if answers == 1:
+            return {"tokens": self.target_counts, "sequences": sequences}
+        return {"pairs": ones, "chosen_tokens": self.targets[:, 0], "sequences": sequences}
+
+    @cached_property
+    def row_ids(self) -> Ids:
+        """(m,) the row in which each example begins."""
+        first = slice(None, None, self.targets.shape[1]) if self.segments is None else self.segments[:-1]
+        return self._segment_rows[first]
+
     @property
-    def target_counts(self) -> NDArray[np.int32]: ...
+    def _segment_rows(self) -> Ids:
+        return self.row if self.spans is None else self.row[self.spans[:-1]]
+
     @property
-    def squares(self) -> NDArray[np.int64]: ...
-    @property
-    def counts(self) -> Mapping[str, NDArray[np.int32]]: ...
-    @property
-    def digest(self) -> str: ...
-    @property
-    def rows(self) -> TokenRows | PairRows: ...
-    @property
-    def row_ids(self) -> NDArray[np.int32]: ...
-    @property
-    def lost(self) -> NDArray[np.int64]: ...
+    def lost(self) -> NDArray[np.int64]:
+        """(m,) how many more tokens its rows have than each example; 0 if examples join rows."""
+        if self.segments is not None:
+            return np.zeros(len(self), np.int64)
+        return joined(np.add, self.rows.lengths[self._segment_rows].reshape(self.sizes.shape) - self.seen)
 
     def source(self, index: int) -> str:
         """Return the place where an example begins, "file:line"."""
+        return self.rows.source(int(self.row_ids[index]))
 
     def extent(self, index: int) -> str:
-        """Return in words which tokens of its row an example has; "" if all."""
+        """Return in words which tokens of its rows an example has; "" if all."""
+        segments = self._segments(index)
+        begin = f"token {self.start[segments[0][-1]]:,}"
+        if self.segments is not None:
+            return f"begins at {begin} of {self.source(index)}" if self.start[segments[0][0]] else ""
+        rows = self.row[[spans[0] for spans in segments]]
+        kept, whole = int(self.seen[index].sum()), int(self.rows.lengths[rows].sum())
+        first = "token 0 and those " if len(segments[0]) > 1 else ""
+        return f"{kept:,} of {whole:,} tokens kept, {first}from {begin} on" if kept < whole else ""
 
-    def example(self, index: int) -> Example: ...
+    def _segments(self, index: int) -> list[range]:
+        """Return the spans of each segment of an example."""
+        answers = self.targets.shape[1]
+        segments = range(answers * index, answers * (index + 1))
+        if self.segments is not None:
+            segments = range(*self.segments[index : index + 2].tolist())
+        if self.spans is None:
+            return [range(number, number + 1) for number in segments]
+        return [range(*self.spans[number : number + 2].tolist()) for number in segments]
+
+    def read(self, index: int) -> Example:
+        """Return an example, reading its tokens. The first token of each span is no target."""
+        ids, masks, sizes, firsts, size = list[Ids](), list[NDArray[np.bool_]](), list[int](), list[int](), 0
+        for spans in self._segments(index):
+            row, low = int(self.row[spans[0]]), int(self.start[spans[0]])
+            high = int(self.start[spans[-1]]) + int(self.length[spans[-1]])
+            is_part = high - low < self.rows.lengths[row]
+            read = self.rows.read_part(row, low, high) if is_part else self.rows.read(row)
+            before = size
+            for span in spans:
+                start, length = int(self.start[span]) - low, int(self.length[span])
+                ids.append(read.input_ids[start : start + length])
+                masks.append(read.trained[start : start + length])
+                firsts.append(size)
+                size += length
+            sizes.append(size - before)
+        trained = np.concatenate(masks)
+        trained[firsts] = False
+        segments = None if self.segments is None and len(sizes) == 1 else tuple(sizes)
+        positions = None if self.positions is None else tuple(self.positions[index].tolist())
+        return Example(np.concatenate(ids), trained, self.source(index), segments, positions)
+
+
+def digest_of(rows: TokenRows, *columns: NDArray[Any] | None) -> str:
+    """Return a sha256 that identifies examples by their rows and by the numbers that decide which tokens and
+    targets of them the examples have. Resumed runs and stored references compare it with that of earlier
+    versions, so what a kind of examples passes must stay the same."""
+    digest = hashlib.sha256(rows.digest.encode())
+    for column in columns:
+        digest.update(b"|")
+        if column is not None:
+            digest.update(np.ascontiguousarray(column).data)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """The n examples of all sources, numbered source after source. weights: the weight of each source; None:
-    an epoch has every example once."""
+    """The n examples of all sources, numbered source after source.
 
-    parts: tuple[SourceExamples, ...]
+    parts    the examples of each source
+    weights  the weight of each source; None: an epoch has every example once
+    names    the name of each source in metrics; needed if there are several
+    """
+
+    parts: tuple[Examples, ...]
     weights: tuple[float, ...] | None = None
+    names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -111,7 +226,7 @@ class Dataset:
     def __getitem__(self, index: int) -> Example:
         """Return an example, reading its tokens."""
         part, own = self._place(index)
-        return part.example(own)
+        return part.read(own)
 
     def __iter__(self) -> Iterator[Example]:
         return map(self.__getitem__, range(len(self)))
@@ -126,7 +241,7 @@ class Dataset:
         part, own = self._place(index)
         return part.extent(own)
 
-    def _place(self, index: int) -> tuple[SourceExamples, int]:
+    def _place(self, index: int) -> tuple[Examples, int]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         which = bisect_right(self.ends, index)
@@ -135,7 +250,7 @@ class Dataset:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Number of examples of each source."""
-        return tuple(len(part.lengths) for part in self.parts)
+        return tuple(len(part) for part in self.parts)
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -159,13 +274,12 @@ class Dataset:
 
     @cached_property
     def squares(self) -> NDArray[np.int64]:
-        """(n,) the attention cost of each example, as in SourceExamples."""
+        """(n,) the attention cost of each example."""
         return np.concatenate([np.zeros(0, np.int64), *(part.squares for part in self.parts)])
 
     @cached_property
     def counts(self) -> Mapping[str, NDArray[np.int32]]:
-        """The counts that losses are normalized by, name -> (n,) of each example: {"tokens", "sequences"}, or
-        for pairs {"pairs", "chosen_tokens", "sequences"}."""
+        """The counts that losses are normalized by, name -> (n,) of each example."""
         names = self.parts[0].counts if self.parts else ()
         return {name: _joined([part.counts[name] for part in self.parts]) for name in names}
 

@@ -7,30 +7,20 @@ Reads the data files, or their cached tokens. Does not import torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dsft.data.cache.store import IN_MEMORY, Cache, tokenized_rows
 from dsft.data.render.renderer import Renderer
-from dsft.data.rows import MAX_SHOWN, PLACES, Account, TokenRows, data_error
-from dsft.data.sets.dataset import Dataset
+from dsft.data.rows import MAX_SHOWN, PLACES, Account, Records, data_error
+from dsft.data.sets.cut import CutOptions, OnTooLong, cut_rows
+from dsft.data.sets.dataset import Dataset, Ids
 from dsft.data.sets.ledger import Ledger, table, total
 from dsft.data.sets.order import shares_text
 from dsft.data.sets.pairs import cut_pairs
-from dsft.data.sets.pieces import cut_rows
-from dsft.data.sets.selection import (
-    FEW,
-    TRAIN,
-    CutOptions,
-    Ids,
-    OnTooLong,
-    PairRows,
-    Selection,
-    divide,
-    limited_lengths,
-)
+from dsft.data.sets.selection import FEW, TRAIN, SourceData, cut_with, divide
 from dsft.errors import DataError, Problem
 from dsft.spec.preferences import shares_prompts
 from dsft.spec.schema import Data, Source, Spec
@@ -55,7 +45,7 @@ class RunData:
     tables      those of them that are lines of a table of a set's sources
     account     the same for data.json
     identity    per source, what a resumed run must find unchanged
-    selections  one for each source of each set
+    sources     each source of each set
     refusal     the error with which a run refuses the data; None: it does not
     """
 
@@ -65,7 +55,7 @@ class RunData:
     tables: frozenset[str]
     account: Mapping[str, Any]
     identity: Mapping[str, Mapping[str, Any]]
-    selections: tuple[Selection, ...] = ()
+    sources: tuple[SourceData, ...] = ()
     refusal: DataError | None = None
 
     @property
@@ -88,18 +78,21 @@ def load_data(
     options = CutOptions(data.max_length, on_too_long(spec), tokenizer.bos_token_id, share_prompts)
     sets = _sets(spec, tokenizer, cache, options)
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
-    train, *held_out = (Dataset(tuple(one.examples for one in selections)) for selections in sets)
-    train = Dataset(train.parts, weights)
+    train, *held_out = (
+        Dataset(tuple(one.examples for one in sources), names=tuple(one.name for one in sources))
+        for sources in sets
+    )
+    train = replace(train, weights=weights)
     refused = [
         *(["bad"] if data.on_bad_row == "error" else []),
         *(["dropped"] if options.how == "error" else []),
     ]
-    lines = [line for selections in sets for line in _lines(selections, refused)]
-    lines += [f"{TRAIN}: {line}" for line in shares_text([one.name for one in sets[0]], train)]
+    lines = [line for sources in sets for line in _lines(sources, refused)]
+    lines += [f"{TRAIN}: {line}" for line in shares_text(train)]
     if train.is_pairs and share_prompts:
         lines.append("data: the prompt of a pair is computed once for both answers (dpo.share_prompts)")
     accounts = [_account(*of) for of in zip(sets, (train, *held_out), strict=True)]
-    names = [selections[0].set_name for selections in sets[1:]]
+    names = [sources[0].set_name for sources in sets[1:]]
     account = {
         "train": accounts[0],
         "held_out": {name or "eval": mine for name, mine in zip(names, accounts[1:], strict=True)},
@@ -112,17 +105,17 @@ def load_data(
     }
     identity = {
         one.label: {key: mine["sources"][one.name][key] for key in ("rows", "tokens", "fingerprint")}
-        for selections, mine in zip(sets, accounts, strict=True)
-        for one in selections
+        for sources, mine in zip(sets, accounts, strict=True)
+        for one in sources
     }
     run_data = RunData(
         train,
         tuple(HeldOutSet(*of) for of in zip(names, held_out, strict=True)),
         tuple(lines),
-        frozenset(line for selections in sets for line in _table(selections)),
+        frozenset(line for sources in sets for line in _table(sources)),
         account,
         identity,
-        selections=tuple(one for selections in sets for one in selections),
+        sources=tuple(one for sources in sets for one in sources),
         refusal=_refusal(spec, sets, options),
     )
     if refuse and run_data.refusal is not None:
@@ -132,19 +125,18 @@ def load_data(
 
 def _sets(
     spec: Spec, tokenizer: PreTrainedTokenizerBase, cache: Cache, options: CutOptions
-) -> list[list[Selection]]:
+) -> list[list[SourceData]]:
     """Return the sets, the training set first, with their rows cut to examples."""
-    data, is_pairs = spec.data, spec.task_kind.unit == "pair"
+    data, each = spec.data, spec.task_kind.rows
     renderer = Renderer(tokenizer, train_on=data.train_on, name=data.chat_template, thinking=data.thinking)
 
-    def rows_of(source: Source) -> TokenRows | PairRows:
-        most = 2 * source.max_rows if is_pairs and source.max_rows is not None else source.max_rows
-        rows = tokenized_rows(source, renderer, task=spec.task, cache=cache, max_rows=most)
-        return PairRows(rows) if is_pairs else rows
+    def records_of(source: Source) -> Records:
+        most = None if source.max_rows is None else each * source.max_rows
+        return Records(tokenized_rows(source, renderer, task=spec.task, cache=cache, max_rows=most), each)
 
-    divided = divide(data, [rows_of(one) for one in data.train], [rows_of(one) for one in data.eval])
-    cut = cut_pairs if is_pairs else cut_rows
-    return [[cut(one, options) for one in selections] for selections in divided]
+    divided = divide(data, [records_of(one) for one in data.train], [records_of(one) for one in data.eval])
+    cut = cut_rows if each == 1 else cut_pairs
+    return [[cut_with(cut, one, options) for one in sources] for sources in divided]
 
 
 _SETTINGS = {
@@ -158,43 +150,43 @@ def on_too_long(spec: Spec) -> OnTooLong:
     return "fill" if spec.data.packing and not spec.task_kind.answers else spec.data.on_too_long
 
 
-def _unit(selections: Sequence[Selection]) -> str:
+def _unit(sources: Sequence[SourceData]) -> str:
     """Return what the ledgers of a set count: "row" or "pair"."""
-    return "pair" if isinstance(selections[0].rows, PairRows) else "row"
+    return "pair" if sources[0].records.each > 1 else "row"
 
 
-def _total(selections: Sequence[Selection]) -> Ledger:
-    return total([one.ledger for one in selections])
+def _total(sources: Sequence[SourceData]) -> Ledger:
+    return total([one.ledger for one in sources])
 
 
 # --- the account of a set ---------------------------------------------------------------------------------
 
 
-def _lines(selections: Sequence[Selection], refused: Sequence[str]) -> Iterator[str]:
+def _lines(sources: Sequence[SourceData], refused: Sequence[str]) -> Iterator[str]:
     """Yield the messages about a set. refused: as in `Ledger.text`."""
-    unit, sums, what = _unit(selections), _total(selections), selections[0].what
-    lines = [note for one in selections for note in _notes(one.account)]
-    bad = [] if "bad" in refused else [place for one in selections for place in one.account.bad]
+    unit, sums, what = _unit(sources), _total(sources), sources[0].what
+    lines = [note for one in sources for note in _notes(one.account)]
+    bad = [] if "bad" in refused else [place for one in sources for place in one.account.bad]
     lines += [f"dropped {place}: {reason}" for place, reason in bad[:MAX_SHOWN]]
-    identical = _first_places(selections, [one.of("identical") for one in selections])
+    identical = _first_places(sources, [one.of("identical") for one in sources])
     lines += [f"left out {place}: both answers are truncated to the same tokens" for place in identical]
-    if len(selections) == 1:
+    if len(sources) == 1:
         lines.append(sums.text(unit, refused))
     yield from (f"{what}: {line}" for line in lines)
-    yield from _table(selections)
-    for one in selections:
+    yield from _table(sources)
+    for one in sources:
         if one.also_in_train is not None and len(one.also_in_train):
             rows = f"{len(one.also_in_train):,} of {sums.rows:,} {unit}s"
             first = ", ".join(one.places(one.also_in_train[:FEW]))
             yield f"{what}: {rows} are also in data.train; the first: {first}"
 
 
-def _table(selections: Sequence[Selection]) -> list[str]:
+def _table(sources: Sequence[SourceData]) -> list[str]:
     """Return the lines of a table with a row per source of a set; none for one source, which has a
     sentence."""
-    ledgers = {one.name: one.ledger for one in selections}
-    lines = table(ledgers, _unit(selections)) if len(selections) > 1 else []
-    return [f"{selections[0].what}: {line}" for line in lines]
+    ledgers = {one.name: one.ledger for one in sources}
+    lines = table(ledgers, _unit(sources)) if len(sources) > 1 else []
+    return [f"{sources[0].what}: {line}" for line in lines]
 
 
 def _notes(account: Account) -> Iterator[str]:
@@ -208,28 +200,28 @@ def _notes(account: Account) -> Iterator[str]:
     yield from (f"{names[0]} and {len(names) - 1:,} more files: {reason}" for reason, names in many.items())
 
 
-def _first_places(selections: Sequence[Selection], rows: Sequence[Ids]) -> tuple[str, ...]:
-    """Return the places of the first FEW of the rows, over all selections."""
+def _first_places(sources: Sequence[SourceData], rows: Sequence[Ids]) -> tuple[str, ...]:
+    """Return the places of the first FEW of the rows, over all sources."""
     places: list[str] = []
-    for one, mine in zip(selections, rows, strict=True):
+    for one, mine in zip(sources, rows, strict=True):
         places += one.places(mine[: FEW - len(places)])
     return tuple(places)
 
 
-def _account(selections: Sequence[Selection], data: Dataset) -> dict[str, Any]:
+def _account(sources: Sequence[SourceData], data: Dataset) -> dict[str, Any]:
     """Return one set's part of data.json."""
     account: dict[str, Any] = {
         "fingerprint": data.fingerprint,
-        "total": _total(selections).figures(),
-        "sources": {one.name: _source_account(one) for one in selections},
+        "total": _total(sources).figures(),
+        "sources": {one.name: _source_account(one) for one in sources},
     }
-    if selections[0].also_in_train is not None:
-        account["also_in_train"] = len(selections[0].also_in_train)
+    if sources[0].also_in_train is not None:
+        account["also_in_train"] = len(sources[0].also_in_train)
     return account
 
 
-def _source_account(one: Selection) -> dict[str, Any]:
-    read = one.rows.account
+def _source_account(one: SourceData) -> dict[str, Any]:
+    read = one.records.rows.account
     return (
         one.ledger.figures()
         | {
@@ -247,18 +239,18 @@ def _source_account(one: Selection) -> dict[str, Any]:
 # --- why a run refuses the data ---------------------------------------------------------------------------
 
 
-def _refusal(spec: Spec, sets: Sequence[Sequence[Selection]], options: CutOptions) -> DataError | None:
+def _refusal(spec: Spec, sets: Sequence[Sequence[SourceData]], options: CutOptions) -> DataError | None:
     """Return all reasons as one error: bad rows and rows that are too long; only if there are none, sets
     without examples, losses over the spec's limits and prompts that are all cut, since such rows would count
     as losses."""
     data = spec.data
-    every = [one for selections in sets for one in selections]
+    every = [one for sources in sets for one in sources]
     errors = [error for error in (_bad(data, every), _too_long(spec, every)) if error is not None]
     if not errors:
         train = _total(sets[0])
-        for selections in sets:
-            if not _total(selections).examples and (train.examples or not selections[0].is_split):
-                errors.append(_nothing(data, selections, train))
+        for sources in sets:
+            if not _total(sources).examples and (train.examples or not sources[0].is_split):
+                errors.append(_nothing(data, sources, train))
         problems = list(_over_limits(data, sets[0], train)) if train.examples else []
         errors += [DataError("data.train is over the spec's limits:", problems)] if problems else []
         if 0 < train.used == train.prompt_cut:
@@ -269,7 +261,7 @@ def _refusal(spec: Spec, sets: Sequence[Sequence[Selection]], options: CutOption
     return DataError(f"{title}:", [problem for error in errors for problem in error.problems])
 
 
-def _bad(data: Data, read: Sequence[Selection]) -> DataError | None:
+def _bad(data: Data, read: Sequence[SourceData]) -> DataError | None:
     """Return the error for bad rows; if these are dropped, for files of which no row can be read."""
     accounts = [one.account for one in read]
     if data.on_bad_row == "error":
@@ -287,13 +279,13 @@ def _bad(data: Data, read: Sequence[Selection]) -> DataError | None:
     return data_error([Problem(*problem) for problem in bad], title, count)
 
 
-def _too_long(spec: Spec, read: Sequence[Selection]) -> DataError | None:
+def _too_long(spec: Spec, read: Sequence[SourceData]) -> DataError | None:
     """Return the error for rows over max_length, of all sets: which lengths would keep how many of them."""
     count = sum(len(one.of("dropped")) for one in read)
     if on_too_long(spec) != "error" or not count:
         return None
     limit, unit = spec.data.max_length, _unit(read)
-    lengths = np.concatenate([limited_lengths(one.rows)[: one.count] for one in read if not one.is_split])
+    lengths = np.concatenate([one.records.longest[: one.count] for one in read if not one.is_split])
     longest = int(lengths.max())
     fits = [
         f"{length:,} fits {np.count_nonzero(lengths <= length):,} of {len(lengths):,} {unit}s"
@@ -305,7 +297,7 @@ def _too_long(spec: Spec, read: Sequence[Selection]) -> DataError | None:
         other = "data.packing: true, or data.on_too_long: split"
     rule = f"{', '.join([*fits, f'{longest:,} fits all'])}; raise it, or set {other}"
     places = [
-        Problem(one.rows.source(row), f"{limited_lengths(one.rows)[row]:,} tokens")
+        Problem(one.records.source(row), f"{one.records.longest[row]:,} tokens")
         for one in read
         for row in one.of("dropped")[:PLACES].tolist()
     ]
@@ -314,35 +306,35 @@ def _too_long(spec: Spec, read: Sequence[Selection]) -> DataError | None:
     return DataError(title, [Problem("data.max_length", rule), *places[:PLACES]])
 
 
-def _no_whole_prompt(data: Data, train: Sequence[Selection]) -> DataError:
+def _no_whole_prompt(data: Data, train: Sequence[SourceData]) -> DataError:
     """Return the error for prompts that have all lost their beginning by truncation."""
-    longest = max(int(limited_lengths(one.rows)[one.row_ids].max(initial=0)) for one in train)
+    longest = max(int(one.records.longest[one.ids].max(initial=0)) for one in train)
     rule = f"{data.max_length} is too short for the prompts and answers together; raise it (the longest "
     rule += f"{_unit(train)} has {longest:,} tokens)"
     title = f"the prompts of all {_total(train).used:,} {_unit(train)}s would lose their beginning:"
     return DataError(title, [Problem("data.max_length", rule)])
 
 
-def _nothing(data: Data, selections: Sequence[Selection], train: Ledger) -> DataError:
+def _nothing(data: Data, sources: Sequence[SourceData], train: Ledger) -> DataError:
     """Return the error for a set without examples. train: the ledger of data.train."""
-    sums, first, unit = _total(selections), selections[0], _unit(selections)
+    sums, first, unit = _total(sources), sources[0], _unit(sources)
     use = "train on" if first.what == TRAIN else "evaluate"
     if sums.rows:
         read = f"1 {unit} was read" if sums.rows == 1 else f"{sums.rows:,} {unit}s were read"
         rule = f"change the keys that leave them out, or check the {unit}s"
         found = f"{read}. {' '.join(sums.outcomes(unit))}"
-        bad = [Problem(*place) for one in selections for place in one.rows.account.bad][:FEW]
+        bad = [Problem(*place) for one in sources for place in one.records.rows.account.bad][:FEW]
         return DataError(f"no rows are left to {use}:", [Problem(first.what, f"{found[:-1]}; {rule}"), *bad])
     if first.is_split:
         key = "data.eval_count" if data.eval_fraction is None else "data.eval_fraction"
         share = data.eval_count if data.eval_fraction is None else data.eval_fraction
         rule = f"{share:g} of {train.used:,} rows holds out none; raise it, or name a file in data.eval"
         return DataError("no rows to evaluate:", [Problem(key, rule)])
-    names = ", ".join(one.source.path for one in selections)
+    names = ", ".join(one.source.path for one in sources)
     return DataError(f"no rows to {use}:", [Problem(names, "has no rows; name a file with rows")])
 
 
-def _over_limits(data: Data, train: Sequence[Selection], sums: Ledger) -> Iterator[Problem]:
+def _over_limits(data: Data, train: Sequence[SourceData], sums: Ledger) -> Iterator[Problem]:
     """Yield a problem for each of the spec's limits on dropped, truncated and duplicate rows that data.train
     exceeds."""
     lost = ("dropped", "without_target", "empty", "identical")

@@ -95,12 +95,12 @@ def quotas(sizes: Sequence[int], weights: Sequence[float] | None) -> tuple[int, 
     return tuple(given)
 
 
-def shares_text(names: Sequence[str], data: Dataset) -> Iterator[str]:
+def shares_text(data: Dataset) -> Iterator[str]:
     """Yield a sentence per source on how often an epoch repeats it; nothing without weights or examples."""
     if data.weights is None or not sum(data.sizes):
         return
     slots = quotas(data.sizes, data.weights)
-    for name, size, weight, taken in zip(names, data.sizes, data.weights, slots, strict=True):
+    for name, size, weight, taken in zip(data.names, data.sizes, data.weights, slots, strict=True):
         share = weight / sum(data.weights)
         times = taken / size if size else 0
         yield (

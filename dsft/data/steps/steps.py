@@ -60,18 +60,16 @@ class TrainSteps:
 
     def _sources(self, sample: StepSample) -> Mapping[str, SourceShare]:
         """Return the step's share of each source by name; empty if there is only one source."""
-        parts, ends = self._dataset.parts, self._dataset.ends
-        if len(parts) == 1:
+        names, ends = self._dataset.names, self._dataset.ends
+        if len(ends) == 1:
             return {}
         source = np.searchsorted(ends, sample.ids, side="right")
         lengths = self._dataset.lengths[sample.ids]
-        tokens = np.bincount(source, weights=lengths, minlength=len(parts)).astype(np.int64).tolist()
-        examples = np.bincount(source, minlength=len(parts)).tolist()
+        tokens = np.bincount(source, weights=lengths, minlength=len(ends)).astype(np.int64).tolist()
+        examples = np.bincount(source, minlength=len(ends)).tolist()
         epochs = (sample.taken / np.maximum(1, self._dataset.sizes)).tolist()
-        return {
-            part.name or str(i): SourceShare(examples[i], tokens[i], epochs[i])
-            for i, part in enumerate(parts)
-        }
+        shares = map(SourceShare, examples, tokens, epochs)
+        return dict(zip(names, shares, strict=True))
 
 
 def evaluation(

@@ -17,17 +17,16 @@ from hypothesis import strategies as st
 from dsft.checkpoint.compare import other_rows
 from dsft.data.cache import build, store
 from dsft.data.cache.store import IN_MEMORY, Cache, check_first_rows
-from dsft.data.rows import Account
+from dsft.data.rows import Account, Records
+from dsft.data.sets.cut import CutOptions, OnTooLong, cut_rows
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.ledger import Ledger, table, total
 from dsft.data.sets.load import RunData, load_data
 from dsft.data.sets.order import Order
-from dsft.data.sets.pieces import cut_rows
 from dsft.data.sets.selection import (
-    CutOptions,
-    OnTooLong,
-    Selection,
+    SourceData,
     also_in,
+    cut_with,
     divide,
     held_out_below,
     is_below,
@@ -100,7 +99,8 @@ def a_source(draw: st.DrawFn) -> FakeRows:
 def test_every_row_and_token_is_in_the_account(given: list[FakeRows], how: OnTooLong) -> None:
     sources = tuple(Source(path=f"{i}.jsonl", max_rows=10) for i in range(len(given)))
     data = Data(train=sources, eval_fraction=0.3)
-    sets = [[cut_rows(one, CutOptions(8, how, None)) for one in some] for some in divide(data, given, [])]
+    options, records = CutOptions(8, how, None), [Records(rows, 1) for rows in given]
+    sets = [[cut_with(cut_rows, one, options) for one in some] for some in divide(data, records, [])]
     for some in sets:
         for one in some:
             ledger = one.ledger
@@ -122,21 +122,21 @@ def test_every_row_and_token_is_in_the_account(given: list[FakeRows], how: OnToo
     assert not is_held & is_trained
 
 
-def check_tokens(one: Selection, how: OnTooLong) -> None:
+def check_tokens(one: SourceData, how: OnTooLong) -> None:
     """All tokens that were read stand in examples, or were lost, or are of rows that were left out whole."""
-    ledger, lengths = one.ledger, one.rows.lengths
-    whole = int(lengths[one.row_ids].sum())
-    by_cutting = np.intersect1d(one.of("without_target"), one.row_ids)
+    ledger, lengths = one.ledger, one.records.lengths
+    whole = int(lengths[one.ids].sum())
+    by_cutting = np.intersect1d(one.of("without_target"), one.ids)
     unused = int(np.minimum(lengths[by_cutting], 8).sum())
     overlap = 0
     if how == "split":
-        pieces = [max(1, -((1 - int(n)) // 7)) for n in lengths[one.row_ids]]
+        pieces = [max(1, -((1 - int(n)) // 7)) for n in lengths[one.ids]]
         overlap = sum(pieces) - len(pieces)
     assert whole + overlap == ledger.example_tokens + ledger.lost_tokens + unused
     assert ledger.trained_tokens + ledger.masked_tokens == ledger.example_tokens
 
 
-def check_examples(some: list[Selection]) -> None:
+def check_examples(some: list[SourceData]) -> None:
     data, sums = Dataset(tuple(one.examples for one in some)), total([one.ledger for one in some])
     examples = list(data)
     assert sums.examples == len(examples)

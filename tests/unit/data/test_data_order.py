@@ -12,22 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsft.data.sets.cut import CutOptions
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.sets.order import Order, quotas, shares_text
-from dsft.data.sets.pieces import cut_rows
-from dsft.data.sets.selection import CutOptions
 from dsft.data.steps.batch import GlobalStep
 from dsft.data.steps.steps import TrainSteps, evaluation, longest_micro_batch
 from dsft.plan.batch import BatchSizes
-from tests.examples import ExamplePart
-from tests.unit.data.token_rows import FakeRows, all_of
+from tests.examples import examples_of
+from tests.unit.data.token_rows import FakeRows, cut_all
 
 PAD = 0
 
 
 def mixed(sizes: tuple[int, ...], weights: tuple[float, ...] | None = None) -> Any:
     """What an order needs of a dataset."""
-    return SimpleNamespace(sizes=sizes, weights=weights)
+    return SimpleNamespace(sizes=sizes, weights=weights, names=("web", "books")[: len(sizes)])
 
 
 mixtures = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 10)), min_size=1, max_size=4)
@@ -119,8 +118,8 @@ def dataset(*sizes: int, weights: tuple[float, ...] | None = None) -> Dataset:
             Example(np.full(n, 100 * source + i + 1, np.int32), np.ones(n, np.bool_), f"{source}:{i}")
             for i, n in enumerate(draw.integers(2, 20, count))
         ]
-        parts.append(ExamplePart(tuple(examples), f"s{source}"))
-    return Dataset(tuple(parts), weights)
+        parts.append(examples_of(examples))
+    return Dataset(tuple(parts), weights, tuple(f"s{source}" for source in range(len(sizes))))
 
 
 @pytest.mark.parametrize("budget", [None, 48])
@@ -165,12 +164,12 @@ def test_what_a_step_has_of_each_source() -> None:
 
 
 def test_shares_are_said_in_rows_and_epochs() -> None:
-    said = list(shares_text(("web", "books"), mixed((1000, 2333), (0.7, 0.3))))
+    said = list(shares_text(mixed((1000, 2333), (0.7, 0.3))))
     assert said == [
         "web: 1,000 examples, weight 0.7: 2,333 examples per epoch, 2.33 times each",
         "books: 2,333 examples, weight 0.3: 1,000 examples per epoch, 0.429 times each",
     ]
-    assert list(shares_text(("web",), mixed((5,)))) == []
+    assert list(shares_text(mixed((5,)))) == []
 
 
 # --- what is read -----------------------------------------------------------------------------------------
@@ -178,7 +177,7 @@ def test_shares_are_said_in_rows_and_epochs() -> None:
 
 def rows_of(count: int) -> tuple[FakeRows, Dataset]:
     source = FakeRows([([i + 1] * (3 + i % 5), [True] * (3 + i % 5)) for i in range(count)])
-    return source, Dataset((cut_rows(all_of(source), CutOptions(8, "error", None)).examples,))
+    return source, Dataset((cut_all(source, CutOptions(8, "error", None)).examples,))
 
 
 @pytest.mark.parametrize("budget", [None, 64])

@@ -20,10 +20,9 @@ from dsft.data.read.builtin import QUICKSTART, builtin_rows
 from dsft.data.render.renderer import Renderer, pair_mistake
 from dsft.data.render.template import choose_template
 from dsft.data.rows import Rendered, Text
-from dsft.data.sets.dataset import Dataset, Example
+from dsft.data.sets.cut import Cut, CutOptions, OnTooLong
+from dsft.data.sets.dataset import Dataset, Example, Examples
 from dsft.data.sets.load import RunData, load_data
-from dsft.data.sets.pairs import PairExamples, cut_pairs
-from dsft.data.sets.selection import CutOptions, OnTooLong, PairRows, Selection
 from dsft.data.steps.batch import NO_TARGET, MicroBatch, Segments
 from dsft.data.steps.steps import TrainSteps, evaluation, longest_micro_batch
 from dsft.data.tokenizer.load import byte_level_tokenizer, load_tokenizer
@@ -31,8 +30,7 @@ from dsft.errors import DataError
 from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.spec.files import CHAT_TEMPLATES
 from dsft.spec.schema import Data, Dpo, Model, Source, Train
-from tests.examples import dataset_of
-from tests.unit.data.token_rows import FakeRows, all_of, spec_of
+from tests.unit.data.token_rows import FakeRows, cut_all_pairs, spec_of
 
 TOKENIZER = byte_level_tokenizer()
 END = TOKENIZER.eos_token
@@ -294,12 +292,14 @@ def pairs(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], frozenset[i
     return prompt, *answers, skipped
 
 
-def part_of(
-    rows: PairRows, max_length: int, how: OnTooLong, share: bool = False
-) -> tuple[Selection, PairExamples]:
-    made = cut_pairs(all_of(rows), CutOptions(max_length, how, BOS, share))
-    assert isinstance(made.part, PairExamples)
-    return made, made.part
+def part_of(rows: FakeRows, max_length: int, how: OnTooLong, share: bool = False) -> tuple[Cut, Examples]:
+    made = cut_all_pairs(rows, CutOptions(max_length, how, BOS, share))
+    return made, made.examples
+
+
+def prompts_of(part: Examples) -> list[int]:
+    """Tokens of the prompt of each pair: those before the first target."""
+    return [int(np.argmax(part.read(index).trained)) for index in range(len(part))]
 
 
 @settings(max_examples=100, deadline=None)
@@ -310,21 +310,21 @@ def test_truncated_answers_stay_comparable(given_pairs: list[Any], max_length: i
         for prompt, chosen, rejected, skipped in given_pairs
         for answer in (chosen, rejected)
     ]
-    source = PairRows(FakeRows(rows))
-    made, part = part_of(source, max_length, "truncate")
-    kept = dict(zip(part.answers.tolist(), range(len(part.lengths)), strict=True))
+    made, part = part_of(FakeRows(rows), max_length, "truncate")
+    kept = dict(zip((part.row_ids // 2).tolist(), range(len(part)), strict=True))
+    prompts = prompts_of(part)
     for number, (prompt, *answers, skipped) in enumerate(given_pairs):
         whole = [row_of([*prompt, *answer], len(prompt), skipped) for answer in answers]
         fits = all(len(ids) <= max_length for ids, _ in whole)
-        assert (number in made.of("truncated")) == (not fits)
+        assert (number in made.noted["truncated"]) == (not fits)
         if number not in kept:
-            assert number in made.of("identical") and not fits
+            assert number in made.left_out["identical"] and not fits
             continue
-        example = part.example(kept[number])
+        example = part.read(kept[number])
         border = example.segment_lengths[0]
         ids = example.input_ids[:border].tolist(), example.input_ids[border:].tolist()
         trained = example.trained[:border].tolist(), example.trained[border:].tolist()
-        size = int(part.prompts[kept[number]])
+        size = prompts[kept[number]]
         assert ids[0][:size] == ids[1][:size] and max(map(len, ids)) <= max_length
         assert ids[0] != ids[1] or answers[0] == answers[1]
         begins = [BOS, *prompt[len(prompt) - size + 1 :]] if prompt[0] == BOS and size > 1 else prompt[-size:]
@@ -340,15 +340,15 @@ def test_truncated_answers_stay_comparable(given_pairs: list[Any], max_length: i
         )
         targets = [sum(mask[1:]) for mask in trained]
         assert part.targets[kept[number]].tolist() == targets
-    unended = set(made.of("without_end").tolist())
+    unended = set(made.noted["without_end"].tolist())
     for number, at in kept.items():
         prompt, *answers, _ = given_pairs[number]
-        is_cut = part.answers[at].tolist() != list(map(len, answers))
+        is_cut = (part.sizes[at] - prompts[at]).tolist() != list(map(len, answers))
         assert (number in unended) == is_cut
     lost = sum(
         2 * len(prompt) + len(chosen) + len(rejected) for prompt, chosen, rejected, _ in given_pairs
     ) - int(part.lengths.sum())
-    identical = [given_pairs[number] for number in made.of("identical")]
+    identical = [given_pairs[number] for number in made.left_out["identical"]]
     equal = sum(2 * len(prompt) + len(one) + len(other) for prompt, one, other, _ in identical)
     assert made.truncated_tokens <= lost <= made.truncated_tokens + equal
 
@@ -363,12 +363,12 @@ def test_a_shared_prompt_stands_once(given_pairs: list[Any], max_length: int, tr
     ]
     how: OnTooLong = "truncate" if truncates else "error"
     max_length = max_length if truncates else 10**6  # no pair is dropped
-    source = PairRows(FakeRows(rows))
+    source = FakeRows(rows)
     _, whole = part_of(source, max_length, how)
     _, shared = part_of(source, max_length, how, share=True)
     assert whole.digest == shared.digest and whole.target_counts.tolist() == shared.target_counts.tolist()
-    for index, size in enumerate(whole.prompts.tolist()):
-        one, other = whole.example(index), shared.example(index)
+    for index, size in enumerate(prompts_of(whole)):
+        one, other = whole.read(index), shared.read(index)
         border = one.segment_lengths[0]
         assert other.starts == (0, size - 1)
         assert other.segment_lengths == (border, one.segment_lengths[1] - size + 1)
@@ -378,14 +378,25 @@ def test_a_shared_prompt_stands_once(given_pairs: list[Any], max_length: int, tr
         for part, example in ((whole, one), (shared, other)):
             assert part.lengths[index] == len(example.input_ids)
             assert part.target_counts[index] == example.target_count
-            assert dataset_of([example], pairs=True).squares[0] == part.squares[index]
+            segments = zip(example.segment_lengths, example.segment_starts, strict=True)
+            assert part.squares[index] == sum(n * (n + start) for n, start in segments)
         assert whole.widths[index] == max(one.segment_lengths)
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_a_digest_is_that_which_checkpoints_and_stored_references_have(share: bool) -> None:
+    rows = [row_of([BOS, *range(2, 9), answer], 8) for answer in (10, 11)]
+    rows += [row_of([5, *range(2, 5 + n)], 2) for n in (1, 3)]
+    _, part = part_of(FakeRows(rows), 5, "truncate", share)
+    assert part.digest == "562ed52f5798d2967896aa51e590a77c0a9db6a91d5f1532da0bec55b0076377"
+    assert part.extent(0) == "10 of 18 tokens kept, token 0 and those from token 5 on"
+    assert part.extent(1) == "9 of 12 tokens kept, from token 1 on" and part.lost.tolist() == [8, 3]
+
+
 def test_a_pair_is_dropped_whole(tmp_path: Path) -> None:
-    rows = PairRows(FakeRows([row_of(range(2, n), 2) for n in (6, 9, 6, 7, 12, 6)]))
+    rows = FakeRows([row_of(range(2, n), 2) for n in (6, 9, 6, 7, 12, 6)])
     made, part = part_of(rows, 5, "drop")
-    assert made.of("dropped").tolist() == [0, 2]
+    assert made.left_out["dropped"].tolist() == [0, 2]
     assert part.lengths.tolist() == [4 + 5]
 
 
@@ -488,7 +499,7 @@ def test_a_mixture_counts_pairs(tmp_path: Path) -> None:
 
 def test_pairs_are_indexed_and_read_when_they_are_laid() -> None:
     source = FakeRows([row_of(range(2, n), 2) for n in (6, 9, 6, 7, 12, 6)])
-    _, part = part_of(PairRows(source), 99, "error")
+    _, part = part_of(source, 99, "error")
     data = Dataset((part,))
     assert data.fingerprint and data.counts["pairs"].tolist() == [1, 1, 1] and source.reads == []
     assert data[1].source == "a:2" and source.reads == [2, 3]
@@ -508,7 +519,7 @@ def dataset(sizes: Sequence[tuple[int, int, int]], share: bool = False) -> Datas
                 *range(first + 400 * (which + 1), first + 400 * (which + 1) + answer),
             ]
             rows.append(row_of(ids, prompt))
-    return Dataset((part_of(PairRows(FakeRows(rows)), 10**6, "error", share)[1],))
+    return Dataset((part_of(FakeRows(rows), 10**6, "error", share)[1],))
 
 
 SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12)

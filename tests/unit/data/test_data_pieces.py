@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsft.data.sets.cut import Cut, CutOptions, OnTooLong
 from dsft.data.sets.dataset import Dataset
-from dsft.data.sets.pieces import RowExamples, cut_rows
-from dsft.data.sets.selection import CutOptions, OnTooLong, Selection
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.steps import TrainSteps
 from dsft.plan.batch import BatchSizes
-from tests.unit.data.token_rows import FakeRows, Given, all_of
+from tests.unit.data.token_rows import FakeRows, Given, cut_all
 
 BOS, PAD = 1, 0
 
@@ -97,8 +96,12 @@ def naive_fill(given: list[Given], size: int) -> list[Piece]:
     return pieces
 
 
-def cut_of(source: FakeRows, size: int, how: OnTooLong, name: str = "a") -> Selection:
-    return cut_rows(all_of(source, name), CutOptions(size, how, BOS))
+def cut_of(source: FakeRows, size: int, how: OnTooLong) -> Cut:
+    return cut_all(source, CutOptions(size, how, BOS))
+
+
+def noted(made: Cut, name: str) -> list[int]:
+    return made.noted[name].tolist()
 
 
 @pytest.mark.parametrize("how", NAIVE)
@@ -129,9 +132,9 @@ def test_tokens_add_up(how: OnTooLong, given: list[Given], size: int) -> None:
     overlap = len(pieces.lengths) - len(given) if how == "split" else 0
     if how == "split":  # a piece without a target takes its overlap with it
         overlap = sum(max(0, -((1 - n) // (size - 1)) - 1) for n in rows.tolist())
-    left_out = rows[made.of("without_target")]
+    left_out, dropped = (rows[made.left_out.get(name, [])] for name in ("without_target", "dropped"))
     kept = int(pieces.lengths.sum()) + int(np.minimum(left_out, size).sum())
-    assert rows.sum() + overlap == kept + rows[made.of("dropped")].sum() + made.truncated_tokens
+    assert rows.sum() + overlap == kept + dropped.sum() + made.truncated_tokens
 
 
 @pytest.mark.parametrize("how", NAIVE)
@@ -205,11 +208,7 @@ def test_a_window_keeps_the_answer_and_the_beginning_of_text() -> None:
     example = Dataset((made.examples,))[0]
     assert example.input_ids.tolist() == [BOS, *question[-3:], *answer]
     assert example.trained.tolist() == [False] * 4 + [True] * 4
-    assert (
-        made.of("truncated").tolist() == [0]
-        and made.of("without_end").tolist() == []
-        and made.truncated_tokens == 7
-    )
+    assert noted(made, "truncated") == [0] and noted(made, "without_end") == [] and made.truncated_tokens == 7
 
 
 @given(given=rows_of_a_source, size=st.integers(2, 20), unended=st.frozensets(st.integers(0, 11)))
@@ -226,7 +225,7 @@ def test_windows_that_end_inside_a_turn_are_told(
         last = ids.index(tokens[-1])
         is_cut = last + 1 < len(ids) and trained[last] and trained[last + 1] and last > 0
         wanted += [row] if is_cut or row in unended else []
-    assert cut_of(FakeRows(given, unended), size, "truncate").of("without_end").tolist() == wanted
+    assert noted(cut_of(FakeRows(given, unended), size, "truncate"), "without_end") == wanted
 
 
 @pytest.mark.parametrize(
@@ -237,8 +236,7 @@ def test_no_answer_is_kept_without_its_question(question: int, answer: int, begi
     """Of 512 tokens, 128 are of the question, or all of a shorter one."""
     row = (list(range(100, 100 + question + answer)), [False] * question + [True] * answer)
     made = cut_of(FakeRows([row]), 512, "truncate").examples
-    assert isinstance(made, RowExamples)
-    assert (int(made.begin[0]), int(made.target_counts[0])) == (begin, targets)
+    assert (int(made.start[0]), int(made.target_counts[0])) == (begin, targets)
 
 
 def test_a_row_that_loses_its_end_of_turn_is_told() -> None:
@@ -248,7 +246,7 @@ def test_a_row_that_loses_its_end_of_turn_is_told() -> None:
     cut_between = [1 <= i < 4 or 10 <= i < 13 for i in range(20)]
     rows = [(ids, answered), (ids, two_turns), (ids[:5], answered[:5]), (ids, cut_between)]
     made = cut_of(FakeRows(rows, unended=frozenset({2})), 10, "truncate")
-    assert made.of("without_end").tolist() == [0, 2]  # of the others a whole turn is kept, or both
+    assert noted(made, "without_end") == [0, 2]  # of the others a whole turn is kept, or both
 
 
 def test_a_fingerprint_is_that_of_the_pieces_and_needs_no_token() -> None:
@@ -264,9 +262,44 @@ def test_a_fingerprint_is_that_of_the_pieces_and_needs_no_token() -> None:
         source = FakeRows(rows_given)
         prints.append(Dataset((cut_of(source, size, how).examples,)).fingerprint)
         again = FakeRows(rows_given)
-        assert Dataset((cut_of(again, size, how, "other name").examples,)).fingerprint == prints[-1]
+        assert Dataset((cut_of(again, size, how).examples,)).fingerprint == prints[-1]
         assert source.reads == []
     assert len(set(prints)) == len(prints)
     source = FakeRows(rows)  # no row is cut by either
     short = {Dataset((cut_of(source, 9, how).examples,)).fingerprint for how in NAIVE[:3]}
     assert len(short) == 1
+
+
+@pytest.mark.parametrize("how", NAIVE)
+def test_an_example_finds_what_its_row_is_labeled(how: OnTooLong) -> None:
+    rows = [(range(n), [True] * n) for n in (3, 20, 4, 12)]
+    source = FakeRows(rows, undesirable=frozenset({1, 2}))
+    made = cut_of(source, 7, how).examples
+    labels = source.desirable[made.row_ids].tolist()
+    assert labels == [made.source(index) not in ("a:1", "a:2") for index in range(len(made))]
+    assert len(set(labels)) == 2
+
+
+def turns(*lengths: int) -> list[bool]:
+    """Masks of so many tokens of a question, an answer, a question, …"""
+    return [number % 2 == 1 for number, length in enumerate(lengths) for _ in range(length)]
+
+
+@pytest.mark.parametrize(
+    ("how", "pinned"),
+    [
+        ("drop", "2580d92c3dcf1412a3b7ac520d06aeeb6fe82ea651241643a6d97c85dd10f56d"),
+        ("truncate", "0b2ddec499816870704c1cc414993b97eba208cc8bc16fba65eb2228cb203e0a"),
+        ("split", "5670d6f954c1fa08c07965ec312aa75002e27ea12b84c50b1db94795ec225dd8"),
+        ("fill", "2c19fe20261c07a7b6afc2deb1e808aa8fc94b4cfa10cf79fe08965be5275d35"),
+    ],
+)
+def test_digests_are_those_that_checkpoints_and_stored_references_have(how: OnTooLong, pinned: str) -> None:
+    rows = [
+        ([BOS, *range(2, 20)], turns(4, 3, 6, 6)),
+        (list(range(2, 20)), turns(9, 9)),
+        ([1, 2, 3], turns(1, 2)),
+    ]
+    made = cut_of(FakeRows(rows), 8, how).examples
+    assert made.digest == pinned
+    assert (made.spans is not None) == (how == "truncate")  # a row of them keeps its beginning of text

@@ -1,18 +1,20 @@
-"""Rows of a source without a file: takes tokens and masks, gives TokenRows that count what is read, and a
-Selection of all of them."""
+"""Rows of a source without a file: takes tokens and masks, gives TokenRows that count what is read, and cuts
+all of them to examples."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.rows import Account, Rendered, TokenRows
-from dsft.data.sets.selection import PairRows, Selection
-from dsft.spec.schema import Data, Source, Spec
+from dsft.data.rows import Account, Records, Rendered
+from dsft.data.sets.cut import Cut, CutOptions, cut_rows
+from dsft.data.sets.pairs import cut_pairs
+from dsft.spec.schema import Data, Spec
 
 Given = tuple[Sequence[int], Sequence[bool]]
 
@@ -22,28 +24,32 @@ def spec_of(task: str, data: Data) -> Spec:
     return Spec.model_construct(task=task, data=data)
 
 
-def all_of(rows: TokenRows | PairRows, name: str = "a") -> Selection:
-    """Every row of a source, to train on; each has a target."""
-    which = np.arange(len(rows.lengths), dtype=np.int32)
-    return Selection("data.train", None, name, Source(path="a.jsonl"), rows, len(which), which)
+def cut_all(rows: FakeRows, options: CutOptions) -> Cut:
+    """Cut every row, each of which has a target."""
+    return cut_rows(Records(rows, 1), np.arange(len(rows.given), dtype=np.int32), options)
+
+
+def cut_all_pairs(rows: FakeRows, options: CutOptions) -> Cut:
+    return cut_pairs(Records(rows, 2), np.arange(len(rows.given) // 2, dtype=np.int32), options)
 
 
 @dataclass(eq=False)
 class FakeRows:
-    """reads: the row of every `read`."""
+    """places: of each row; by default a:0, a:1, …; reads: the row of every `read`."""
 
     given: Sequence[Given]
     unended: frozenset[int] = frozenset()
     account: Account = field(default_factory=Account)
     said: Sequence[int] | None = None
     undesirable: frozenset[int] = frozenset()
+    places: Sequence[str] | None = None
     reads: list[int] = field(default_factory=list)
 
-    @property
+    @cached_property
     def lengths(self) -> NDArray[np.int64]:
         return np.array([len(ids) for ids, _ in self.given], dtype=np.int64)
 
-    @property
+    @cached_property
     def trained(self) -> NDArray[np.int64]:
         return np.array([sum(trained[1:]) for _, trained in self.given], dtype=np.int64)
 
@@ -60,12 +66,12 @@ class FakeRows:
     def desirable(self) -> NDArray[np.bool_]:
         return np.array([i not in self.undesirable for i in range(len(self.given))], dtype=np.bool_)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return hashlib.sha256(repr(self.given).encode()).hexdigest()
 
     def source(self, row: int) -> str:
-        return f"a:{row}"
+        return f"a:{row}" if self.places is None else self.places[row]
 
     def spans(self, rows: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         masks = [np.array([False, *self.given[row][1], False], np.int8) for row in rows]
