@@ -219,7 +219,7 @@ def prepare(work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from dsft.data.tokenizer.load import open_tokenizer, pad_id
     from dsft.model.build import build_model
     from dsft.model.config import token_facts
-    from dsft.plan.batch import batch_sizes
+    from dsft.spec.batch import batch_sizes
     from dsft.spec.load import dump_spec
     from dsft.spec.schema import Spec
 

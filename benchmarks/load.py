@@ -77,8 +77,8 @@ def model_bytes(folder: Path) -> int:
 def rank(variant: str, tiny: Path, folder: Path, limit: float | None) -> None:
     """Rank 0 prints the sample."""
     from dsft.engine.world import join
-    from dsft.plan.layout import Layout
     from dsft.rank.environment import detect
+    from dsft.spec.layout import Layout
 
     launched = detect(os.environ)
     world = join(launched, Layout(launched.world_size, 1))

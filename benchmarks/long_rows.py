@@ -51,8 +51,8 @@ Step = Callable[[], float]  # one step on the row; gives this rank's share of th
 def rank(variant: str, tokens: int, steps: int) -> None:
     """Rank 0 prints the sample."""
     from dsft.engine.world import join
-    from dsft.plan.layout import Layout
     from dsft.rank.environment import detect
+    from dsft.spec.layout import Layout
 
     world = join(detect(os.environ), Layout(RANKS, 1, 1 if variant == "whole" else RANKS))
     step = deepspeeds(world, tokens) if variant == "deepspeed" else ours(world, tokens, CHUNKS[variant])
@@ -116,8 +116,8 @@ def ours(world: Any, tokens: int, chunks: int) -> Step:
     from dsft.engine.split import exchange_of
     from dsft.model.attention import attend_per_segment
     from dsft.objective.next_token import next_token
-    from dsft.plan.batch import batch_sizes
     from dsft.plan.ds_config import deepspeed_config
+    from dsft.spec.batch import batch_sizes
 
     spec = spec_of(world.layout.sequence_parallel, chunks)
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))

@@ -119,7 +119,7 @@ def make_rows(work: Path) -> None:
 def sample(name: str, work: Path) -> dict[str, Any]:
     """Bytes of the host: measured and planned, and both by rank and phase."""
     from dsft.plan.build import build_plan
-    from dsft.plan.load import load
+    from dsft.spec.load import load_spec
 
     make_rows(work)
     path = work / f"{name}.yaml"
@@ -132,7 +132,7 @@ def sample(name: str, work: Path) -> dict[str, Any]:
         said = f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         raise RuntimeError(f"{name}: exit code {done.returncode}\n{said}")
     ranks = json.loads((work / "runs" / name / "memory.json").read_text(encoding="utf-8"))["ranks"]
-    plan = build_plan(load(path, [], check_files=False))
+    plan = build_plan(load_spec(path, [], check_files=False))
     measured = sum(max(peaks["host_rss"] for peaks in phases.values()) for phases in ranks)
     return {
         "measured": measured,

@@ -81,8 +81,8 @@ def formula(micro_batches: int, stages: int = RANKS) -> float:
 def rank(variant: str, tokens: int, steps: int) -> None:
     """Rank 0 prints the sample."""
     from dsft.engine.world import join
-    from dsft.plan.layout import Layout
     from dsft.rank.environment import detect
+    from dsft.spec.layout import Layout
 
     stages = RANKS if variant in WATCHED else 1
     world = join(detect(os.environ), Layout(RANKS, stages))
@@ -196,8 +196,8 @@ def spec_of(zero_stage: int, stages: int) -> Any:
 
 
 def config_of(spec: Any, world: Any) -> dict[str, Any]:
-    from dsft.plan.batch import batch_sizes
     from dsft.plan.ds_config import deepspeed_config
+    from dsft.spec.batch import batch_sizes
 
     return deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
 

@@ -142,8 +142,8 @@ def prepare(work: Path, arguments: argparse.Namespace) -> None:
     from dsft.data.tokenizer.load import open_tokenizer, pad_id
     from dsft.model.build import build_model
     from dsft.model.config import token_facts
-    from dsft.plan.batch import batch_sizes
     from dsft.plan.ds_config import deepspeed_config
+    from dsft.spec.batch import batch_sizes
     from dsft.spec.load import dump_spec
     from dsft.spec.schema import Spec
 

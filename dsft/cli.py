@@ -186,12 +186,13 @@ def validate(
     ] = False,
 ) -> None:
     """Check a spec and the first rows of its data, without GPU and network, and list all mistakes."""
-    from dsft.plan.load import cluster_batch, load
+    from dsft.spec.cluster import cluster_batch
+    from dsft.spec.load import load_spec
     from dsft.spec.rules import warnings
     from dsft.spec.sources import BUILTIN_PREFIX
     from dsft.spec.summary import summary
 
-    checked = load(spec, overrides or (), check_files=not no_files)
+    checked = load_spec(spec, overrides or (), check_files=not no_files)
     batch = cluster_batch(checked)
     sources = (*checked.data.train, *checked.data.eval)
     if not no_files and not all(source.path.startswith(BUILTIN_PREFIX) for source in sources):

@@ -21,9 +21,9 @@ from dsft.model.attention import check_can_pack
 from dsft.model.config import TokenFacts, config_around, new_rows, resolve_config, token_facts
 from dsft.model.split_check import check_can_split
 from dsft.model.vocabulary import NewRows
-from dsft.plan.batch import BatchSizes
 from dsft.plan.reference import dpo_of, needs_reference, reference_model
 from dsft.report.console import task_progress
+from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Spec, Train
 
 SAMPLE_ROWS = 200

@@ -39,8 +39,6 @@ from dsft.errors import DsftError, StoppedError, WorldError, printable
 from dsft.generate.scripts import environment
 from dsft.plan.config_file import merge_config_file
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import batch_on, layout_of
-from dsft.plan.load import load
 from dsft.plan.memory.offload import allocator
 from dsft.plan.reference import check_precomputed
 from dsft.rank.cores import THREADS, Share, share_of
@@ -52,6 +50,8 @@ from dsft.rank.promise import check_promise
 from dsft.rank.software import RANGES, outside, version_of
 from dsft.rank.stopping import Stopping, unblock_signals
 from dsft.rank.torchrun import flags, torchrun_argv
+from dsft.spec.layout import batch_on, layout_of
+from dsft.spec.load import load_spec
 from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec
 from dsft.system.process import VERBOSE, end, is_verbose
@@ -101,7 +101,7 @@ def become_torchrun(arguments: Sequence[str], options: argparse.Namespace) -> No
     traceback of its own."""
     argv = torchrun_argv(arguments, os.environ, str(Path(__file__).resolve()))
     if argv is not None:
-        load(options.spec, options.overrides)
+        load_spec(options.spec, options.overrides)
         words = shlex.join(redact_command(argv[2:], os.environ))
         print(f"launcher: this process becomes torchrun: {words}", flush=True)
         unblock_signals()
@@ -170,7 +170,7 @@ def train(
     stopping: Stopping,
     heartbeat: Heartbeat,
 ) -> None:
-    spec = load(options.spec, options.overrides)
+    spec = load_spec(options.spec, options.overrides)
     stopping.limit(spec.cluster.time_limit if spec.cluster else None)
     if options.reference_only:
         check_precomputed(spec, "--reference_only")

@@ -169,7 +169,7 @@ def given_of(spec_path: Path, ranks: int = 1) -> dict[str, Any]:
     from dsft.data.steps.pack import pack
     from dsft.data.steps.steps import TrainSteps
     from dsft.data.tokenizer.load import open_tokenizer, pad_id
-    from dsft.plan.batch import batch_sizes
+    from dsft.spec.batch import batch_sizes
     from dsft.spec.load import load_spec
 
     spec = load_spec(spec_path)

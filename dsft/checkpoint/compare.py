@@ -9,7 +9,7 @@ from typing import Any
 from dsft.checkpoint.read import MODEL, CheckpointReader
 from dsft.errors import CheckpointError
 from dsft.model.files import samples
-from dsft.plan.batch import BatchSizes
+from dsft.spec.batch import BatchSizes
 from dsft.spec.differences import ABSENT, flatten, json_differences
 from dsft.spec.schema import Spec
 from dsft.system.json_file import read_json

@@ -15,8 +15,8 @@ from dsft.data.cache.store import Cache, CacheSummary, cache_folder
 from dsft.data.render.template import choose_template
 from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import open_tokenizer
-from dsft.plan.load import load
 from dsft.report.console import task_progress
+from dsft.spec.load import load_spec
 
 log = partial(print, flush=True)
 
@@ -25,7 +25,7 @@ def build(spec_path: Path, overrides: Sequence[str]) -> None:
     """Tokenize the spec's data and print what the cache then has. Raises what a run would raise for the same
     data."""
     began = time.monotonic()
-    spec = load(spec_path, overrides)
+    spec = load_spec(spec_path, overrides)
     tokenizer, _ = open_tokenizer(spec.model)
     choose_template(tokenizer, spec.data.chat_template, spec.data.thinking)
     folder, sizes = cache_folder(spec), list[int]()

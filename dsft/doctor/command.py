@@ -17,10 +17,10 @@ from dsft.doctor.needs import Needs, needs_of
 from dsft.doctor.results import CheckResult, ProbeResults, failures, listed
 from dsft.doctor.show import as_json, print_findings, progress
 from dsft.errors import Problem, SpecError, WorldError
-from dsft.plan.load import load
 from dsft.rank.launched import master_port
 from dsft.rank.slurm import NODES, allocation
 from dsft.remote import module_command
+from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 
 PORT = 29500
@@ -49,7 +49,7 @@ def quick(
     port     where rank 0 will listen, by default MASTER_PORT or 29500
     environ  variables that every rank will get, by default those that `dsft.remote.forwarded` selects here
 
-    Raises SpecError and MissingInputError as `dsft.plan.load.load` does.
+    Raises SpecError and MissingInputError as `dsft.spec.load.load_spec` does.
     """
     needs = _needs(Path(spec), overrides, hosts, port, environ)
     return findings_of(look(needs))
@@ -159,7 +159,7 @@ def _needs(
     port: int | None,
     environ: Mapping[str, str] | None,
 ) -> Needs:
-    checked = load(spec, overrides)
+    checked = load_spec(spec, overrides)
     own = _slurms(checked) if hosts is None else hosts
     return needs_of(checked, spec, own, port or master_port(os.environ) or PORT, environ)
 

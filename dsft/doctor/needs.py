@@ -15,10 +15,10 @@ from dsft.engine.toolchain import ON_CPU, needed_ops
 from dsft.errors import SpecError
 from dsft.generate.scripts import environment
 from dsft.plan.census import Census, known_census
-from dsft.plan.layout import layout_of
 from dsft.plan.memory.offload import Swapped, swap_keys, swapped
 from dsft.plan.memory.sizes import saved_bytes
 from dsft.remote import forwarded
+from dsft.spec.layout import layout_of
 from dsft.spec.schema import Spec
 from dsft.spec.sources import BUILTIN_PREFIX, hub_data
 from dsft.system.run_folder import step_folders

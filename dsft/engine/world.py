@@ -30,12 +30,12 @@ from torch.distributed.rendezvous import rendezvous
 from dsft.engine.device import describe_device, take_device
 from dsft.engine.ops import Log, load_everywhere
 from dsft.errors import DsftError, WorldError
-from dsft.plan.layout import Layout
 from dsft.rank.environment import Launched
 from dsft.rank.launched import port_taken
 from dsft.rank.places import Device, RankPlace, current_place, shared_device
 from dsft.rank.route import address_towards, interface_towards
 from dsft.spec.differences import Difference, json_differences
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Accelerator
 
 T = TypeVar("T")

@@ -20,8 +20,9 @@ from dsft.generate.slurm import slurm_script
 from dsft.generate.torchrun import torchrun_script
 from dsft.plan.census import known_elements
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.load import cluster_batch, load
 from dsft.plan.reference import dpo_of, has_engine, in_stages, reference_config, reference_model
+from dsft.spec.cluster import cluster_batch
+from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 from dsft.system.files import is_own
 
@@ -34,7 +35,7 @@ TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 def generate_files(spec_path: Path, overrides: Sequence[str], out: Path, *, check: bool) -> bool:
     """Write the files below `out` and print their names; with `check`, print the differences instead. Return
     False if there are any."""
-    spec = load(spec_path, overrides, check_files=False)
+    spec = load_spec(spec_path, overrides, check_files=False)
     texts = files(spec, spec_path, out, overrides)
     if check:
         difference = drift(texts, out)

@@ -23,12 +23,12 @@ from dsft.launcher.attempt import Attempt, AttemptSettings, Log, Requests
 from dsft.launcher.launch_plan import LAUNCHERS, TRAIN, LaunchPlan
 from dsft.launcher.output import LineWriter, StatusWriter, now
 from dsft.launcher.verdict import STOPPED, Outcome, may_succeed, shown_lines
-from dsft.plan.layout import batch_on, layout_of
-from dsft.plan.load import load
 from dsft.rank.launched import counted, master_port
 from dsft.rank.promise import check_hosts
 from dsft.rank.slurm import allocation
 from dsft.remote import Channel, NoAnswer, forwarded, is_this_machine
+from dsft.spec.layout import batch_on, layout_of
+from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 from dsft.system.lock import lock_folder
 from dsft.system.process import EVERY_STEP
@@ -113,7 +113,7 @@ def run(settings: LaunchSettings) -> int:
 
 
 def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> LaunchSettings:
-    spec = load(path, overrides)
+    spec = load_spec(path, overrides)
     named = spec.cluster.launcher if spec.cluster and not options.only_here else "dsft"
     launcher = options.launcher or named
     if launcher not in LAUNCHERS:

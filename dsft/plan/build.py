@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsft.errors import Problem, SpecError
-from dsft.plan.batch import BatchSizes
 from dsft.plan.census import Census, census
 from dsft.plan.checkpointing import Choice, Limits, choices, decided
-from dsft.plan.layout import Layout, batch_on, layout_of
 from dsft.plan.memory import other_version
 from dsft.plan.memory.ranks import Memory, RankMemory, memory, needed
 from dsft.plan.memory.reference import ReferenceMemory, with_reference
@@ -18,6 +16,8 @@ from dsft.plan.memory.sizes import GIB, gpu_bytes
 from dsft.plan.reference import dpo_of, has_engine, reference_model
 from dsft.plan.traffic import Flow, traffic
 from dsft.spec.architecture import heads_not_divided
+from dsft.spec.batch import BatchSizes
+from dsft.spec.layout import Layout, batch_on, layout_of
 from dsft.spec.patterns import group_problems
 from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec

@@ -8,9 +8,9 @@ from typing import Literal
 
 from dsft.plan.census import Census
 from dsft.plan.cost import step_flops
-from dsft.plan.layout import Layout
 from dsft.plan.memory.ranks import Memory, memory, needed
 from dsft.plan.memory.reference import with_reference
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 
 ROOMY = 0.95  # usable share of a memory limit; the rest is for the driver, fragmentation and the plan's error

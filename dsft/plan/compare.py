@@ -14,18 +14,17 @@ from itertools import product
 from typing import Any, Literal
 
 from dsft.errors import SpecError
-from dsft.plan.batch import BatchSizes
 from dsft.plan.build import Need, Plan, memory_limits, memory_needs
 from dsft.plan.checkpointing import ROOMY
 from dsft.plan.cost import Cost, cost
 from dsft.plan.cut import Cut, cut_of
-from dsft.plan.layout import Layout, batch_on, layout_of
-from dsft.plan.load import cluster_findings
 from dsft.plan.memory.ranks import Memory, memory
 from dsft.plan.memory.reference import with_reference
 from dsft.plan.reference import dpo_of, needs_reference
 from dsft.plan.traffic import Flow, bubble, traffic
+from dsft.spec.batch import BatchSizes
 from dsft.spec.findings import Finding
+from dsft.spec.layout import Layout, batch_on, layout_of
 from dsft.spec.load import refusals
 from dsft.spec.rules import value_at, warnings
 from dsft.spec.schema import Dpo, Parallel, Spec
@@ -230,7 +229,7 @@ def group_sizes(plan: Plan) -> list[int]:
 def _candidate(plan: Plan, keys: LayoutKeys, cut: Callable[[int], Cut]) -> Candidate:
     changes = keys.changes(plan.spec)
     spec = changed(plan.spec, changes)
-    refused = tuple(refusals(spec, cluster_findings))
+    refused = tuple(refusals(spec))
     if refused:
         return Candidate(keys, refused)
     try:

@@ -17,10 +17,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from dsft.errors import MissingInputError, Problem, SpecError
-from dsft.plan.batch import BatchSizes
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.ds_keys import unknown_keys
 from dsft.plan.ds_values import wrong_values
+from dsft.spec.batch import BatchSizes
 from dsft.spec.combinations import combinations
 from dsft.spec.document import dotted
 from dsft.spec.messages import sentences

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.plan.batch import BatchSizes
 from dsft.plan.census import Census
 from dsft.plan.cut import cut_of
 from dsft.plan.flops import gpu_of, work
 from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.reference import dpo_of, needs_reference
 from dsft.plan.traffic import Flow, Link, bubble, hidden_size
+from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Spec
 
 REACHED = 0.4

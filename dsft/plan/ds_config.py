@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.plan.batch import BatchSizes, adds_in_place, deepspeed_stage, gradients_stay_bf16
 from dsft.plan.census import Elements
 from dsft.plan.memory.offload import SUB_GROUP, aio_rows, optimizer_rows, parameter_rows
+from dsft.spec.batch import BatchSizes, adds_in_place, deepspeed_stage, gradients_stay_bf16
 from dsft.spec.schema import Offload, Spec
 
 NEVER = 1_000_000_000

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from math import gcd
 
 from dsft.errors import Problem, SpecError
-from dsft.plan.batch import BatchSizes
 from dsft.plan.build import GPU_MEMORY, HOST_MEMORY, Plan, memory_limits
 from dsft.plan.compare import ROOMY, batch_keys, changed, group_sizes, size_of
-from dsft.plan.layout import batch_on, layout_of
-from dsft.plan.load import cluster_findings
 from dsft.plan.memory.sizes import runs_on_cpu
+from dsft.spec.batch import BatchSizes
+from dsft.spec.layout import batch_on, layout_of
 from dsft.spec.load import refusals
 from dsft.spec.schema import Spec
 
@@ -55,7 +54,7 @@ def _longest(plan: Plan, size: int) -> LongestRow:
         spec = changed(spec, {"parallel.sequence_parallel": size, **_batch(plan, size)})
         if size == 1:
             spec = changed(spec, {"parallel.sequence_parallel_across_hosts": False})
-    for refused in refusals(spec, cluster_findings):
+    for refused in refusals(spec):
         return LongestRow(size, refused=refused.message)
     try:
         layout = layout_of(spec.parallel, plan.layout.world_size)

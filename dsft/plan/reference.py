@@ -13,7 +13,7 @@ from typing import Any
 from dsft.errors import Problem, SpecError
 from dsft.plan.census import Elements
 from dsft.plan.ds_config import ConfigEntry, Row, gathering, nested, silence
-from dsft.plan.layout import Layout, layout_of
+from dsft.spec.layout import Layout, layout_of
 from dsft.spec.preferences import REFERENCE_FREE
 from dsft.spec.schema import Dpo, Experts, Lora, Model, Parallel, Spec
 

@@ -13,11 +13,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dsft.plan.batch import has_wide_gradients
 from dsft.plan.build import Plan, build_plan, memory_limits, rank_ranges
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import ABSENT, ConfigEntry, entries, nested
-from dsft.plan.load import load
 from dsft.plan.memory.offload import swap_keys, swapped
 from dsft.plan.memory.ranks import RankMemory, needed
 from dsft.plan.memory.reference import ReferenceMemory
@@ -26,6 +24,8 @@ from dsft.plan.reference import has_engine, in_stages, reference_entries, refere
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.plan.tables import figures, heading, printed
 from dsft.plan.traffic import bubble
+from dsft.spec.batch import has_wide_gradients
+from dsft.spec.load import load_spec
 from dsft.spec.patterns import group_of
 from dsft.spec.schema import Spec
 from dsft.system.disk import size_text
@@ -42,7 +42,7 @@ def print_plan(
 ) -> None:
     """Plan the spec and print the plan. The data files are not checked, since they may be on another
     machine."""
-    plan = build_plan(load(spec_path, overrides, check_files=False), world_size)
+    plan = build_plan(load_spec(spec_path, overrides, check_files=False), world_size)
     if as_json:
         print(json.dumps(as_mapping(plan), indent=2))
         return

@@ -17,12 +17,12 @@ from rich.text import Text
 from dsft.plan.build import GPU_MEMORY, HOST_MEMORY, Plan, build_plan, memory_limits
 from dsft.plan.compare import ROOMY, Candidate, Comparison, LayoutKeys, Size, compare
 from dsft.plan.cost import assumed
-from dsft.plan.load import load
 from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.mixture import active_line, gather_line
 from dsft.plan.tables import figures, heading, printed
 from dsft.spec.document import dotted
 from dsft.spec.findings import Finding
+from dsft.spec.load import load_spec
 from dsft.system.disk import size_text
 
 _VALUES = re.compile(r"\d+|'[^']*'")  # the values in a rule's message; its other words are always the same
@@ -46,7 +46,7 @@ def print_comparison(
     spec_path: Path, overrides: Sequence[str], *, as_json: bool, world_size: int | None
 ) -> None:
     """Compare the layouts on the spec's hosts and print the comparison."""
-    plan = build_plan(load(spec_path, overrides, check_files=False), world_size)
+    plan = build_plan(load_spec(spec_path, overrides, check_files=False), world_size)
     found = compare(plan)
     if as_json:
         print(json.dumps(as_mapping(plan, found), indent=2))

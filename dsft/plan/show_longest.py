@@ -12,9 +12,9 @@ from rich.text import Text
 
 from dsft.plan.build import Plan, build_plan, memory_limits
 from dsft.plan.compare import ROOMY
-from dsft.plan.load import load
 from dsft.plan.longest import LongestRow, hints, longest_rows
 from dsft.plan.tables import figures, printed
+from dsft.spec.load import load_spec
 from dsft.system.disk import size_text
 
 
@@ -22,7 +22,7 @@ def print_longest(
     spec_path: Path, overrides: Sequence[str], *, as_json: bool, world_size: int | None
 ) -> None:
     """Find the longest rows on the spec's hosts and print them."""
-    plan = build_plan(load(spec_path, overrides, check_files=False), world_size)
+    plan = build_plan(load_spec(spec_path, overrides, check_files=False), world_size)
     found = longest_rows(plan)
     if as_json:
         limits = dict(zip(("device", "host"), memory_limits(plan.spec), strict=True))

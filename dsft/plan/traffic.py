@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Heads
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
-from dsft.plan.layout import Layout, hosts_of_ranks
 from dsft.plan.memory.ranks import most_tokens
 from dsft.plan.memory.sizes import FP32, moment_bytes, runs_on_cpu, weight_bytes
 from dsft.plan.reference import dpo_of, needs_reference, reference_stage
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout, hosts_of_ranks
 from dsft.spec.schema import Spec
 
 Link = Literal["within a host", "between hosts", "host memory", "disk"]

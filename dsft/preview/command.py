@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from dsft.plan.load import load
 from dsft.preview.page import page
 from dsft.preview.terminal import PLAIN_WIDTH, Colors, as_text
 from dsft.preview.view import as_mapping, collect, view
 from dsft.report.console import task_progress
+from dsft.spec.load import load_spec
 from dsft.system.files import check_page, write_page
 
 ROWS, PAGE_ROWS, JSON_ROWS = 5, 20, 100
@@ -37,7 +37,7 @@ def preview(  # noqa: PLR0913  an argument is an option
     A page has everything; else the preview has what the options name, by default rows and the first
     micro-batch.
     """
-    spec = load(spec_path, overrides, check_files=False)
+    spec = load_spec(spec_path, overrides, check_files=False)
     if html is not None:
         check_page(html, "--html", "dsft preview")
     log = partial(print, file=sys.stderr)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.order import Order
 from dsft.data.steps.pack import assign
-from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import total_steps
+from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Spec
 
 BINS = 12

@@ -21,8 +21,6 @@ from dsft.data.sets.order import Order
 from dsft.data.steps.pack import assign
 from dsft.data.tokenizer.load import notes, open_tokenizer
 from dsft.errors import Problem, SpecError
-from dsft.plan.batch import BatchSizes
-from dsft.plan.layout import batch_on, layout_of
 from dsft.preview.figures import LengthStats, StepStats, length_stats, step_stats
 from dsft.preview.problems import (
     RowProblem,
@@ -32,6 +30,8 @@ from dsft.preview.problems import (
     worst_of,
 )
 from dsft.preview.tokens import Token, tokens_of
+from dsft.spec.batch import BatchSizes
+from dsft.spec.layout import batch_on, layout_of
 from dsft.spec.schema import Spec
 
 if TYPE_CHECKING:

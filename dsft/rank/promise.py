@@ -25,9 +25,9 @@ import psutil
 
 from dsft.errors import WorldError
 from dsft.generate.hostfile import parse, render
-from dsft.plan.layout import divided_group, hosts_of_ranks, worlds
 from dsft.rank.launched import Launched, counted
 from dsft.remote import is_this_machine
+from dsft.spec.layout import divided_group, hosts_of_ranks, worlds
 from dsft.spec.schema import Cluster, Parallel, Spec
 
 DEFAULT_HOSTFILE = "/job/hostfile"

@@ -29,7 +29,6 @@ from dsft.engine.world import World
 from dsft.errors import NonFiniteError, OutOfMemoryError
 from dsft.inputs import Inputs
 from dsft.objective.answers import answer_logps
-from dsft.plan.batch import BatchSizes, batch_sizes
 from dsft.plan.reference import reference_layout
 from dsft.reference import store
 from dsft.reference.check import check_rescored, check_weights
@@ -37,6 +36,7 @@ from dsft.reference.key import Key
 from dsft.reference.model import OpenReference, open_reference, proven
 from dsft.reference.store import StoreContents
 from dsft.report.memory import is_out_of_memory, resident
+from dsft.spec.batch import BatchSizes, batch_sizes
 from dsft.spec.schema import Spec
 from dsft.system.disk import size_text
 

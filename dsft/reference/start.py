@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dsft.errors import WorldError
-from dsft.plan.load import load
 from dsft.plan.reference import check_precomputed, reference_parallel
 from dsft.rank.environment import Launched
 from dsft.remote import without_rank_variables
+from dsft.spec.load import load_spec
 from dsft.system.host import free_port
 from dsft.system.process import die_with
 
@@ -28,7 +28,7 @@ def start(spec: Path, overrides: Sequence[str], ranks: int | None) -> int:
     """Start the ranks and return the exit code; a single rank replaces this process, which then does not
     return. ranks: by default one per GPU; where there is none, the fewest that can score. Raises SpecError
     where the spec has nothing to score, and as `run_ranks` does."""
-    loaded = load(spec, overrides)
+    loaded = load_spec(spec, overrides)
     check_precomputed(loaded, "dsft reference")
     if ranks is None:
         import torch

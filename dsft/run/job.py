@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsft.plan.batch import BatchSizes
-from dsft.plan.layout import Layout
 from dsft.rank.cores import Share
 from dsft.rank.environment import Launched
 from dsft.rank.heartbeat import Heartbeat
 from dsft.rank.promise import Promise
 from dsft.rank.stopping import Stopping
+from dsft.spec.batch import BatchSizes
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 
 Log = Callable[[str], None]

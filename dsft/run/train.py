@@ -19,7 +19,6 @@ from dsft.engine.replicas import Replicas
 from dsft.engine.world import Agreement, World
 from dsft.identity import Identity, build_identity, file_digests, input_identity, software_identity
 from dsft.inputs import Inputs, longest, read_inputs
-from dsft.plan.batch import BatchSizes
 from dsft.plan.schedule import batch_scale, learning_rate, total_steps
 from dsft.reference.refer import with_zeros
 from dsft.report.jsonl import read_metrics
@@ -31,6 +30,7 @@ from dsft.run.job import Job, Log
 from dsft.run.loop import Progress, Schedule, fit
 from dsft.run.memory_probe import explain_out_of_memory, probe_memory
 from dsft.run.resolve import resolve
+from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Spec
 from dsft.system.lock import FolderLock
 from dsft.system.run_folder import step_folder

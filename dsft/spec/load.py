@@ -7,7 +7,7 @@ the model's config.json and checks that the files that the spec names exist.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.spec.adapter import with_saved_adapter
 from dsft.spec.aliases import is_of_another_tool, likely_key
 from dsft.spec.architecture import model_findings
+from dsft.spec.cluster import cluster_findings
 from dsft.spec.combinations import combinations
 from dsft.spec.document import Document, KeyPath, SpecDumper, quote, read_document
 from dsft.spec.files import file_findings, model_config, source_findings
@@ -31,20 +32,11 @@ from dsft.spec.rules import rule_findings
 from dsft.spec.schema import Spec
 
 MAX_BYTES = 1_000_000
-Check = Callable[[Spec], Iterable[Finding]]
 
 
-def load_spec(
-    path: Path | str,
-    overrides: Sequence[str] = (),
-    *,
-    check_files: bool = True,
-    extra_check: Check = lambda spec: (),
-) -> Spec:
-    """Load and check a spec. Raise SpecError with all problems, MissingInputError if the file cannot be read.
-
-    extra_check: a check by the caller, whose findings are reported with the others.
-    """
+def load_spec(path: Path | str, overrides: Sequence[str] = (), *, check_files: bool = True) -> Spec:
+    """Load and check a spec. Raise SpecError with all problems, MissingInputError if the file cannot be
+    read."""
     document = read_document(_read(Path(path)))
     if is_of_another_tool(document.data):
         message = "this is a config of another tool, such as LLaMA-Factory, Axolotl, TRL, ms-swift or "
@@ -53,16 +45,16 @@ def load_spec(
     readable = not document.problems or document.data is not None
     apply_overrides(document, overrides)
     expand_hosts(document)
-    spec = _validate(document, check_files, extra_check) if readable else None
+    spec = _validate(document, check_files) if readable else None
     if document.problems or spec is None:
         raise _all_problems(path, document.problems)
     return spec
 
 
-def refusals(spec: Spec, extra_check: Check = lambda spec: ()) -> list[Finding]:
+def refusals(spec: Spec) -> list[Finding]:
     """Return why a valid instance of the schema would be refused, without checking the files that it
     names."""
-    return _findings(spec, False, extra_check)
+    return _findings(spec, False)
 
 
 def dump_spec(spec: Spec) -> str:
@@ -94,7 +86,7 @@ def _read(path: Path) -> str:
         raise _all_problems(path, [problem]) from error
 
 
-def _validate(document: Document, check_files: bool, extra_check: Check) -> Spec | None:
+def _validate(document: Document, check_files: bool) -> Spec | None:
     """Return the spec, or None if it is invalid; problems are added to the document's."""
     data = document.data
     if not isinstance(data, dict):
@@ -115,21 +107,21 @@ def _validate(document: Document, check_files: bool, extra_check: Check) -> Spec
         spec = _repaired(data)
     if spec is not None:
         spec, adapter_findings = with_saved_adapter(spec)
-        for found in (*adapter_findings, *_findings(spec, check_files, extra_check)):
+        for found in (*adapter_findings, *_findings(spec, check_files)):
             reads = found.reads or (key_of(found.path),)
             if not any(_overlap(read, key) for read in reads for key in wrong_keys):
                 document.problems.append(document.problem(found.path, found.message))
     return None if errors else spec
 
 
-def _findings(spec: Spec, check_files: bool, extra_check: Check) -> list[Finding]:
-    """Return findings on more than single values: combinations, files on the disk, the model, and the
-    caller's check."""
+def _findings(spec: Spec, check_files: bool) -> list[Finding]:
+    """Return findings on more than single values: combinations, the cluster, files on the disk, the
+    model."""
     config, unreadable = model_config(spec, check_files=check_files)
     found = [
         *combinations(spec),
         *rule_findings(spec),
-        *extra_check(spec),
+        *cluster_findings(spec),
         *source_findings(spec),
         *unreadable,
     ]

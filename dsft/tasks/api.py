@@ -17,9 +17,9 @@ from dsft.engine.world import World
 from dsft.inputs import Inputs
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective, evaluation_record
-from dsft.plan.batch import BatchSizes
 from dsft.reference.refer import Annotate
 from dsft.report.memory import MemoryFile
+from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Spec
 
 Record = dict[str, float]

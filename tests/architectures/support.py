@@ -23,7 +23,6 @@ from dsft.model.config import DECODERS, TokenFacts, on_meta, resolve_config
 from dsft.model.policy import Policy
 from dsft.model.split_check import check_can_split
 from dsft.model.whole import text_config, whole_of
-from dsft.plan.load import cluster_findings
 from dsft.spec.architecture import PIPELINE_PARTS
 from dsft.spec.findings import Finding
 from dsft.spec.load import refusals
@@ -119,7 +118,7 @@ def _findings(keys: Keys, model: Keys | None) -> list[Finding]:
             spec.setdefault(section, {})[name] = value
         else:
             spec[section] = value
-    return refusals(Spec.model_validate(spec), cluster_findings)
+    return refusals(Spec.model_validate(spec))
 
 
 def _short(message: str) -> str:

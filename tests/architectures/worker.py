@@ -58,11 +58,11 @@ from dsft.model.split_check import check_can_split
 from dsft.model.weights import Sharding
 from dsft.objective.answers import answer_logps
 from dsft.objective.next_token import next_token
-from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import Layout
 from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 from dsft.rank.environment import detect
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Checkpoint, Spec
 from tests.architectures.cases import ARCHITECTURES, VOCABULARY
 from tests.make import forward, make_micro_batch

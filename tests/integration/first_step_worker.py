@@ -39,14 +39,14 @@ from dsft.model.config import TokenFacts
 from dsft.model.lora import PREFIX, WEIGHTS
 from dsft.model.policy import Policy
 from dsft.objective.preference import preference
-from dsft.plan.batch import batch_sizes
 from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
 from dsft.reference.check import StartCheck, check_start
 from dsft.reference.evaluate import PairSet, score_pairs
 from dsft.reference.refer import adapter_off, look_up
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Dpo, Model, Spec
 from tests.examples import dataset_of
 from tests.process_groups import own_groups

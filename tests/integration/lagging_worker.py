@@ -30,14 +30,14 @@ from dsft.engine.world import World, join
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.objective.next_token import next_token
-from dsft.plan.batch import batch_sizes
 from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
 from dsft.report import hosts
 from dsft.run.hooks import watch_hosts
 from dsft.run.loop import Progress, Record, Run, Schedule, fit
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from tests.make import make_micro_batch
 

@@ -25,13 +25,13 @@ from dsft.model.build import build_model
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
 from dsft.objective.next_token import next_token
-from dsft.plan.batch import batch_sizes
 from dsft.plan.census import census_from
 from dsft.plan.ds_config import deepspeed_config, sized
-from dsft.plan.layout import Layout
 from dsft.plan.memory.ranks import memory
 from dsft.plan.traffic import traffic
 from dsft.rank.environment import detect
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from dsft.system.process import end
 from tests.make import make_micro_batch

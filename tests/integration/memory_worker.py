@@ -22,14 +22,14 @@ from torch import nn
 from dsft.engine import state
 from dsft.engine.ops import load_op
 from dsft.engine.world import join
-from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import Layout, layout_of
 from dsft.plan.memory.phases import live_elements
 from dsft.plan.memory.ranks import memory
 from dsft.plan.traffic import traffic
 from dsft.rank.environment import detect
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout, layout_of
 from dsft.spec.schema import Spec
 from dsft.system.process import end
 

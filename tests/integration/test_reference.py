@@ -19,11 +19,11 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from dsft.inputs import read_inputs
-from dsft.plan.load import load
 from dsft.plan.reference import reference_model
 from dsft.reference import store
 from dsft.reference.key import key_of
 from dsft.reference.store import StoreContents, store_folder
+from dsft.spec.load import load_spec
 from dsft.system.lock import lock_folder
 from tests.integration.runs import records
 from tests.launching import LATE, ROOT, end_group, free_port, torchrun
@@ -102,7 +102,7 @@ def said_by(ranks: list[subprocess.Popen[str]]) -> list[str]:
 
 
 def held(spec_path: Path) -> StoreContents:
-    spec = load(spec_path)
+    spec = load_spec(spec_path)
     inputs = read_inputs(spec, lambda text: None)
     key = key_of(spec, reference_model(spec), inputs)
     return store.read(store_folder(spec, key), key, (PAIRS, HELD_OUT), pytest.fail)
@@ -152,7 +152,7 @@ def check_values(spec_path: Path, where: Path, found: StoreContents) -> None:
     """Against transformers alone, pair by pair."""
     assert not found.num_missing
     plain = AutoModelForCausalLM.from_pretrained(where)
-    data = read_inputs(load(spec_path), lambda text: None).train
+    data = read_inputs(load_spec(spec_path), lambda text: None).train
     for pair in (0, 7, PAIRS - 1):
         example = data[pair]
         border = example.segment_lengths[0]

@@ -43,14 +43,14 @@ from dsft.model.lora import PREFIX, WEIGHTS
 from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
 from dsft.objective.next_token import next_token
-from dsft.plan.batch import batch_sizes
 from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import Layout
 from dsft.plan.reference import reference_model
 from dsft.rank.environment import detect
 from dsft.reference.model import open_reference
 from dsft.reference.refer import refer_to_start
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from tests.make import make_micro_batch
 from tests.process_groups import own_groups

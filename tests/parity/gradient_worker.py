@@ -26,10 +26,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dsft.engine import state
 from dsft.engine.reduction import OverlappedZero
 from dsft.engine.world import World, join
-from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from tests.process_groups import own_groups
 

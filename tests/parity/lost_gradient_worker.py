@@ -28,8 +28,8 @@ from dsft.engine.build import build_engine
 from dsft.engine.world import World, join
 from dsft.errors import WorldError
 from dsft.objective.next_token import next_token
-from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
+from dsft.spec.layout import Layout
 from tests.parity import plain
 from tests.parity.cases import Case
 from tests.parity.worker import RATES, SEED, VOCABULARY, make_spec, parts, share

@@ -27,8 +27,8 @@ from dsft.engine.ops import load_op
 from dsft.engine.partition import sharding_for
 from dsft.engine.pipeline import find_ties, tie
 from dsft.engine.world import World, join
-from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
+from dsft.spec.layout import Layout
 
 WORDS, WIDTH, STEPS, MICRO_BATCHES = 31, 8, 3, 2
 CASES: dict[str, dict[str, Any]] = {

@@ -27,11 +27,11 @@ from dsft.engine.initialize import COUNTERS
 from dsft.engine.world import World, join
 from dsft.model.build import build_model
 from dsft.objective.next_token import next_token
-from dsft.plan.batch import batch_sizes
 from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout
 from tests.parity import plain
 from tests.parity.cases import Case, probes
 from tests.parity.worker import FACTS, RATES, SEED, VOCABULARY, make_spec, micro_batch, share

@@ -33,8 +33,8 @@ from dsft.engine.split import RankExchange, RowSplit, exchange_of
 from dsft.engine.world import World, join
 from dsft.model.attention_loop import KEYWORD, segment_attention
 from dsft.model.attention_split import SPLIT, split_attention
-from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
+from dsft.spec.layout import Layout
 from tests.make import make_micro_batch
 
 RANKS, GROUPS_OF, SIZE = 4, (2, 4), 6

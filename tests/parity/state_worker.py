@@ -38,8 +38,8 @@ from dsft.engine.nvme import align_gradients
 from dsft.engine.ops import load_op
 from dsft.engine.pipeline import find_ties, tie
 from dsft.engine.world import World, join
-from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Checkpoint
 from tests.process_groups import own_groups
 

@@ -74,14 +74,14 @@ from dsft.model.policy import Policy
 from dsft.objective.api import Objective, means
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
-from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import Layout
 from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 from dsft.plan.reference import reference_config, reference_model
 from dsft.rank.environment import detect
 from dsft.reference.refer import Annotate, look_up, refer_to_engine, refer_to_start
 from dsft.run.loop import Record
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Model, Spec
 from tests.examples import dataset_of
 from tests.make import make_micro_batch

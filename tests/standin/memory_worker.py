@@ -43,14 +43,14 @@ from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
 from dsft.model.weights import DTYPES, Sharding, TensorSlots
 from dsft.objective.next_token import next_token
-from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Elements, census_from
 from dsft.plan.ds_config import deepspeed_config, sized
-from dsft.plan.layout import layout_of
 from dsft.plan.memory.ranks import memory
 from dsft.plan.memory.sizes import GIB, with_device
 from dsft.rank.environment import detect
 from dsft.report.memory import MemoryMeter
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import layout_of
 from dsft.spec.schema import Spec
 from dsft.system.host import free_port
 from tests.make import make_micro_batch

@@ -30,12 +30,12 @@ from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
-from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
 from dsft.run.hooks import watch_hosts
 from dsft.run.loop import Progress, Record, Run, Schedule, fit
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Dpo, Spec
 from tests.make import make_micro_batch
 from tests.standin import inside

@@ -19,7 +19,7 @@ from dsft.engine.world import World
 from dsft.errors import MissingInputError, WorldError
 from dsft.identity import file_digests
 from dsft.model.files import samples
-from dsft.plan.layout import Layout
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from dsft.system import digest
 from tests.unit.checkpoint.conftest import Meeting, Rank

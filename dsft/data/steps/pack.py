@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.sets.dataset import Dataset
-from dsft.plan.batch import BatchSizes
+from dsft.spec.batch import BatchSizes
 
 
 def assign(

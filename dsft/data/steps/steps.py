@@ -15,7 +15,7 @@ from dsft.data.sets.order import Order, StepSample
 from dsft.data.steps.batch import GlobalStep, LazyMicroBatches, MicroBatch, SourceShare
 from dsft.data.steps.collate import AnswerIds, collate_packed, collate_padded
 from dsft.data.steps.pack import assign
-from dsft.plan.batch import BatchSizes
+from dsft.spec.batch import BatchSizes
 
 
 class TrainSteps:

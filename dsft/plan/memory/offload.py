@@ -14,8 +14,8 @@ from typing import Any
 
 from dsft.plan.census import Census
 from dsft.plan.cut import Cut
-from dsft.plan.layout import Layout
 from dsft.plan.memory.sizes import FP32, GIB, moment_bytes, weight_bytes
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 
 SUB_GROUP = 100_000_000

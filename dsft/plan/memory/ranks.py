@@ -12,11 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from dsft.plan.batch import BatchSizes, accumulates, batch_sizes, deepspeed_stage, gradients_stay_bf16
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import bucket_size
-from dsft.plan.layout import Layout
 from dsft.plan.memory.layer import activations, mlp_chunks
 from dsft.plan.memory.offload import swapped
 from dsft.plan.memory.phases import RankSetup, gathered, phases
@@ -34,6 +32,8 @@ from dsft.plan.memory.sizes import (
     weight_bytes,
 )
 from dsft.plan.memory.tensors import NONE, Phase, Row, Tensors, each, one, total
+from dsft.spec.batch import BatchSizes, accumulates, batch_sizes, deepspeed_stage, gradients_stay_bf16
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 
 PROCESS = 420 << 20

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import PERSIST_BELOW
-from dsft.plan.layout import Layout
 from dsft.plan.memory.ranks import Memory, RankMemory, most_tokens, of_host, stage_memory
 from dsft.plan.memory.sizes import weight_bytes
 from dsft.plan.reference import (
@@ -22,6 +21,7 @@ from dsft.plan.reference import (
     reference_model,
     reference_parallel,
 )
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 
 

@@ -16,7 +16,7 @@ from dsft.checkpoint.compare import (
 )
 from dsft.checkpoint.read import CheckpointReader
 from dsft.errors import CheckpointError
-from dsft.plan.batch import BatchSizes
+from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Spec
 
 BASE: dict[str, Any] = {

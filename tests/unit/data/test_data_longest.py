@@ -9,7 +9,7 @@ from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps import steps as module
 from dsft.data.steps.pack import assign_padded
 from dsft.data.steps.steps import TrainSteps, longest_micro_batch
-from dsft.plan.batch import BatchSizes
+from dsft.spec.batch import BatchSizes
 from tests.examples import dataset_of
 
 

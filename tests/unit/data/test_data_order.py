@@ -17,7 +17,7 @@ from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.sets.order import Order, quotas, shares_text
 from dsft.data.steps.batch import GlobalStep
 from dsft.data.steps.steps import TrainSteps, evaluation, longest_micro_batch
-from dsft.plan.batch import BatchSizes
+from dsft.spec.batch import BatchSizes
 from tests.examples import examples_of
 from tests.unit.data.token_rows import FakeRows, cut_all
 

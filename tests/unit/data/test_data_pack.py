@@ -16,7 +16,7 @@ from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.collate import collate_packed
 from dsft.data.steps.pack import pack
 from dsft.data.steps.steps import SEARCH_LIMIT, TrainSteps, evaluation, longest_micro_batch
-from dsft.plan.batch import BatchSizes
+from dsft.spec.batch import BatchSizes
 from tests.examples import dataset_of
 
 PAD = 7

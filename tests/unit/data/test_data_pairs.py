@@ -27,7 +27,7 @@ from dsft.data.steps.batch import NO_TARGET, MicroBatch, Segments
 from dsft.data.steps.steps import TrainSteps, evaluation, longest_micro_batch
 from dsft.data.tokenizer.load import byte_level_tokenizer, load_tokenizer
 from dsft.errors import DataError
-from dsft.plan.batch import BatchSizes, batch_sizes
+from dsft.spec.batch import BatchSizes, batch_sizes
 from dsft.spec.files import CHAT_TEMPLATES
 from dsft.spec.schema import Data, Dpo, Model, Source, Train
 from tests.unit.data.token_rows import FakeRows, cut_all_pairs, spec_of

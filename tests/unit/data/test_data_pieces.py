@@ -15,7 +15,7 @@ from dsft.data.sets.cut import Cut, CutOptions, OnTooLong
 from dsft.data.sets.dataset import Dataset
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.steps import TrainSteps
-from dsft.plan.batch import BatchSizes
+from dsft.spec.batch import BatchSizes
 from tests.unit.data.token_rows import FakeRows, Given, cut_all
 
 BOS, PAD = 1, 0

@@ -19,7 +19,7 @@ from dsft.data.steps.collate import collate_packed, collate_padded
 from dsft.data.steps.pack import assign_padded
 from dsft.data.steps.split import part_of
 from dsft.data.steps.steps import TrainSteps, evaluation
-from dsft.plan.batch import BatchSizes
+from dsft.spec.batch import BatchSizes
 from tests.examples import dataset_of
 from tests.make import make_micro_batch
 

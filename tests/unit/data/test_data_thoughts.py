@@ -23,7 +23,7 @@ from dsft.data.sets.load import load_data
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.steps import TrainSteps
 from dsft.data.tokenizer.load import byte_level_tokenizer
-from dsft.plan.batch import BatchSizes
+from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Data, Source
 from tests.unit.data.token_rows import spec_of
 

@@ -18,7 +18,7 @@ from dsft.doctor.results import CheckResult, ProbeResults
 from dsft.doctor.show import print_findings
 from dsft.errors import SpecError
 from dsft.plan.census import Census, Parameter
-from dsft.plan.load import load
+from dsft.spec.load import load_spec
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 2**30
@@ -67,7 +67,7 @@ def seen(
     facts: Facts, overrides: tuple[str, ...] = (), second: Mapping[str, Any] | None = None
 ) -> ProbeResults:
     path = ROOT / "specs" / "two_nodes.yaml"
-    wanted = needs_of(load(path, ("output_dir=/runs", *overrides)), path, None, 29500, {})
+    wanted = needs_of(load_spec(path, ("output_dir=/runs", *overrides)), path, None, 29500, {})
     reached = {"node1": 0.001, "node2": 0.001, "node1 (port 29500)": 0.001}
     said = {name: {"sees": "yes", "reached": reached} for name in facts}
     silent = {name: NoResponse(255, "Connection refused") for name in wanted.hosts if name not in facts}
@@ -231,12 +231,12 @@ def test_sizes_of_what_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(needs, "known_census", lambda model: Census("Llama", 1, None, parameters))
     path = ROOT / "specs" / "two_nodes.yaml"
     words = (f"output_dir={tmp_path}", "checkpoint.keep_last=3")
-    place = needs_of(load(path, words), path, None, 29500, {}).places["output_dir"]
+    place = needs_of(load_spec(path, words), path, None, 29500, {}).places["output_dir"]
     assert (place.least, place.wanted) == (800 * 12 + 1000 * 2, 4 * 800 * 12 + 1000 * 2)
     for step in (10, 20):
         (tmp_path / "two_nodes" / "checkpoints" / f"step-{step}").mkdir(parents=True)
         (tmp_path / "two_nodes" / "checkpoints" / f"step-{step}" / "MANIFEST.json").touch()
-    place = needs_of(load(path, words), path, None, 29500, {}).places["output_dir"]
+    place = needs_of(load_spec(path, words), path, None, 29500, {}).places["output_dir"]
     assert place.wanted == 2 * 800 * 12 + 1000 * 2, "two of the four are there"
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from dsft.engine.optimizer import check_groups, parameter_groups
 from dsft.errors import SpecError
-from dsft.plan.layout import Layout
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Optim, OptimGroup, Spec
 
 TRAINED = {

@@ -8,8 +8,8 @@ import pytest
 
 from dsft.engine.world import join
 from dsft.errors import WorldError
-from dsft.plan.layout import Layout
 from dsft.rank.environment import RENDEZVOUS, Launched
+from dsft.spec.layout import Layout
 
 
 def test_a_port_that_is_taken_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from dsft.engine.partition import share_buffers
 from dsft.engine.replicas import Replicas, digest, replicated
 from dsft.engine.world import World
 from dsft.errors import WorldError
-from dsft.plan.layout import Layout
+from dsft.spec.layout import Layout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])

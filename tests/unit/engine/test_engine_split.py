@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dsft.engine import split
 from dsft.engine.split import RowSplit
 from dsft.model.attention_split import split_attention
-from dsft.plan.layout import Layout
+from dsft.spec.layout import Layout
 from tests.in_threads import Threads
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsft.errors import SpecError
-from dsft.plan.batch import BatchSizes, batch_sizes
+from dsft.spec.batch import BatchSizes, batch_sizes
 from dsft.spec.schema import Data, Train
 
 sizes = st.integers(1, 50)

@@ -16,10 +16,10 @@ from dsft.errors import SpecError
 from dsft.plan.build import Plan, build_plan
 from dsft.plan.census import Census, Parameter
 from dsft.plan.compare import Candidate, Comparison, compare
-from dsft.plan.load import load
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.show_compare import as_mapping, parts
 from dsft.plan.tables import rendered
+from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 
 LAYERS = 4
@@ -126,7 +126,7 @@ def test_what_is_typed_is_what_was_compared(tmp_path: Path, stages: int, micro: 
     assert () in {c.overrides for c in found.fitting}  # the spec as it is
     for candidate in found.fitting:
         assert candidate.best is not None
-        typed = build_plan(load(spec, candidate.overrides, check_files=False))
+        typed = build_plan(load_spec(spec, candidate.overrides, check_files=False))
         assert typed.memory == candidate.best.memory
         assert typed.batch == candidate.best.batch
         assert typed.traffic == candidate.best.traffic
@@ -145,7 +145,7 @@ def test_a_refusal_is_the_one_of_validate(tmp_path: Path) -> None:
     for zero, stages, device in ((2, 2, "none"), (0, 1, "cpu"), (3, 1, "nvme"), (0, 3, "none")):
         keys = {"zero_stage": zero, "pipeline_stages": stages, "offload_optimizer.device": device}
         with pytest.raises(SpecError) as error:
-            load(spec, [f"parallel.{key}={value}" for key, value in keys.items()], check_files=False)
+            load_spec(spec, [f"parallel.{key}={value}" for key, value in keys.items()], check_files=False)
         assert any(p.message.endswith(told[zero, stages, device].message) for p in error.value.problems)
 
 

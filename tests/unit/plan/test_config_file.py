@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from dsft.errors import MissingInputError, SpecError
-from dsft.plan.batch import batch_sizes
 from dsft.plan.config_file import (
     FIXED,
     SPEC_DECIDES,
@@ -17,6 +16,7 @@ from dsft.plan.config_file import (
 )
 from dsft.plan.ds_config import LARGEST_BUCKET, deepspeed_config
 from dsft.plan.ds_keys import unknown_keys
+from dsft.spec.batch import batch_sizes
 from dsft.spec.not_offered import NOT_OFFERED
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cost import Cost, cost
-from dsft.plan.layout import layout_of
 from dsft.plan.traffic import bubble, traffic
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import layout_of
 
 LAYER = 10_000_000
 CENSUS = Census("X", 4, None, tuple(Parameter(f"{i}", (LAYER, 1), i, False, ()) for i in range(4)))

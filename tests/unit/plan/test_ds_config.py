@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import (
     ABSENT,
     LARGEST_BUCKET,
@@ -16,6 +15,7 @@ from dsft.plan.ds_config import (
     entries,
     sized,
 )
+from dsft.spec.batch import batch_sizes
 
 CASES = [
     (precision, stage, offload)

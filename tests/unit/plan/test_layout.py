@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsft.errors import SpecError
-from dsft.plan.layout import divided_group, hosts_of_ranks, layout_of
+from dsft.spec.layout import divided_group, hosts_of_ranks, layout_of
 from dsft.spec.schema import Parallel
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from dsft.errors import SpecError
-from dsft.plan.layout import worlds
-from dsft.plan.load import cluster_batch, load
+from dsft.spec.cluster import cluster_batch
+from dsft.spec.layout import worlds
+from dsft.spec.load import load_spec
 
 SPECS = Path(__file__).resolve().parents[3] / "specs"
 TWO_NODES = SPECS / "two_nodes.yaml"
@@ -14,14 +15,14 @@ TWO_NODES = SPECS / "two_nodes.yaml"
 
 def problems(*overrides: str) -> list[str]:
     with pytest.raises(SpecError) as error:
-        load(TWO_NODES, overrides)
+        load_spec(TWO_NODES, overrides)
     return [str(problem) for problem in error.value.problems]
 
 
 def test_the_batch_on_the_clusters_processes() -> None:
-    batch = cluster_batch(load(TWO_NODES, ["parallel.pipeline_stages=2", "parallel.zero_stage=1"]))
+    batch = cluster_batch(load_spec(TWO_NODES, ["parallel.pipeline_stages=2", "parallel.zero_stage=1"]))
     assert batch is not None and (batch.data_parallel, batch.accumulation_steps) == (8, 2)
-    assert cluster_batch(load(SPECS / "quickstart.yaml")) is None
+    assert cluster_batch(load_spec(SPECS / "quickstart.yaml")) is None
 
 
 def test_sizes_that_do_not_fit_the_cluster_are_told_with_all_other_mistakes_and_their_line() -> None:
@@ -38,17 +39,17 @@ def test_stages_that_do_not_divide_the_cluster_are_told_once() -> None:
 
 def test_groups_that_split_rows_are_compared_with_the_cluster() -> None:
     hosts, size = "cluster.hosts={node1: 2, node2: 6}", "parallel.sequence_parallel={}".format
-    load(TWO_NODES, [hosts, size(2)])
+    load_spec(TWO_NODES, [hosts, size(2)])
     (divided,) = problems(hosts, size(4))
     assert "parallel.sequence_parallel: 4 would put ranks 0-3, which split the same rows, on 2" in divided
-    load(TWO_NODES, [hosts, size(4), "parallel.sequence_parallel_across_hosts=true"])
+    load_spec(TWO_NODES, [hosts, size(4), "parallel.sequence_parallel_across_hosts=true"])
     processes, heads = problems(hosts, size(3))
     assert "parallel.sequence_parallel: 3 does not divide the 8 processes" in processes
     assert "3 does not divide the model's" in heads
     (batch,) = problems(hosts, size(2), "train={global_batch_size: 6, micro_batch_size: 1}")
     assert "data-parallel groups 4 (of 2 ranks) does not hold" in batch
     three = "cluster={hosts: {a: 2, b: 2, c: 2}, min_hosts: 2}"  # of two hosts too
-    load(TWO_NODES, [three, size(2), "train={global_batch_size: 12, micro_batch_size: 1}"])
+    load_spec(TWO_NODES, [three, size(2), "train={global_batch_size: 12, micro_batch_size: 1}"])
 
 
 def test_nothing_is_said_of_a_size_that_is_itself_wrong() -> None:
@@ -58,9 +59,9 @@ def test_nothing_is_said_of_a_size_that_is_itself_wrong() -> None:
 
 
 def test_fewer_hosts_are_allowed_where_the_equation_holds_for_each_number() -> None:
-    load(TWO_NODES, ["cluster.min_hosts=1", "train={global_batch_size: 128, micro_batch_size: 8}"])
+    load_spec(TWO_NODES, ["cluster.min_hosts=1", "train={global_batch_size: 128, micro_batch_size: 8}"])
     three = "cluster={hosts: {a: 2, b: 2, c: 4}, min_hosts: 2}"
-    load(TWO_NODES, [three, "train={global_batch_size: 96, micro_batch_size: 2}"])
+    load_spec(TWO_NODES, [three, "train={global_batch_size: 96, micro_batch_size: 2}"])
     (problem,) = problems(three, "train={global_batch_size: 64, micro_batch_size: 2}")
     assert "cluster.min_hosts: with 2 of 3 hosts, 6 processes: global_batch_size 64 = " in problem
     (problem,) = problems("cluster.min_hosts=1", "train={micro_batch_size: 8, accumulation_steps: 1}")

@@ -15,12 +15,12 @@ from dsft.errors import SpecError
 from dsft.plan.build import Plan, build_plan, memory_needs
 from dsft.plan.census import Census, Heads, Parameter
 from dsft.plan.compare import ROOMY, Candidate, compare
-from dsft.plan.load import load
 from dsft.plan.longest import STEP, LongestRow, hints, longest_rows
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.show_compare import label
 from dsft.plan.show_longest import parts, print_longest
 from dsft.plan.tables import rendered
+from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 
 LAYERS = [Parameter(f"layers.{i}.w", (4000, 1000), i, False, ()) for i in range(4)]
@@ -151,7 +151,7 @@ def test_rows_are_split_where_nothing_else_fits_without_offload_or_pipeline(tmp_
     assert any("rows over 2 ranks" in label(one.keys) for one in found.fitting)
     for one in found.fitting:
         assert one.best is not None and one.best.batch.global_batch_size == 8
-        typed = build_plan(load(spec, one.overrides, check_files=False))
+        typed = build_plan(load_spec(spec, one.overrides, check_files=False))
         assert (typed.memory, typed.batch, typed.traffic) == (
             one.best.memory,
             one.best.batch,

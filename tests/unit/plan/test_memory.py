@@ -7,11 +7,11 @@ import pytest
 
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import bucket_size
-from dsft.plan.layout import layout_of
 from dsft.plan.memory import other_version
 from dsft.plan.memory.ranks import BACKWARD, DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
 from dsft.plan.memory.sizes import GIB, gpu_bytes, head_chunk, with_device
 from dsft.plan.memory.tensors import MALLOC_KEEPS
+from dsft.spec.layout import layout_of
 
 BIG, SMALL = 1_000_000, 100
 

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from dsft.plan.batch import batch_sizes
 from dsft.plan.build import Plan, build_plan
 from dsft.plan.census import Census, Parameter, census_from
 from dsft.plan.compare import compare
 from dsft.plan.cost import HALF_TOKENS, cost
 from dsft.plan.flops import work
-from dsft.plan.layout import layout_of
-from dsft.plan.load import load
 from dsft.plan.memory.phases import LIVE, live_elements
 from dsft.plan.memory.ranks import memory
 from dsft.plan.show import as_mapping
 from dsft.plan.show import parts as plan_parts
 from dsft.plan.show_compare import parts
 from dsft.plan.tables import rendered
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import layout_of
+from dsft.spec.load import load_spec
 from dsft.spec.schema import Model
 
 pytest.importorskip("transformers")
@@ -48,7 +48,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def plan_of(name: str, *overrides: str) -> Plan:
-    return build_plan(load(SPECS / f"{name}.yaml", overrides, check_files=False))
+    return build_plan(load_spec(SPECS / f"{name}.yaml", overrides, check_files=False))
 
 
 def text_of(plan: Plan) -> str:

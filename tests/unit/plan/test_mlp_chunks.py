@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dsft.plan.census import Census, Parameter
-from dsft.plan.layout import Layout
 from dsft.plan.memory.layer import mlp_chunks
 from dsft.plan.memory.ranks import RankMemory, stage_memory
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 
 HIDDEN, INNER = 4096, 14336  # as in Llama 3.1 8B

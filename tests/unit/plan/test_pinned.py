@@ -8,9 +8,9 @@ import pytest
 
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import Cut
-from dsft.plan.layout import Layout
 from dsft.plan.memory.offload import allocator, locked_bytes, may_pin, with_pinning
 from dsft.plan.memory.sizes import GIB
+from dsft.spec.layout import Layout
 
 CPU, NONE = {"device": "cpu"}, {"device": "none"}
 

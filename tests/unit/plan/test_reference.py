@@ -12,7 +12,6 @@ import pytest
 from dsft.generate.files import drift, files
 from dsft.plan.census import Elements
 from dsft.plan.ds_keys import unknown_keys
-from dsft.plan.layout import Layout
 from dsft.plan.reference import (
     reference_config,
     reference_entries,
@@ -21,6 +20,7 @@ from dsft.plan.reference import (
     reference_model,
     reference_stage,
 )
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Experts, Spec
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import PERSIST_BELOW, bucket_size
-from dsft.plan.layout import layout_of
 from dsft.plan.memory.ranks import PROCESS, WITH_ZERO, Memory, memory
 from dsft.plan.memory.reference import ReferenceMemory, with_reference
+from dsft.spec.layout import layout_of
 
 BIG, SMALL, RANK = 1_000_000, 100, 8
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from dsft.errors import SpecError
-from dsft.plan.batch import batch_sizes
 from dsft.plan.build import Plan, RankRange, build_plan, rank_ranges
 from dsft.plan.census import Census, Parameter
-from dsft.plan.layout import Layout
 from dsft.plan.memory.ranks import PROCESS, WITH_ZERO
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.show import as_mapping, parts
 from dsft.plan.tables import heading, rendered
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout
 
 pytestmark = pytest.mark.usefixtures("counted")
 

@@ -13,10 +13,10 @@ from dsft.errors import SpecError
 from dsft.model.attention_loop import KEYWORD, segment_attention
 from dsft.plan.build import build_plan
 from dsft.plan.census import Census, Heads, Parameter
-from dsft.plan.layout import hosts_of_ranks, layout_of
 from dsft.plan.memory.ranks import BACKWARD, BYTES_PER_SCORE, RankMemory, memory
 from dsft.plan.memory.reference import with_reference
 from dsft.plan.traffic import Flow, traffic
+from dsft.spec.layout import hosts_of_ranks, layout_of
 
 HIDDEN, LAYERS, TOKENS = 1000, 4, 1_000_002
 HEADS = Heads(queries=8, keys=2, width=50, values=40)

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from dsft.plan.census import Census, Parameter
-from dsft.plan.layout import layout_of
 from dsft.plan.traffic import Flow, bubble, traffic
+from dsft.spec.layout import layout_of
 
 LAYER, EMBEDDING = 1_000_000, 2_000_000
 NORM = 100

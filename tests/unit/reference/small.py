@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.engine.world import World
-from dsft.plan.layout import Layout
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 
 

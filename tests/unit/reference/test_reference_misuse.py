@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dsft import cli
 from dsft.errors import SpecError, WorldError
 from dsft.inputs import read_inputs
-from dsft.plan.load import load
 from dsft.plan.reference import check_precomputed
 from dsft.reference.score import micro_batch_size, scoring_batch
 from dsft.reference.start import run_ranks
+from dsft.spec.load import load_spec
 from tests.launching import ROOT
 from tests.unit.reference.small import TINY, model, rows, spec
 
@@ -58,7 +58,7 @@ def test_a_reference_whose_rows_cannot_be_split_as_the_policys(small_run: Path) 
     LlamaForCausalLM(config).save_pretrained(other)
     changed = ["parallel.sequence_parallel=2", "train.global_batch_size=2", f"dpo.reference_model={other}"]
     with pytest.raises(SpecError, match="2 does not divide the model's 3 attention heads") as raised:
-        read_inputs(load(small_run, changed), lambda text: None)
+        read_inputs(load_spec(small_run, changed), lambda text: None)
     assert f"(the model is dpo.reference_model, {str(other)!r})" in str(raised.value)
 
 

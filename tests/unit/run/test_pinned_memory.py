@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import Cut
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import Layout
 from dsft.rank.environment import Launched
 from dsft.run import resolve
 from dsft.run.job import Job
 from dsft.run.resolve import with_pinned_memory
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 
 COUNTED = Census("X", 1, None, (Parameter("w", (1000, 1000), 0, False, ()),))  # 10 MB locked at ZeRO 1

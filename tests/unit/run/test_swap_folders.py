@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from dsft.errors import StorageError
-from dsft.plan.batch import batch_sizes
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import Layout
 from dsft.rank.environment import Launched
 from dsft.run import resolve
 from dsft.run.job import Job
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 
 COUNTED = Census("X", 1, None, (Parameter("w", (5000, 5000), 0, False, ()),))

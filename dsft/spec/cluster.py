@@ -1,30 +1,18 @@
-"""Check a spec against its cluster, and compute the batch sizes on its hosts.
-
-`load` is `dsft.spec.load.load_spec` with these checks added, so that they are reported with all other
-mistakes of the spec.
-"""
+"""Check a spec against its cluster, and compute the batch sizes on its hosts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 from dsft.errors import SpecError
-from dsft.plan.batch import BatchSizes
-from dsft.plan.layout import Layout, batch_on, divided_group, hosts_of_ranks, layout_of, worlds
+from dsft.spec.batch import BatchSizes
 from dsft.spec.findings import Finding
-from dsft.spec.load import load_spec
+from dsft.spec.layout import Layout, batch_on, divided_group, hosts_of_ranks, layout_of, worlds
 from dsft.spec.schema import Spec
 
 _PROCESSES = ("parallel.pipeline_stages", "parallel.sequence_parallel", "cluster.hosts")
 _GROUPS = (*_PROCESSES[1:], "parallel.sequence_parallel_across_hosts")
 _HOSTS = ("cluster.min_hosts", "cluster.hosts")
-
-
-def load(path: Path | str, overrides: Sequence[str] = (), *, check_files: bool = True) -> Spec:
-    """Load and check a spec. Raise SpecError with all problems, MissingInputError if the file cannot be
-    read."""
-    return load_spec(path, overrides, check_files=check_files, extra_check=cluster_findings)
 
 
 def cluster_batch(spec: Spec) -> BatchSizes | None:

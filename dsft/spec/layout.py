@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dsft.errors import Problem, SpecError
-from dsft.plan.batch import BatchSizes, batch_sizes, nearest_divisors
+from dsft.spec.batch import BatchSizes, batch_sizes, nearest_divisors
 from dsft.spec.schema import Parallel, Spec
 
 
