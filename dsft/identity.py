@@ -37,13 +37,13 @@ _NOT_DECISIVE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype"
 Identity = dict[str, Any]
 
 
-def process_identity(spec: Spec, config: Mapping[str, Any]) -> Identity:
-    """Return the part of the list that a rank knows before it joins the others. `config` is the DeepSpeed
-    JSON. Values of cluster.env may be secret, so they are replaced by digests."""
+def process_identity(spec: Spec, file: Mapping[str, Any]) -> Identity:
+    """Return the part of the list that a rank knows before it joins the others. file: the values of the
+    user's DeepSpeed JSON. Values of cluster.env may be secret, so they are replaced by digests."""
     values = spec.model_dump(mode="json")
     if spec.cluster is not None:
         values["cluster"]["env"] = {name: _digest(value)[:12] for name, value in spec.cluster.env.items()}
-    return {"spec": values, "DeepSpeed JSON": dict(config), **software_identity()}
+    return {"spec": values, "--deepspeed_config": dict(file), **software_identity()}
 
 
 def software_identity() -> Identity:

@@ -38,7 +38,6 @@ from importlib.metadata import version
 from dsft.errors import DsftError, StoppedError, WorldError, printable
 from dsft.generate.scripts import environment
 from dsft.plan.config_file import merge_config_file
-from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.memory.offload import allocator
 from dsft.plan.reference import check_precomputed
 from dsft.rank.cores import THREADS, Share, share_of
@@ -189,14 +188,9 @@ def train(
         return
     places = layout_of(spec.parallel, launched.world_size)
     batch = batch_on(spec, places)
-    notes: tuple[str, ...] = ()
-    decided: frozenset[str] = frozenset()
-    if options.deepspeed_config is None:
-        config = deepspeed_config(spec, batch)
-    else:
-        merged = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict)
-        spec, config, notes, decided = merged.spec, merged.config, merged.notes, merged.decided
-
+    file = None
+    if options.deepspeed_config is not None:
+        spec, file = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict)
     if launched.rank == 0:
         for line in known_early(spec):
             print(line, flush=True)
@@ -208,9 +202,7 @@ def train(
         Job(
             spec=spec,
             batch=batch,
-            config=config,
-            decided=decided,
-            notes=notes,
+            file=file,
             launched=launched,
             layout=places,
             promise=promise,
@@ -239,7 +231,7 @@ def score_only(
     if options.deepspeed_config is not None:
         places = layout_of(spec.parallel, launched.world_size)
         batch = batch_on(spec, places)
-        spec = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict).spec
+        spec, _ = merge_config_file(spec, batch, options.deepspeed_config, strict=options.strict)
     set_environment(spec, launched)
     with heavy_imports():
         from dsft.run.main import score_only as score

@@ -180,8 +180,6 @@ def initialize_deepspeed(
     gather_whole_mlps(module)
     own = copy.deepcopy(dict(config))  # DeepSpeed writes into it
     clips_here = _is_plain_fp32(own)
-    if clips_here:
-        own["gradient_clipping"] = 0.0
     optimizer = build_optimizer(trained, spec.optim, offloaded=_is_offloaded(own))
     with contextlib.redirect_stdout(io.StringIO()):  # it prints memory and topology at any log level
         engine, *_ = deepspeed.initialize(

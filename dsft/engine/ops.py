@@ -11,7 +11,7 @@ import contextlib
 import io
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 Log = Callable[[str], None]
 
-CPU_ADAM = "zero_force_ds_cpu_optimizer"
-"""The key of DeepSpeed's configuration that selects the Adam on the CPU; true: DeepSpeed's."""
 EXTENSIONS = "TORCH_EXTENSIONS_DIR"
 LOG = "failed.log"
 """File in the op's folder with the output of the compiler and of DeepSpeed after a failed build."""
@@ -52,15 +50,15 @@ _BUILDERS = {"cpu_adam": CPUAdamBuilder, "pin_memory": PinMemoryBuilder, "async_
 _WAY_OUT = "or set parallel.allow_torch_adam: true, and torch's AdamW steps on the CPU instead."
 
 
-def prepare_ops(spec: Spec, config: Mapping[str, Any], world: World, log: Log) -> dict[str, Any]:
-    """Load the ops that the spec needs on all ranks, and return the configuration with `CPU_ADAM` set. A
-    collective.
+def prepare_ops(spec: Spec, world: World, log: Log) -> bool | None:
+    """Load the ops that the spec needs on all ranks. Return whether AdamW on the CPU is DeepSpeed's, None
+    where the run has no such AdamW. A collective.
 
     Raises BuildError or StorageError where a host cannot load an op. If that op is cpu_adam, for states in
     memory, and parallel.allow_torch_adam is set, all ranks use torch's AdamW instead, and `log` gets the
     reason.
     """
-    decided = dict(config)
+    cpu_adam = None
     for op in needed_ops(spec):
         try:
             load_everywhere(_BUILDERS[op](), world, log)
@@ -71,11 +69,10 @@ def prepare_ops(spec: Spec, config: Mapping[str, Any], world: World, log: Log) -
             if not spec.parallel.allow_torch_adam:
                 raise type(error)(f"{reason}; {_WAY_OUT}") from None
             log(f"warning: {reason}; by parallel.allow_torch_adam torch's AdamW steps on the CPU instead")
-            decided[CPU_ADAM] = False
+            cpu_adam = False
         else:
-            if op == "cpu_adam":
-                decided[CPU_ADAM] = True
-    return decided
+            cpu_adam = True if op == "cpu_adam" else cpu_adam
+    return cpu_adam
 
 
 def load_everywhere(builder: Any, world: World, log: Log) -> None:

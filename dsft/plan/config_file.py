@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from pydantic import ValidationError
 
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.ds_entries import UserConfig
 from dsft.plan.ds_keys import unknown_keys
 from dsft.plan.ds_values import wrong_values
 from dsft.spec.batch import BatchSizes
@@ -66,28 +66,13 @@ FIXED: Mapping[str, Any] = {
 correctly."""
 
 
-@dataclass(frozen=True)
-class Merged:
-    """A spec merged with a DeepSpeed JSON.
-
-    spec     the spec with the file's ZeRO stage, offload and precision
-    config   the configuration for DeepSpeed
-    notes    lines to print
-    decided  keys of zero_optimization that the file sets
-    """
-
-    spec: Spec
-    config: dict[str, Any]
-    notes: tuple[str, ...]
-    decided: frozenset[str]
-
-
-def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, strict: bool = False) -> Merged:
-    """Merge the file with the spec. Raise MissingInputError if there is no file, SpecError for keys and
-    values that cannot be used and, with `strict`, for each that is not used since the spec's is. batch: None
-    if the spec has no cluster."""
+def merge_config_file(
+    spec: Spec, batch: BatchSizes | None, path: Path, *, strict: bool = False
+) -> tuple[Spec, UserConfig]:
+    """Return the spec with the file's ZeRO stage, offload and precision, and what the file decides beside
+    that. Raise MissingInputError if there is no file, SpecError for keys and values that cannot be used and,
+    with `strict`, for each that is not used since the spec's is. batch: None if the spec has no cluster."""
     file = read_config_file(path)
-    name = path.name
     if "bfloat16" in file:  # DeepSpeed's other name for it
         file["bf16"] = file.pop("bfloat16")
     unknown = [Problem(key, rest) for key, _, rest in (s.partition(": ") for s in unknown_keys(file))]
@@ -99,12 +84,10 @@ def merge_config_file(spec: Spec, batch: BatchSizes | None, path: Path, *, stric
         _refuse(path, [Problem(key, f"{rest}; with --strict the file must agree") for key, rest in unused])
     left_out = {*_LEFT_OUT, *(["fp16"] if merged.train.precision == "fp16" else [])}
     problems: list[Problem] = []
-    config = _merged(base, file, "", left_out, problems)
+    values = dict(_decided(base, file, "", left_out, problems))
     _refuse(path, problems)
-    notes = [f"{name}: {line}" for line in changes] + [f"{name}: {key} {rest}" for key, rest in unused]
-    zero = file.get("zero_optimization") or {}
-    given = frozenset(key for key, value in zero.items() if value is not None and value != "auto")
-    return Merged(merged, config, tuple(notes), given)
+    lines = (*changes, *(f"{key} {rest}" for key, rest in unused))
+    return merged, UserConfig(path.name, values, tuple(f"{path.name}: {line}" for line in lines))
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
@@ -268,28 +251,25 @@ def _optimizer(spec: Spec, section: Mapping[str, Any]) -> Iterator[tuple[str, st
             yield f"optimizer.params.{name}", "is left out: the engine builds the optimizer from the spec"
 
 
-def _merged(
+def _decided(
     base: Mapping[str, Any],
     file: Mapping[str, Any],
     prefix: str,
     left_out: Collection[str],
     problems: list[Problem],
-) -> dict[str, Any]:
-    """Return `base` updated with the file's values, except for the dotted keys in `left_out`. "auto" takes
-    the value of `base`; if `base` has none, a problem is appended to `problems`."""
-    result = dict(base)
+) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) for what the file sets, except for the dotted keys in `left_out`. "auto"
+    takes the value of `base`; if `base` has none, a problem is appended to `problems`."""
     for key, value in file.items():
-        name = f"{prefix}{key}"
-        ours = base.get(key)
+        name, ours = f"{prefix}{key}", base.get(key)
         if name in left_out:
             continue
         if isinstance(value, Mapping):
-            below = ours if isinstance(ours, Mapping) else {}
-            result[key] = _merged(below, value, f"{name}.", left_out, problems)
-        elif value == "auto" and key not in base:
-            problems.append(
-                Problem(name, '"auto", but the spec has no value for it; write one, or leave it out')
+            yield from _decided(
+                ours if isinstance(ours, Mapping) else {}, value, f"{name}.", left_out, problems
             )
-        elif value != "auto" and value is not None:
-            result[key] = value
-    return result
+        elif value == "auto" and key not in base:
+            problem = '"auto", but the spec has no value for it; write one, or leave it out'
+            problems.append(Problem(name, problem))
+        elif value not in ("auto", None) and key != "nvme_path":  # which the merged spec has
+            yield name, value

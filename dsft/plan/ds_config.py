@@ -1,17 +1,18 @@
 """Derive the DeepSpeed JSON from a spec: every key, its value and the reason for the value.
 
-No value is "auto", none depends on the machine, and none that matters is left to DeepSpeed's default. There
-is no optimizer and no scheduler section: the engine builds the optimizer, and the learning rate is a function
-of the step. Citations of DeepSpeed give file and line of version 0.19.8.
+A run has in addition `HostFacts`, what it has found on its hosts, and may have a `UserConfig`, the user's own
+JSON. No value is "auto", none depends on the machine without such facts, and none that matters is left to
+DeepSpeed's default. There is no optimizer and no scheduler section: the engine builds the optimizer, and the
+learning rate is a function of the step. Citations of DeepSpeed give file and line of version 0.19.8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from dsft.plan.census import Elements
+from dsft.plan.ds_entries import ABSENT, ConfigEntry, HostFacts, UserConfig, nested
 from dsft.plan.memory.offload import SUB_GROUP, aio_rows, optimizer_rows, parameter_rows
 from dsft.spec.batch import BatchSizes, adds_in_place, deepspeed_stage, gradients_stay_bf16
 from dsft.spec.schema import Offload, Spec
@@ -33,20 +34,8 @@ LIVE = 1_000_000_000
 use."""
 
 
-@dataclass(frozen=True)
-class ConfigEntry:
-    """One key of the JSON: dotted name, value (ABSENT if the key is not written), reason for the value."""
-
-    key: str
-    value: Any
-    reason: str
-
-
 Row = tuple[str, Any, str]
 """An entry's key, value and reason."""
-
-ABSENT = object()
-"""Value of an entry whose key is not written; its reason says why."""
 
 
 def bucket_size(elements: int | None) -> int:
@@ -62,18 +51,6 @@ def bucket_size(elements: int | None) -> int:
     return size + size % 2
 
 
-def sized(config: Mapping[str, Any], elements: Elements, fixed: Collection[str] = ()) -> dict[str, Any]:
-    """Return `config` with the bucket sizes for a model of this size, except for the keys in `fixed`."""
-    sizes = dict(bucket_sizes(elements))
-    if config["zero_optimization"].get("offload_param", {}).get("device") == "nvme":
-        del sizes["stage3_prefetch_bucket_size"]
-    zero = {
-        key: sizes[key] if key in sizes and key not in fixed else value
-        for key, value in config["zero_optimization"].items()
-    }
-    return {**config, "zero_optimization": zero}
-
-
 def bucket_sizes(elements: Elements | None) -> Iterator[tuple[str, int]]:
     """Yield each bucket's key and size. Trained parameters are reduced and updated, all are prefetched."""
     yield "reduce_bucket_size", bucket_size(elements and elements.trained)
@@ -82,42 +59,31 @@ def bucket_sizes(elements: Elements | None) -> Iterator[tuple[str, int]]:
 
 
 def entries(
-    spec: Spec, batch: BatchSizes | None, elements: Elements | None = None
+    spec: Spec, batch: BatchSizes | None, facts: HostFacts | None = None, file: UserConfig | None = None
 ) -> tuple[ConfigEntry, ...]:
     """Return all keys in the order of the file. batch: None for a spec without a cluster, whose world size is
-    known only at the start; elements: size of the model, None if unknown until the model is built."""
+    known only at the start; facts: None before a run; file: the user's JSON, with which `spec` is merged."""
+    facts = facts or HostFacts()
     rows = (
         *_batch(spec, batch),
         *_clipping(spec),
         *_precision(spec, batch),
         *_reduction(spec),
-        *_zero(spec, batch, elements),
+        *_zero(spec, batch, facts),
         *aio_rows(spec),
-        *_optimizer(spec),
+        *_optimizer(spec, facts),
         *_pipeline(spec),
         *silence(),
     )
-    return tuple(ConfigEntry(*row) for row in rows)
+    found = tuple(ConfigEntry(*row) for row in rows)
+    return file.over(found) if file else found
 
 
 def deepspeed_config(
-    spec: Spec, batch: BatchSizes | None, elements: Elements | None = None
+    spec: Spec, batch: BatchSizes | None, facts: HostFacts | None = None, file: UserConfig | None = None
 ) -> dict[str, Any]:
     """Return the nested mapping for `deepspeed.initialize`; arguments as in `entries`."""
-    return nested(entries(spec, batch, elements))
-
-
-def nested(found: Iterable[ConfigEntry]) -> dict[str, Any]:
-    """Nest the entries by their sections, without those that are not written."""
-    config: dict[str, Any] = {}
-    for entry in found:
-        if entry.value is not ABSENT:
-            *sections, key = entry.key.split(".")
-            place = config
-            for section in sections:
-                place = place.setdefault(section, {})
-            place[key] = entry.value
-    return config
+    return nested(entries(spec, batch, facts, file))
 
 
 def _batch(spec: Spec, batch: BatchSizes | None) -> Iterator[Row]:
@@ -211,7 +177,7 @@ def _reduction(spec: Spec) -> Iterator[Row]:
     yield "managed_gradient_accumulation", True, reason
 
 
-def _zero(spec: Spec, batch: BatchSizes | None, elements: Elements | None) -> Iterator[Row]:
+def _zero(spec: Spec, batch: BatchSizes | None, facts: HostFacts) -> Iterator[Row]:
     stage = deepspeed_stage(spec, batch)
     what = ("nothing", "optimizer states", "states and gradients", "states, gradients and parameters")
     over = "data-parallel ranks" if spec.parallel.sequence_parallel == 1 else "all ranks of all groups"
@@ -223,14 +189,15 @@ def _zero(spec: Spec, batch: BatchSizes | None, elements: Elements | None) -> It
     yield "zero_optimization.stage", stage, reason
     if stage == 0:
         return
+    elements = facts.elements
     rest = _zero_3(spec, elements) if stage == 3 else _zero_12(stage, elements)
     for key, value, reason in (*_zero_common(spec, batch, elements), *rest):
         yield f"zero_optimization.{key}", value, reason
     if spec.parallel.offload_optimizer.device != "none":
-        for key, value, reason in _offload_optimizer(spec):
+        for key, value, reason in _offload_optimizer(spec, facts):
             yield f"zero_optimization.offload_optimizer.{key}", value, reason
     if spec.parallel.offload_parameters.device != "none":
-        for key, value, reason in _offload_parameters(spec):
+        for key, value, reason in _offload_parameters(spec, facts):
             yield f"zero_optimization.offload_param.{key}", value, reason
 
 
@@ -311,10 +278,10 @@ def gathering(elements: Elements | None) -> Iterator[Row]:
     yield "zero_quantized_weights", False, "parameters are sent unchanged"
 
 
-def _offload_optimizer(spec: Spec) -> Iterator[Row]:
+def _offload_optimizer(spec: Spec, facts: HostFacts) -> Iterator[Row]:
     offload = spec.parallel.offload_optimizer
     reason = "fp32 weights and moments are stored and updated there"
-    yield from _offloaded("offload_optimizer", offload, reason)
+    yield from _offloaded("offload_optimizer", offload, reason, facts)
     if spec.parallel.zero_stage == 3:
         yield "ratio", 1.0, "all of it"
     if offload.device == "nvme":
@@ -323,40 +290,50 @@ def _offload_optimizer(spec: Spec) -> Iterator[Row]:
     yield "super_offload", False, "for Grace-Hopper machines only"
 
 
-def _offload_parameters(spec: Spec) -> Iterator[Row]:
+def _offload_parameters(spec: Spec, facts: HostFacts) -> Iterator[Row]:
     offload = spec.parallel.offload_parameters
     reason = "each rank's shard of the weights is stored there between its uses"
-    yield from _offloaded("offload_parameters", offload, reason)
+    yield from _offloaded("offload_parameters", offload, reason, facts)
     if offload.device == "nvme":
-        yield from parameter_rows()
+        yield from parameter_rows(facts.largest_part)
 
 
-def _offloaded(key: str, offload: Offload, reason: str) -> Iterator[Row]:
-    """Yield the keys of one offload section. If the hosts lack the memory for it, a run sets pin_memory to
-    false in its own deepspeed.json (run/resolve.py); generated files have true."""
+def _offloaded(key: str, offload: Offload, reason: str, facts: HostFacts) -> Iterator[Row]:
+    """Yield the keys of one offload section."""
     yield "device", offload.device, reason
-    if offload.nvme_path is not None:
+    if key in facts.swap:
+        yield "nvme_path", facts.swap[key], f"this run's own folder in parallel.{key}.nvme_path"
+    elif offload.nvme_path is not None:
         yield "nvme_path", offload.nvme_path, f"parallel.{key}.nvme_path"
     if offload.pin_memory is not None:
         yield "pin_memory", offload.pin_memory, f"parallel.{key}.pin_memory"
+    elif facts.pin is not None and offload.device == "cpu":
+        yield "pin_memory", *facts.pin
+    elif offload.device == "nvme":
+        yield "pin_memory", True, "faster copies"
     else:
         yield "pin_memory", True, "faster copies; a run sets it to false on hosts with too little memory"
 
 
-def _optimizer(spec: Spec) -> Iterator[Row]:
+def _optimizer(spec: Spec, facts: HostFacts) -> Iterator[Row]:
     reason = "the engine passes its own optimizer, whose class is not on DeepSpeed's list of tested ones"
     yield "zero_allow_untested_optimizer", True, reason
+    forced = False
     if spec.parallel.offload_optimizer.device == "none":
         reason = "nothing is offloaded"
     elif spec.optim.name != "adamw":
         reason = f"DeepSpeed has no CPU version of {spec.optim.name}"
+    elif facts.cpu_adam is not None:
+        forced = facts.cpu_adam
+        reason = "DeepSpeed's CPU Adam is there"
+        if not forced:
+            reason = "DeepSpeed's CPU Adam cannot be compiled: torch's steps (parallel.allow_torch_adam)"
     elif spec.parallel.allow_torch_adam:
         reason = "parallel.allow_torch_adam; a run uses DeepSpeed's CPU Adam where it can be compiled"
     else:
+        forced = True
         reason = "the run stops if DeepSpeed's CPU Adam cannot be compiled (parallel.allow_torch_adam)"
-        yield "zero_force_ds_cpu_optimizer", True, reason
-        return
-    yield "zero_force_ds_cpu_optimizer", False, reason
+    yield "zero_force_ds_cpu_optimizer", forced, reason
 
 
 def _pipeline(spec: Spec) -> Iterator[Row]:

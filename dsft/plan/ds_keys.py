@@ -103,6 +103,7 @@ REMOVED: Mapping[str, str] = {
     "amp": "DeepSpeed has removed Apex AMP; use bf16",
     "sparse_attention": "DeepSpeed has removed it; set model.attention in the spec",
     "aio.thread_count": "DeepSpeed calls it intra_op_parallelism; write that, or leave it out",
+    "aio.num_threads": "DeepSpeed calls it intra_op_parallelism; write that, or leave it out",
     "zero_optimization.cpu_offload": "deprecated; use zero_optimization.offload_optimizer: {device: cpu}",
     "zero_optimization.cpu_offload_param": "deprecated; use zero_optimization.offload_param: {device: cpu}",
     "zero_optimization.cpu_offload_params": "deprecated; use zero_optimization.offload_param: {device: cpu}",

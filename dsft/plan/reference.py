@@ -12,7 +12,8 @@ from typing import Any
 
 from dsft.errors import Problem, SpecError
 from dsft.plan.census import Elements
-from dsft.plan.ds_config import ConfigEntry, Row, gathering, nested, silence
+from dsft.plan.ds_config import Row, gathering, silence
+from dsft.plan.ds_entries import ConfigEntry, nested
 from dsft.spec.layout import Layout, layout_of
 from dsft.spec.preferences import REFERENCE_FREE
 from dsft.spec.schema import Dpo, Experts, Lora, Model, Parallel, Spec

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from dsft.plan.build import Plan, build_plan, memory_limits, rank_ranges
 from dsft.plan.cut import cut_of
-from dsft.plan.ds_config import ABSENT, ConfigEntry, entries, nested
+from dsft.plan.ds_config import entries
+from dsft.plan.ds_entries import ABSENT, ConfigEntry, HostFacts, entries_of_run, nested
 from dsft.plan.memory.offload import swap_keys, swapped
 from dsft.plan.memory.ranks import RankMemory, needed
 from dsft.plan.memory.reference import ReferenceMemory
@@ -163,6 +164,7 @@ def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
     if explain:
         yield heading("DeepSpeed")
         yield _table_of(_keys(plan))
+        yield from _of_run(plan)
         if _reference_keys(plan):
             yield heading("DeepSpeed, of the reference")
             yield _table_of(_reference_keys(plan))
@@ -204,7 +206,17 @@ def _groups(plan: Plan) -> Iterator[str]:
 def _keys(plan: Plan) -> tuple[ConfigEntry, ...]:
     """Return the DeepSpeed keys. If the world size is known only at the start, those that depend on it are
     left out."""
-    return entries(plan.spec, None if plan.assumed else plan.batch, plan.census.elements)
+    return entries(plan.spec, None if plan.assumed else plan.batch, HostFacts(plan.census.elements))
+
+
+def _of_run(plan: Plan) -> Iterator[RenderableType]:
+    """Yield the keys of the run's last start, by its folder, whose values are not those of the plan."""
+    folder, planned = Path(plan.spec.output_dir, plan.spec.name), {one.key: one.value for one in _keys(plan)}
+    other = [one for one in entries_of_run(folder) if planned.get(one.key, ABSENT) != one.value]
+    if other:
+        yield heading("DeepSpeed, of the run")
+        yield Text(f"The run in {folder} was last started with other values of these keys.")
+        yield _table_of(other)
 
 
 def _steps(plan: Plan) -> str:

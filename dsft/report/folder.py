@@ -1,5 +1,5 @@
-"""Document in a run's folder how it was made: write spec.yaml (resolved), deepspeed.json, hostfile,
-versions.json, command.txt, data.json (the ledger of the rows) and reference.deepspeed.json.
+"""Document in a run's folder how it was made: write spec.yaml (resolved), deepspeed.json and the reasons for
+its keys, hostfile, versions.json, command.txt, data.json (the ledger of the rows) and the reference's JSON.
 
 Secrets are removed (`dsft.system.redact`) from all of them. Raises StorageError where the disk is full or
 fails.
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.errors import LockedError
+from dsft.plan.ds_entries import CONFIG, REASONS, ConfigEntry, nested, reasons
 from dsft.system.files import write_error
 from dsft.system.redact import redact, redact_command, redact_tree
 
@@ -32,12 +33,12 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Provenance:
-    """The origin of a run. spec: resolved, as YAML; deepspeed: the DeepSpeed JSON; hostfile: its text, None
-    for a run without one; command: argv; data: the ledger, None where no rows are read; reference: the
-    DeepSpeed JSON of the reference's own engine, None where it has none."""
+    """The origin of a run. spec: resolved, as YAML; deepspeed: the keys of the DeepSpeed JSON; hostfile: its
+    text, None for a run without one; command: argv; data: the ledger, None where no rows are read; reference:
+    the DeepSpeed JSON of the reference's own engine, None where it has none."""
 
     spec: str
-    deepspeed: Mapping[str, Any]
+    deepspeed: Sequence[ConfigEntry]
     hostfile: str | None
     command: Sequence[str]
     data: Mapping[str, Any] | None = None
@@ -61,7 +62,8 @@ def write_folder(run_dir: Path, origin: Provenance) -> None:
     start."""
     contents = {
         MARKER: versions(),  # the first, by which a later start knows the folder
-        "deepspeed.json": origin.deepspeed,
+        CONFIG: nested(origin.deepspeed),
+        REASONS: reasons(origin.deepspeed),
         "reference.deepspeed.json": origin.reference,
         "data.json": origin.data,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +18,7 @@ from dsft.engine.world import World
 from dsft.identity import Identity
 from dsft.inputs import Inputs
 from dsft.model.build import has_frozen
+from dsft.plan.ds_entries import ConfigEntry
 from dsft.plan.memory.ranks import memory as memory_plan
 from dsft.plan.memory.reference import with_reference
 from dsft.plan.memory.sizes import with_device
@@ -27,7 +28,7 @@ from dsft.reference.model import config_of
 from dsft.report.folder import Provenance, versions, write_folder
 from dsft.report.memory import PHASES, MemoryFile, MemoryMeter, Peaks, Phase
 from dsft.report.run import Report
-from dsft.run.job import Config, Job
+from dsft.run.job import Job
 from dsft.run.loop import Progress
 from dsft.run.resolve import Resolved
 from dsft.spec.load import dump_spec
@@ -37,7 +38,9 @@ SAMPLE_TOKENS = 512
 """Most tokens of a row that the exported tokenizer is compared on."""
 
 
-def open_report(job: Job, config: Config, loaded: RunData, world: World, last_step: int, step: int) -> Report:
+def open_report(
+    job: Job, config: Mapping[str, Any], loaded: RunData, world: World, last_step: int, step: int
+) -> Report:
     is_first, shown = world.rank == 0, shown_config(job, config, loaded)
     report = world.each(lambda: Report.open(job.folder, last_step, step, job.spec, shown, enabled=is_first))
     scaling = scaling_equation(job.spec.optim, job.batch.global_batch_size)
@@ -75,7 +78,9 @@ def facts_of(
     )
 
 
-def describe(job: Job, config: Config, inputs: Inputs, start: CheckpointReader | None) -> list[str]:
+def describe(
+    job: Job, keys: Sequence[ConfigEntry], inputs: Inputs, start: CheckpointReader | None
+) -> list[str]:
     """Write the files in the run's folder that document how it was made, and the files that an export needs
     beside the weights. Return lines to print: one for a token that was added to those that end an answer, one
     where AutoTokenizer would make other tokens, and a warning for each key of generation_config.json that
@@ -84,7 +89,7 @@ def describe(job: Job, config: Config, inputs: Inputs, start: CheckpointReader |
     by_deepspeed = has_engine(spec) and not in_stages(spec)
     reference = config_of(spec, inputs.facts) if by_deepspeed else None
     hostfile = job.promise.hostfile if job.promise else None
-    origin = Provenance(dump_spec(spec), config, hostfile, job.command, account, reference)
+    origin = Provenance(dump_spec(spec), keys, hostfile, job.command, account, reference)
     write_folder(job.folder, origin)
     tokenizer = inputs.tokenizer
     stops = write_model_folder(
@@ -102,7 +107,7 @@ def describe(job: Job, config: Config, inputs: Inputs, start: CheckpointReader |
     return [*lines, *keep_tokens(tokenizer, job.model_folder, rows)]
 
 
-def shown_config(job: Job, config: Config, loaded: RunData) -> dict[str, Any]:
+def shown_config(job: Job, config: Mapping[str, Any], loaded: RunData) -> dict[str, Any]:
     """Return the config that Weights & Biases shows for the run: the spec, with the ledger of the rows under
     `data`, and the DeepSpeed configuration, versions and batch sizes."""
     spec = job.spec.model_dump(mode="json")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from dsft.plan.ds_entries import UserConfig
 from dsft.rank.cores import Share
 from dsft.rank.environment import Launched
 from dsft.rank.heartbeat import Heartbeat
@@ -17,18 +17,13 @@ from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 
 Log = Callable[[str], None]
-Config = Mapping[str, Any]
-"""A DeepSpeed configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """The description of a run for one of its processes.
 
-    config     the DeepSpeed configuration that follows from the spec or from the user's JSON; `resolve`
-               completes it
-    decided    the keys of zero_optimization that the user's JSON sets
-    notes      how the configuration came about, one line each
+    file       the user's own DeepSpeed JSON, with which the spec is merged
     promise    the hosts and slots that the spec promises, and the launcher's hostfile
     command    argv
     profile    the step to trace; 0: dsft chooses it; None: no trace
@@ -39,11 +34,9 @@ class Job:
 
     spec: Spec
     batch: BatchSizes
-    config: Config
     launched: Launched
     layout: Layout
-    decided: frozenset[str] = frozenset()
-    notes: Sequence[str] = ()
+    file: UserConfig | None = None
     promise: Promise | None = None
     command: Sequence[str] = ()
     profile: int | None = None

@@ -25,6 +25,7 @@ from dsft.engine.world import Ring, World, join
 from dsft.errors import DsftError, StoppedError, WorldError
 from dsft.identity import build_identity, file_digests, input_identity, process_identity
 from dsft.inputs import read_inputs
+from dsft.plan.ds_entries import HostFacts
 from dsft.plan.reference import reference_layout
 from dsft.rank.heartbeat import Heartbeat
 from dsft.rank.launched import Launched, counted
@@ -57,7 +58,8 @@ def run(job: Job) -> None:
     spec = job.spec
     log = log_of(job.launched)
     job.heartbeat.mark("load")
-    world = join(job.launched, job.layout, log, process_identity(spec, job.config), spec.accelerator)
+    values, notes = (job.file.values, job.file.notes) if job.file else ({}, ())
+    world = join(job.launched, job.layout, log, process_identity(spec, values), spec.accelerator)
     log_places(job, world, log)
     with watch_ranks(job.stopping, world) as ranks, ExitStack() as locks:
         world.each(lambda: check_precision(spec.train.precision))
@@ -68,7 +70,7 @@ def run(job: Job) -> None:
         check_shared_folder(job.folder, world)
         world.first(lambda: _written(job.folder / RANKS, rank_map_json(world.places)))
         batch = job.batch.equation()
-        for line in (*job.notes, f"batch: {batch if is_verbose() else batch.partition(';')[0]}"):
+        for line in (*notes, f"batch: {batch if is_verbose() else batch.partition(';')[0]}"):
             log(line)
         start = resume_point(job, world, log)
         progress = Progress(**start.state["progress"]) if start else Progress()
@@ -77,9 +79,9 @@ def run(job: Job) -> None:
         done = progress.step >= (spec.train.max_steps or math.inf)
         saved = None
         if not done:
-            with swap_folders(job, world, log) as config:
-                job = replace(job, config=prepare_ops(spec, config, world, log))
-                saved = train(job, world, start, progress, log, lock)
+            with swap_folders(job, world, log) as swap:
+                found = HostFacts(swap=swap, cpu_adam=prepare_ops(spec, world, log))
+                saved = train(job, world, start, progress, log, lock, found)
         job.stopping.stage = "end"
         if saved is None:
             assert start is not None, "a run has at least one step"

@@ -1,53 +1,51 @@
-"""Complete a run's DeepSpeed configuration from its hosts and its model, and cut the model into pipeline
-stages.
+"""Collect what a run must know of its model and its hosts, write its DeepSpeed configuration, and cut the
+model into pipeline stages.
 
-This happens in two steps: before anything is read, `swap_folders` creates folders for offload to NVMe; after
-the model is counted, `resolve` sets all that depends on its size.
+`swap_folders` creates folders for offload to NVMe before anything is read; after the model is counted,
+`resolve` finds the other facts (`HostFacts`) and writes every key once.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import secrets
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from dsft.engine.aio import MEASURED, SETTINGS, Rates, fastest, rates
 from dsft.engine.world import World
 from dsft.errors import StorageError
 from dsft.inputs import Inputs
 from dsft.model.census import take_census
 from dsft.model.files import weight_files
-from dsft.plan.census import Census, census_from
+from dsft.plan.census import Census, Elements, census_from
 from dsft.plan.checkpointing import Limits, decided
 from dsft.plan.cut import Cut, cut_of
-from dsft.plan.ds_config import bucket_sizes, sized
+from dsft.plan.ds_config import bucket_sizes, entries
+from dsft.plan.ds_entries import ConfigEntry, HostFacts, UserConfig, nested
 from dsft.plan.memory.layer import mlp_chunks
 from dsft.plan.memory.offload import (
-    AIO,
     KEYS,
-    PARAMETER_BUFFER,
-    SECTIONS,
     largest_part,
     locked_bytes,
     may_pin,
     swap_keys,
     swapped,
-    with_pinning,
 )
 from dsft.plan.memory.ranks import most_tokens
 from dsft.plan.memory.sizes import runs_on_cpu, saved_bytes, with_device
 from dsft.rank.swap import remove_stale_folders, shared_swap_folder
 from dsft.report.memory import room
-from dsft.run.job import Config, Job, Log
+from dsft.run.job import Job, Log
 from dsft.spec.schema import Model, Spec
 from dsft.system.disk import check_disk, check_locked, check_swap_space, size_text
 from dsft.system.host import host_memory
@@ -57,19 +55,25 @@ from dsft.system.run_folder import step_folders
 @dataclass(frozen=True)
 class Resolved:
     """The settings that follow from the hosts and the size of the model. spec: with the keys of `model` that
-    the plan decides; config: the complete DeepSpeed configuration; counted: the model's parameters; cut: the
+    the plan decides; keys: those of the DeepSpeed configuration; counted: the model's parameters; cut: the
     pipeline stage of each layer; tokens: that a rank has of the largest micro-batch."""
 
     spec: Spec
-    config: Config
+    keys: Sequence[ConfigEntry]
     counted: Census
     cut: Cut
     tokens: int
 
+    @functools.cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The configuration as `deepspeed.initialize` gets it and the run's deepspeed.json has it."""
+        return nested(self.keys)
 
-def resolve(job: Job, inputs: Inputs, world: World, log: Log) -> Resolved:
-    """Count the model, bind this process to its own cores, and complete the configuration. A key that the
-    user's DeepSpeed JSON sets stays as it is. A collective, before the model is built. Raises DsftError."""
+
+def resolve(job: Job, inputs: Inputs, world: World, log: Log, found: HostFacts) -> Resolved:
+    """Count the model, bind this process to its own cores, and write the DeepSpeed configuration. found: the
+    facts that are known before the model is counted. A collective, before the model is built. Raises
+    DsftError."""
     cuts = job.layout.pipeline_stages > 1
     counted = world.first(lambda: census_from(take_census(job.spec.model, inputs.facts, cuts=cuts)))
     world.first(lambda: check_room(job, counted, inputs.around))
@@ -78,22 +82,39 @@ def resolve(job: Job, inputs: Inputs, world: World, log: Log) -> Resolved:
         log(f"trainable parameters: {counted.trained:,} of {counted.numel:,} ({share:.2%})")
     for line in untrained_rows(job.spec.model, inputs, counted):
         log(line)
-    config = _with_bucket_sizes(job, job.config, counted, log)
     cut = cut_of(job.spec.parallel, counted)
     if cut.stages > 1:
         log(f"pipeline cut: {', '.join(map(str, cut.counts))} layers")
     if job.cores is not None:
         log(job.cores.bind())
-    config = with_pinned_memory(job, config, counted, cut, world, log)
-    spec, tokens = (
-        with_checkpointing(job, counted, world, log),
-        job.layout.part(most_tokens(job.spec, job.layout)),
+    facts = replace(
+        found,
+        elements=counted.elements,
+        largest_part=largest_part(counted, job.layout.shards),
+        pin=pinning(job, counted, cut, world),
     )
+    if facts.pin is not None:
+        log(f"pin_memory: {str(facts.pin[0]).lower()}, {facts.pin[1]}")
+    for line in kept_sizes(job.file, counted.elements):
+        log(line)
+    spec = with_checkpointing(job, counted, world, log)
+    tokens = job.layout.part(most_tokens(job.spec, job.layout))
     chunks = mlp_chunks(spec, counted, tokens)
     if chunks > 1:
         log(f"MLPs: computed in {chunks} chunks of up to {-(-tokens // chunks):,} tokens")
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"mlp_chunks": chunks})})
-    return Resolved(spec, with_measured_swap(job, config, counted, world, log), counted, cut, tokens)
+    resolved = Resolved(spec, entries(job.spec, job.batch, facts, job.file), counted, cut, tokens)
+    if facts.swap:
+        check_swap(job, resolved, facts.swap, world)
+    return resolved
+
+
+def kept_sizes(file: UserConfig | None, elements: Elements) -> Iterator[str]:
+    """Yield a line for each bucket size of the user's JSON that differs from what the model's size gives."""
+    for key, size in bucket_sizes(elements):
+        given = file.values.get(f"zero_optimization.{key}", size) if file else size
+        if given != size:
+            yield f"{key}: the DeepSpeed JSON's {given:,} is used; the model's size would give {size:,}"
 
 
 def with_checkpointing(job: Job, counted: Census, world: World, log: Log) -> Spec:
@@ -153,59 +174,40 @@ def untrained_rows(model: Model, inputs: Inputs, counted: Census) -> Iterator[st
         )
 
 
-def _with_bucket_sizes(job: Job, config: Config, counted: Census, log: Log) -> Config:
-    """Fill in the bucket sizes, and report each that the user's DeepSpeed JSON sets to another value."""
-    elements = counted.elements
-    for key, size in bucket_sizes(elements):
-        given = config["zero_optimization"].get(key)
-        if key in job.decided and given != size:
-            log(f"{key}: the DeepSpeed JSON's {given:,} is used; the model's size would give {size:,}")
-    return sized(config, elements, job.decided)
-
-
-# --- page-locked memory -----------------------------------------------------------------------------------
-
-
-def with_pinned_memory(job: Job, config: Config, counted: Census, cut: Cut, world: World, log: Log) -> Config:
-    """Set pin_memory where it is left open: to true if every host has room for the pinned memory, to false if
-    not or without a GPU."""
-    left_open = tuple(_left_open(job, config))
+def pinning(job: Job, counted: Census, cut: Cut, world: World) -> tuple[bool, str] | None:
+    """Return whether offloaded states in host memory are pinned, and why: if every host has room for all that
+    its ranks would pin, and there is a GPU. None where the spec or the user's JSON says it for all of them. A
+    collective."""
+    parallel, file = job.spec.parallel, job.file.values if job.file else {}
+    left_open = [
+        section
+        for key, section in KEYS.items()
+        if (offload := getattr(parallel, key)).device == "cpu"
+        and offload.pin_memory is None
+        and f"zero_optimization.{section}.pin_memory" not in file
+    ]
     if not left_open:
-        return config
+        return None
     if world.device.type == "cpu":
-        value, reason = False, "there is no GPU to copy to"
-    else:
-        mine = locked_bytes(counted, job.spec, job.layout, world.stage, cut)
-        value, reason = may_pin(world.gather((socket.gethostname(), mine, host_memory())))
-    log(f"pin_memory: {str(value).lower()}, {reason}")
-    return with_pinning(config, dict.fromkeys(left_open, value))
-
-
-def _left_open(job: Job, config: Config) -> Iterator[str]:
-    """Yield the offload sections that use host memory and whose pin_memory neither the spec nor the user's
-    DeepSpeed JSON sets."""
-    parallel, zero = job.spec.parallel, config["zero_optimization"]
-    stated = (parallel.offload_optimizer.pin_memory, parallel.offload_parameters.pin_memory)
-    for key, of_spec in zip(SECTIONS, stated, strict=True):
-        is_there = zero.get(key, {}).get("device") == "cpu"
-        if is_there and of_spec is None and key not in job.decided:
-            yield key
+        return False, "there is no GPU to copy to"
+    mine = locked_bytes(counted, job.spec, job.layout, world.stage, cut)
+    return may_pin(world.gather((socket.gethostname(), mine, host_memory())))
 
 
 # --- disks ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def swap_folders(job: Job, world: World, log: Log) -> Iterator[Config]:
-    """Yield the configuration with swap folders of this run's own, where it offloads to NVMe. Before anything
+def swap_folders(job: Job, world: World, log: Log) -> Iterator[dict[str, str]]:
+    """Yield the run's own swap folders where it offloads to NVMe, by the key of `parallel`. Before anything
     is read or built, the disks are checked on every host and stale folders of dead runs removed; at the end,
     this run's folders are removed. Raises DsftError."""
-    keys = swap_keys(job.spec)
-    if not keys:
-        yield job.config
+    parallel = job.spec.parallel
+    paths = {key: Path(getattr(parallel, key).nvme_path).absolute() for key in swap_keys(job.spec)}
+    if not paths:
+        yield {}
         return
     nonce = world.broadcast(f"{job.spec.name}-{secrets.token_hex(4)}")
-    paths = {key: Path(_section(job.config, key)["nvme_path"]).absolute() for key in keys}
     leads = world.local_rank == 0  # the first rank of its host
 
     def check() -> list[str]:
@@ -218,85 +220,31 @@ def swap_folders(job: Job, world: World, log: Log) -> Iterator[Config]:
             log(line)
     with ExitStack() as locks:
 
-        def lock() -> dict[Path, Path]:
+        def lock() -> dict[Path, str]:
             return {
-                path: locks.enter_context(shared_swap_folder(path, nonce, job.folder.absolute()))
+                path: str(locks.enter_context(shared_swap_folder(path, nonce, job.folder.absolute())))
                 for path in sorted(set(paths.values()))
             }
 
         folders = world.each(lock)
-        config = job.config
-        for key, path in paths.items():
-            config = _with_section(config, key, {"nvme_path": str(folders[path])})
-        yield config
+        yield {key: folders[path] for key, path in paths.items()}
 
 
-def with_measured_swap(job: Job, config: Config, counted: Census, world: World, log: Log) -> Config:
-    """Check that disk space and pinnable memory suffice for the model, measure the disks, and return the
-    configuration with the aio settings and buffer size that follow. Raises DsftError."""
-    keys = swap_keys(job.spec)
-    if not keys:
-        return config
-    zero = config["zero_optimization"]
-    needs = swapped(counted, job.spec, job.layout.shards, zero["sub_group_size"])
-    folders = {key: Path(_section(config, key)["nvme_path"]) for key in keys}
+def check_swap(job: Job, resolved: Resolved, swap: Mapping[str, str], world: World) -> None:
+    """Check that disk space and pinnable memory suffice for what the run offloads to NVMe. A collective.
+    swap: as `swap_folders` yields it. Raises StorageError."""
+    sub_group = resolved.config["zero_optimization"]["sub_group_size"]
+    needs = swapped(resolved.counted, job.spec, job.layout.shards, sub_group)
     hosts = world.gather(socket.gethostname())
-    leads = world.local_rank == 0
-    parts = {"offload_optimizer": needs.states, "offload_parameters": needs.parameters}
+    bytes_of = {"offload_optimizer": needs.states, "offload_parameters": needs.parameters}
+    disks: dict[int, list[str]] = {}
+    for key, folder in swap.items():
+        disks.setdefault(os.stat(folder).st_dev, []).append(key)
 
     def fits() -> None:
-        check_locked(max(needs.locked, MEASURED))
-        ranks = hosts.count(hosts[world.rank])
-        for named in _by_disk(folders) if leads else ():
-            needed = max(ranks * sum(parts[key] for key in named), MEASURED)
-            check_swap_space(folders[named[0]], needed, f"parallel.{' and '.join(named)}.nvme_path")
+        check_locked(needs.locked)
+        for keys in disks.values() if world.local_rank == 0 else ():
+            needed = hosts.count(hosts[world.rank]) * sum(bytes_of[key] for key in keys)
+            check_swap_space(Path(swap[keys[0]]), needed, f"parallel.{' and '.join(keys)}.nvme_path")
 
     world.each(fits)
-    buffer = (
-        _section(config, "offload_parameters").get("buffer_size") if "offload_parameters" in keys else None
-    )
-    if buffer == PARAMETER_BUFFER:
-        size = {"buffer_size": largest_part(counted, job.layout.shards)}
-        config = _with_section(config, "offload_parameters", size)
-    if config["aio"] == AIO:  # else the user's JSON sets it
-        config = {**config, "aio": dict(_measured(sorted(set(folders.values())), world, leads, log))}
-    return config
-
-
-def _by_disk(folders: Mapping[str, Path]) -> list[list[str]]:
-    """Return the keys, grouped by the disk that their folders are on."""
-    found: dict[int, list[str]] = {}
-    for key, folder in folders.items():
-        found.setdefault(folder.stat().st_dev, []).append(key)
-    return list(found.values())
-
-
-def _measured(folders: list[Path], world: World, leads: bool, log: Log) -> Mapping[str, Any]:
-    """Measure the swap disks of all hosts, on the first rank of each, and return the aio settings with which
-    the slowest disk is fastest."""
-
-    def measure() -> list[tuple[list[Rates], bool]]:
-        return [rates(folder) for folder in folders] if leads else []
-
-    found = world.each(measure)
-    disks = [disk for host in world.gather(found) for disk in host]
-    best = fastest([disk for disk, _ in disks])
-    reads, writes = (min(disk[best][way] for disk, _ in disks) / 1e9 for way in (0, 1))
-    settings = SETTINGS[best]
-    how = "measured now" if any(now for _, now in disks) else "measured at an earlier start"
-    log(
-        f"aio: the slowest of {len(disks)} swap disk(s) reads {reads:.2f} GB/s and writes {writes:.2f} GB/s "
-        f"with block_size {settings['block_size']:,}, queue_depth {settings['queue_depth']} and "
-        f"intra_op_parallelism {settings['intra_op_parallelism']} ({how})"
-    )
-    return settings
-
-
-def _section(config: Config, key: str) -> Mapping[str, Any]:
-    section: Mapping[str, Any] = config["zero_optimization"][KEYS[key]]
-    return section
-
-
-def _with_section(config: Config, key: str, values: Mapping[str, Any]) -> Config:
-    zero = config["zero_optimization"]
-    return {**config, "zero_optimization": {**zero, KEYS[key]: {**zero[KEYS[key]], **values}}}

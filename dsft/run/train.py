@@ -19,6 +19,7 @@ from dsft.engine.replicas import Replicas
 from dsft.engine.world import Agreement, World
 from dsft.identity import Identity, build_identity, file_digests, input_identity, software_identity
 from dsft.inputs import Inputs, longest, read_inputs
+from dsft.plan.ds_entries import HostFacts
 from dsft.plan.schedule import batch_scale, learning_rate, total_steps
 from dsft.reference.refer import with_zeros
 from dsft.report.jsonl import read_metrics
@@ -37,13 +38,16 @@ from dsft.system.run_folder import step_folder
 from dsft.tasks.api import Run, unchanged
 from dsft.tasks.registry import task_of
 
+Start = CheckpointReader | None
+"""The checkpoint that a run resumes from; None at step 0."""
+
 
 def train(
-    job: Job, world: World, start: CheckpointReader | None, progress: Progress, log: Log, lock: FolderLock
+    job: Job, world: World, start: Start, progress: Progress, log: Log, lock: FolderLock, found: HostFacts
 ) -> Path | None:
-    """Read the data, build the engine, load `start` into it, and train to the last step. Return the
-    checkpoint that the last step wrote, or None where no step is left. Raises what `lock.check` does where
-    another job may write into the run's folder."""
+    """Read the data, build the engine, load `start` into it, and train to the last step. found: the facts
+    that are known before the model is counted. Return the checkpoint that the last step wrote, or None where
+    no step is left. Raises what `lock.check` does where another job may write into the run's folder."""
     spec, folder = job.spec, job.folder
     inputs, compared = read(job, world, start, log)
     last_step = total_steps(spec.train, len(inputs.train), job.batch.global_batch_size)
@@ -51,8 +55,8 @@ def train(
         return None
     traced = None if job.profile is None else traced_step(job.profile or None, progress.step + 1, last_step)
 
-    resolved = resolve(job, inputs, world, log)
-    for line in world.first(lambda: describe(job, resolved.config, inputs, start)):
+    resolved = resolve(job, inputs, world, log, found)
+    for line in world.first(lambda: describe(job, resolved.keys, inputs, start)):
         log(line)
     largest = longest(inputs, job.batch, spec.train, last_step)
     memory = open_memory(resolved, job, largest[0].shape.numel(), world)
@@ -100,9 +104,7 @@ def train(
     return step_folder(folder, end.step)
 
 
-def read(
-    job: Job, world: World, start: CheckpointReader | None, log: Log
-) -> tuple[Inputs, Mapping[str, Identity]]:
+def read(job: Job, world: World, start: Start, log: Log) -> tuple[Inputs, Mapping[str, Identity]]:
     """Read the inputs, and compare everything that decides the numbers between ranks and with what it was
     when `start` was saved. Return the inputs, and the identities that a later start will compare. A
     collective. Raises CheckpointError for what must be the same, and logs a warning for what may differ."""
@@ -126,7 +128,7 @@ def read(
 
 
 def resume_warnings(
-    job: Job, start: CheckpointReader | None, progress: Progress, examples: int, last_step: int
+    job: Job, start: Start, progress: Progress, examples: int, last_step: int
 ) -> Iterator[str]:
     """Yield a warning where the learning rate does not go on as it was scheduled when `start` was saved, or
     where a run that has trained before has no checkpoint. examples: in data.train."""

@@ -6,6 +6,8 @@ that fails on memory file systems and crawls on network ones, and a full disk wo
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import re
 import resource
@@ -31,8 +33,8 @@ CAP_IPC_LOCK = 14  # linux/capability.h
 
 
 def check_disk(folder: Path, key: str) -> None:
-    """Check that the folder exists, is on a disk of this host and can be written. key: of the spec, for the
-    message."""
+    """Check that the folder exists, is on a disk of this host and can be written past the page cache. key: of
+    the spec, for the message."""
     here = f"{key}: {folder} on {socket.gethostname()}"
     try:
         is_folder, exists = folder.is_dir(), folder.exists()
@@ -53,9 +55,18 @@ def check_disk(folder: Path, key: str) -> None:
             "a local disk."
         )
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, mmap.PAGESIZE) as page:
             file.write(b"\0")
+            direct = os.open(file.name, os.O_WRONLY | os.O_DIRECT)
+            try:
+                os.write(direct, page)
+            finally:
+                os.close(direct)
     except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise StorageError(
+                f"{here} supports no reads and writes past the page cache (O_DIRECT); name another folder."
+            ) from None
         raise StorageError(f"{here} cannot be written ({error.strerror}); name another folder.") from None
 
 

@@ -26,7 +26,8 @@ from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
 from dsft.objective.next_token import next_token
 from dsft.plan.census import census_from
-from dsft.plan.ds_config import deepspeed_config, sized
+from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.ds_entries import HostFacts
 from dsft.plan.memory.ranks import memory
 from dsft.plan.traffic import traffic
 from dsft.rank.environment import detect
@@ -107,7 +108,7 @@ def measure(world: World, tokens: int, length: int, chunks: int, sent: list[int]
     layout = world.layout
     spec = make_spec(layout.sequence_parallel, tokens, chunks)
     census = census_from(take_census(spec.model, FACTS, cuts=False))
-    config = sized(deepspeed_config(spec, batch_sizes(spec.train, 1)), census.elements)
+    config = deepspeed_config(spec, batch_sizes(spec.train, 1), HostFacts(census.elements))
     policy = build_model(spec.model, FACTS, 1, torch.float32, sharding=sharding_for(config, world))
     attend_per_segment(policy.causal_lm, "auto", length, exchange=exchange_of(world))
     engine: Any = build_engine(policy, spec, config, world, next_token())

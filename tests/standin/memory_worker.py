@@ -44,7 +44,8 @@ from dsft.model.config import TokenFacts
 from dsft.model.weights import DTYPES, Sharding, TensorSlots
 from dsft.objective.next_token import next_token
 from dsft.plan.census import Elements, census_from
-from dsft.plan.ds_config import deepspeed_config, sized
+from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.ds_entries import HostFacts
 from dsft.plan.memory.ranks import memory
 from dsft.plan.memory.sizes import GIB, with_device
 from dsft.rank.environment import detect
@@ -147,7 +148,7 @@ def measure(case: Case) -> dict[str, Any]:
     facts = TokenFacts(SHAPES[case.shape]["vocab_size"], 1, 2, None)
     census = census_from(take_census(spec.model, facts))
     batch = batch_sizes(spec.train, ranks.data_parallel)
-    config = sized(deepspeed_config(spec, batch), Elements(census.numel, census.trained), frozenset())
+    config = deepspeed_config(spec, batch, HostFacts(Elements(census.numel, census.trained)))
     meter = MemoryMeter(world.device)
     meter.enter("load")
     keep = sharding_for(config, world)

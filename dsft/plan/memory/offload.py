@@ -39,7 +39,6 @@ AIO_ROWS: Mapping[str, tuple[Any, str]] = {
     "overlap_events": (True, "waits for requests while others are submitted"),
     "use_gds": (False, "through the host's memory: dsft does not use GPUDirect Storage"),
 }
-AIO: Mapping[str, Any] = {key: value for key, (value, _) in AIO_ROWS.items()}
 
 
 def swap_keys(spec: Spec) -> list[str]:
@@ -52,11 +51,10 @@ KEYS = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload
 
 
 def aio_rows(spec: Spec) -> Iterator[tuple[str, Any, str]]:
-    """Yield the keys of section aio: fixed values for generated files. A run measures its disks and writes
-    the best values into its own deepspeed.json."""
+    """Yield the keys of section aio. Other values come from the user's own JSON (docs/offload.md)."""
     if swap_keys(spec):
         for key, (value, reason) in AIO_ROWS.items():
-            yield f"aio.{key}", value, f"{reason}; a run measures its disks and uses the fastest value"
+            yield f"aio.{key}", value, reason
 
 
 def optimizer_rows() -> Iterator[tuple[str, Any, str]]:
@@ -71,11 +69,15 @@ def optimizer_rows() -> Iterator[tuple[str, Any, str]]:
     )
 
 
-def parameter_rows() -> Iterator[tuple[str, Any, str]]:
-    """Yield the NVMe keys of offload_param, without the section's name."""
+def parameter_rows(largest: int | None) -> Iterator[tuple[str, Any, str]]:
+    """Yield the NVMe keys of offload_param, without the section's name. largest: elements of the largest
+    parameter's shard, None if not known."""
     yield "buffer_count", PARAMETER_BUFFERS, "parameters that are in host memory at a time"
-    reason = "elements of a buffer; a run uses the size of the largest shard"
-    yield "buffer_size", PARAMETER_BUFFER, reason
+    if largest is None:
+        reason = "elements of a buffer; a run uses the size of the largest shard"
+        yield "buffer_size", PARAMETER_BUFFER, reason
+    else:
+        yield "buffer_size", largest, "elements of a buffer: the largest parameter's shard"
     yield "max_in_cpu", 0, "elements that stay in host memory, besides tensors below 1 MiB"
 
 
@@ -123,9 +125,6 @@ def largest_part(census: Census, ranks: int) -> int:
 
 SHARE = 0.5
 """Share of a host's memory that all of its ranks together may pin."""
-
-SECTIONS = ("offload_optimizer", "offload_param")
-"""The offload sections in DeepSpeed's zero_optimization."""
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
 """Environment variable that configures torch's allocators, from torch 2.9 on. The older name
@@ -193,10 +192,3 @@ def may_pin(ranks: Sequence[tuple[str, int, int]]) -> tuple[bool, str]:
     if pinned[fullest] <= memory[fullest] * SHARE:
         return True, f"which pins {found}"
     return False, f"since it would pin {found}, more than half; pin_memory: true in the spec overrides this"
-
-
-def with_pinning(config: Mapping[str, Any], pinned: Mapping[str, bool]) -> dict[str, Any]:
-    """Return `config` with pin_memory set. pinned: one of SECTIONS -> value."""
-    zero = config["zero_optimization"]
-    sections = {key: zero[key] | {"pin_memory": value} for key, value in pinned.items()}
-    return {**config, "zero_optimization": {**zero, **sections}}

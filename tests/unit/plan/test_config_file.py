@@ -2,31 +2,48 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from dsft.errors import MissingInputError, SpecError
+from dsft.plan.census import Elements
 from dsft.plan.config_file import (
     FIXED,
     SPEC_DECIDES,
     WITHOUT_EFFECT,
-    Merged,
     merge_config_file,
 )
-from dsft.plan.ds_config import LARGEST_BUCKET, deepspeed_config
+from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.ds_entries import HostFacts
 from dsft.plan.ds_keys import unknown_keys
-from dsft.spec.batch import batch_sizes
+from dsft.spec.batch import BatchSizes, batch_sizes
 from dsft.spec.not_offered import NOT_OFFERED
+from dsft.spec.schema import Spec
+
+
+class Merged(NamedTuple):
+    """A spec merged with a file, and the configuration that follows."""
+
+    spec: Spec
+    config: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def merged_with(
+    spec: Spec, batch: BatchSizes, path: Path, facts: HostFacts | None = None, **keys: Any
+) -> Merged:
+    spec, file = merge_config_file(spec, batch, path, **keys)
+    return Merged(spec, deepspeed_config(spec, batch, facts, file), file.notes)
 
 
 @pytest.fixture
 def merge(tmp_path: Path, make_spec: Any) -> Any:
-    def run(file: Any, *, strict: bool = False, **sections: Any) -> Merged:
+    def run(file: Any, *, strict: bool = False, facts: HostFacts | None = None, **sections: Any) -> Merged:
         path = tmp_path / "zero3.json"
         path.write_text(file if isinstance(file, str) else json.dumps(file))
         spec = make_spec(**sections)
-        return merge_config_file(spec, batch_sizes(spec.train, 4), path, strict=strict)
+        return merged_with(spec, batch_sizes(spec.train, 4), path, facts, strict=strict)
 
     return run
 
@@ -94,7 +111,7 @@ def test_the_loss_scale_of_fp16_is_dsfts_own(make_spec: Any, tmp_path: Path) -> 
     path = tmp_path / "zero2.json"
     path.write_text(json.dumps({"fp16": {"enabled": True, "loss_scale": 128, "min_loss_scale": 1}}))
     spec = make_spec(train={"global_batch_size": 24, "micro_batch_size": 2, "precision": "fp16"})
-    merged = merge_config_file(spec, batch_sizes(spec.train, 4), path)
+    merged = merged_with(spec, batch_sizes(spec.train, 4), path)
     assert merged.config["fp16"] == deepspeed_config(spec, batch_sizes(spec.train, 4))["fp16"]
     assert merged.notes == ("zero2.json: fp16.loss_scale 128, but the spec's 0 is used",)
 
@@ -131,7 +148,7 @@ def test_the_examples_of_a_step_count_once_for_each_rank_of_a_group(make_spec: A
 
     def notes(size: int) -> tuple[str, ...]:
         path.write_text(json.dumps({"train_batch_size": size}))
-        return merge_config_file(spec, batch_sizes(spec.train, 2, sequence_parallel=2), path).notes
+        return merged_with(spec, batch_sizes(spec.train, 2, sequence_parallel=2), path).notes
 
     assert notes(24) == ()
     assert notes(12) == (
@@ -274,12 +291,35 @@ def test_files_that_cannot_be_used(merge: Any, file: Any, problem: str) -> None:
     assert problem in str(error.value)
 
 
-def test_the_keys_that_the_file_decides_are_named(merge: Any) -> None:
-    """An "auto" bucket is sized by the model, a number is kept."""
+def test_a_number_of_the_file_is_kept_and_an_auto_is_sized_by_the_model(merge: Any) -> None:
     zero = {"stage": 2, "reduce_bucket_size": 1000, "allgather_bucket_size": "auto"}
-    merged = merge({"zero_optimization": zero})
-    assert merged.decided == {"stage", "reduce_bucket_size"}
-    assert merged.config["zero_optimization"]["allgather_bucket_size"] == LARGEST_BUCKET
+    config = merge({"zero_optimization": zero}, facts=HostFacts(Elements(8_000_000, 8_000_000))).config
+    assert config["zero_optimization"]["reduce_bucket_size"] == 1000
+    assert config["zero_optimization"]["allgather_bucket_size"] == 2_000_000
+
+
+def test_a_file_with_a_disk_gets_the_runs_own_folder_and_the_models_buffers(merge: Any) -> None:
+    disk = {"device": "nvme", "nvme_path": "/disk"}
+    zero = {"stage": 3, "offload_param": {**disk, "buffer_count": 7}, "offload_optimizer": disk}
+    own = {"offload_parameters": "/disk/own", "offload_optimizer": "/disk/own"}
+    found = merge(
+        {"zero_optimization": zero, "aio": {"queue_depth": 64}},
+        facts=HostFacts(largest_part=3000, swap=own),
+        train={"precision": "bf16"},
+    )
+    assert found.spec.parallel.offload_parameters.nvme_path == "/disk"
+    parameters = found.config["zero_optimization"]["offload_param"]
+    assert [parameters[key] for key in ("nvme_path", "buffer_count", "buffer_size")] == ["/disk/own", 7, 3000]
+    assert found.config["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/disk/own"
+    assert (found.config["aio"]["queue_depth"], found.config["aio"]["block_size"]) == (64, 1_048_576)
+
+
+def test_where_the_file_says_nothing_of_pinning_the_host_decides(merge: Any) -> None:
+    facts = HostFacts(pin=(False, "no room"))
+    for said, expected in (({}, False), ({"pin_memory": True}, True)):
+        zero = {"stage": 3, "offload_optimizer": {"device": "cpu", **said}}
+        config = merge({"zero_optimization": zero}, facts=facts).config
+        assert config["zero_optimization"]["offload_optimizer"]["pin_memory"] is expected
 
 
 def test_a_file_that_is_not_there(make_spec: Any, tmp_path: Path) -> None:

@@ -1,20 +1,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from dsft.plan.ds_config import (
-    ABSENT,
-    LARGEST_BUCKET,
-    SMALLEST_BUCKET,
-    Elements,
-    bucket_size,
-    deepspeed_config,
-    entries,
-    sized,
-)
+from dsft.plan.census import Elements
+from dsft.plan.ds_config import LARGEST_BUCKET, SMALLEST_BUCKET, bucket_size, deepspeed_config, entries
+from dsft.plan.ds_entries import ABSENT, HostFacts, UserConfig, nested
 from dsft.spec.batch import batch_sizes
 
 CASES = [
@@ -167,26 +161,78 @@ def test_a_bucket_is_a_quarter_of_the_model_within_bounds(elements: int | None, 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_buckets_sized_at_the_start_of_a_run_are_those_of_the_generated_file(
-    make_spec: Any, stage: int
-) -> None:
-    spec, elements = make_spec(parallel={"zero_stage": stage}), Elements(40_000_000, 8_000_000)
-    generated = deepspeed_config(spec, None, elements)
-    assert sized(deepspeed_config(spec, None), elements) == generated
-    zero = generated["zero_optimization"]
+def test_buckets_have_the_size_that_the_model_gives(make_spec: Any, stage: int) -> None:
+    facts = HostFacts(Elements(40_000_000, 8_000_000))
+    zero = deepspeed_config(make_spec(parallel={"zero_stage": stage}), None, facts)["zero_optimization"]
     assert zero.get("reduce_bucket_size") == (None if stage == 0 else 2_000_000)
     assert zero.get("stage3_prefetch_bucket_size") == (10_000_000 if stage == 3 else None)
 
 
-def test_buckets_that_a_file_decides_are_kept(make_spec: Any) -> None:
-    config = deepspeed_config(make_spec(parallel={"zero_stage": 2}), None)
-    zero = sized(config, Elements(100, 100), fixed={"reduce_bucket_size"})["zero_optimization"]
-    assert (zero["reduce_bucket_size"], zero["allgather_bucket_size"]) == (LARGEST_BUCKET, 100)
-    assert config["zero_optimization"]["allgather_bucket_size"] == LARGEST_BUCKET
+def test_what_the_users_file_decides_is_kept_and_the_reason_names_the_file(make_spec: Any) -> None:
+    spec, facts = make_spec(parallel={"zero_stage": 2}), HostFacts(Elements(100, 100))
+    values = {
+        "zero_optimization.reduce_bucket_size": 4096,
+        "comms_logger.enabled": True,
+        "log_level": "warning",
+    }
+    found = {one.key: one for one in entries(spec, None, facts, UserConfig("mine.json", values))}
+    assert found["zero_optimization.allgather_bucket_size"].value == 100
+    size, logger = found["zero_optimization.reduce_bucket_size"], found["comms_logger.enabled"]
+    assert size.value == 4096
+    assert size.reason.startswith("mine.json sets it; without the file 100: elements per reduction")
+    assert (logger.value, logger.reason) == (True, "mine.json sets it")
+    assert "mine.json" not in found["log_level"].reason, "the same value as without the file"
+    assert list(found)[-1] == "comms_logger.enabled"
+
+
+OFFLOADS = {"zero_stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_parameters": {"device": "cpu"}}
+DISK = {"device": "nvme", "nvme_path": "/disk"}
+ON_DISK = {"zero_stage": 3, "offload_optimizer": DISK, "offload_parameters": DISK}
+FOUND = HostFacts(
+    Elements(4_000_000, 4_000_000), 1000, (False, "no room"), {"offload_parameters": "/disk/own"}, True
+)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "expected"),
+    [
+        (OFFLOADS, {
+            "offload_optimizer.pin_memory": (False, "no room"),
+            "offload_param.pin_memory": (False, "no room"),
+            "reduce_bucket_size": (1_000_000, "a quarter of the 4,000,000"),
+            "zero_force_ds_cpu_optimizer": (True, "CPU Adam is there"),
+        }),
+        ({**OFFLOADS, "offload_parameters": {"device": "cpu", "pin_memory": True}}, {
+            "offload_optimizer.pin_memory": (False, "no room"),
+            "offload_param.pin_memory": (True, "parallel.offload_parameters.pin_memory"),
+        }),
+        (ON_DISK, {
+            "offload_optimizer.nvme_path": ("/disk", "parallel.offload_optimizer.nvme_path"),
+            "offload_optimizer.pin_memory": (True, "faster copies"),
+            "offload_param.nvme_path": ("/disk/own", "this run's own folder"),
+            "offload_param.buffer_size": (1000, "the largest parameter's shard"),
+            "stage3_prefetch_bucket_size": (0, "no prefetch"),
+        }),
+    ],
+)  # fmt: skip
+def test_facts_of_the_host_decide_values_and_reasons(
+    make_spec: Any, parallel: dict[str, Any], expected: dict[str, tuple[Any, str]]
+) -> None:
+    spec = make_spec(parallel=parallel)
+    facts = FOUND if parallel is ON_DISK else replace(FOUND, swap={})
+    rows = entries(spec, None, facts)
+    found = {entry.key.removeprefix("zero_optimization."): entry for entry in rows}
+    for key, (value, reason) in expected.items():
+        assert found[key].value == value and reason in found[key].reason, key
+    assert [entry.key for entry in rows] == [entry.key for entry in entries(spec, None)], "the same keys"
+    assert nested(rows) == deepspeed_config(spec, None, facts)
 
 
 def test_the_reason_of_a_bucket_has_the_numbers(make_spec: Any) -> None:
-    reasons = {e.key: e.reason for e in entries(make_spec(parallel={"zero_stage": 2}), None, Elements(9, 8))}
+    reasons = {
+        e.key: e.reason
+        for e in entries(make_spec(parallel={"zero_stage": 2}), None, HostFacts(Elements(9, 8)))
+    }
     assert "8 trained ones" in reasons["zero_optimization.reduce_bucket_size"]
     unknown = {e.key: e.reason for e in entries(make_spec(parallel={"zero_stage": 2}), None)}
     assert "a run computes it from the model" in unknown["zero_optimization.reduce_bucket_size"]

@@ -170,7 +170,7 @@ def test_unknown_and_removed_keys_are_named() -> None:
         "zero_optimisation": {"stage": 3},
         "elasticity": {},
         "zero_optimization": {"stages": 3, "offload_optimizer": {"devise": "cpu"}},
-        "aio": {"thread_count": 1},
+        "aio": {"thread_count": 1, "num_threads": 1},
         "xyzzy": 1,
         "optimizer": {"type": "AdamW", "params": {"whatever": 1}},
     }
@@ -181,6 +181,7 @@ def test_unknown_and_removed_keys_are_named() -> None:
         "zero_optimization.offload_optimizer.devise: DeepSpeed does not know this key; did you mean "
         "zero_optimization.offload_optimizer.device?",
         "aio.thread_count: DeepSpeed calls it intra_op_parallelism; write that, or leave it out",
+        "aio.num_threads: DeepSpeed calls it intra_op_parallelism; write that, or leave it out",
         "xyzzy: DeepSpeed does not know this key; leave it out",
     ]
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from dsft.plan.census import Census, Elements, Parameter
-from dsft.plan.ds_config import deepspeed_config, sized
+from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.ds_entries import HostFacts
 from dsft.plan.ds_keys import unknown_keys
-from dsft.plan.memory.offload import AIO, swapped
+from dsft.plan.memory.offload import AIO_ROWS, swapped
 
 DISK = {"device": "nvme", "nvme_path": "/disk"}
 STATES = {"zero_stage": 3, "offload_optimizer": DISK}
@@ -40,7 +41,7 @@ def test_deepspeed_takes_the_keys_and_dsft_knows_them(make_spec: Any) -> None:
         5,
         0,
     )
-    assert parsed.aio_config == dict(AIO)
+    assert parsed.aio_config == {key: value for key, (value, _) in AIO_ROWS.items()}
 
 
 def test_no_key_of_a_disk_without_one(make_spec: Any) -> None:
@@ -52,7 +53,7 @@ def test_no_key_of_a_disk_without_one(make_spec: Any) -> None:
 
 
 def test_parameters_on_a_disk_are_not_read_ahead_whatever_the_model(make_spec: Any) -> None:
-    config = sized(deepspeed_config(make_spec(parallel=BOTH), None), Elements(10**9, 10**9))
+    config = deepspeed_config(make_spec(parallel=BOTH), None, HostFacts(Elements(10**9, 10**9)))
     zero = config["zero_optimization"]
     assert (zero["stage3_prefetch_bucket_size"], zero["stage3_max_reuse_distance"]) == (0, 0)
     assert zero["reduce_bucket_size"] == 50_000_000, "what else is sized by the model is"

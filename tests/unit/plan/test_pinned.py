@@ -8,7 +8,7 @@ import pytest
 
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import Cut
-from dsft.plan.memory.offload import allocator, locked_bytes, may_pin, with_pinning
+from dsft.plan.memory.offload import allocator, locked_bytes, may_pin
 from dsft.plan.memory.sizes import GIB
 from dsft.spec.layout import Layout
 
@@ -53,15 +53,6 @@ def test_all_ranks_of_a_host_count_and_one_full_host_is_enough() -> None:
     value, reason = may_pin([("a", 30 * GIB, 128 * GIB), ("a", 35 * GIB, 128 * GIB), ("b", GIB, 4 * GIB)])
     assert not value and reason.startswith("since it would pin 65.0 GiB of a's 128.0 GiB, more than half;")
     assert not may_pin([("a", 1, 128 * GIB), ("b", 3 * GIB, 4 * GIB)])[0]
-
-
-def test_only_what_is_named_is_changed() -> None:
-    section = {"device": "cpu", "pin_memory": True}
-    config = {"a": 1, "zero_optimization": {"stage": 3, "offload_param": section}}
-    changed = with_pinning(config, {"offload_param": False})
-    assert changed["a"] == 1 and changed["zero_optimization"]["stage"] == 3
-    assert changed["zero_optimization"]["offload_param"] == {"device": "cpu", "pin_memory": False}
-    assert section["pin_memory"]
 
 
 def test_torch_is_told_to_grow_segments_and_to_lock_no_more_than_it_is_asked_for(make_spec: Any) -> None:

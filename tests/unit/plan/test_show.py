@@ -9,10 +9,13 @@ import pytest
 from dsft.errors import SpecError
 from dsft.plan.build import Plan, RankRange, build_plan, rank_ranges
 from dsft.plan.census import Census, Parameter
+from dsft.plan.ds_config import entries
+from dsft.plan.ds_entries import HostFacts
 from dsft.plan.memory.ranks import PROCESS, WITH_ZERO
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.show import as_mapping, parts
 from dsft.plan.tables import heading, rendered
+from dsft.report.folder import Provenance, write_folder
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 
@@ -275,3 +278,28 @@ def test_the_attention_of_packed_rows_is_named(
     silent = [spec | {"data": {"max_length": 128}}, spec | {"cluster": {"hosts": {"a": 1}}}]
     for given in (*silent, spec | {"model": {"attention": "sdpa"}}):
         assert "Attention of packed rows" not in text(build_plan(make_spec(**given)))
+
+
+def test_explain_shows_what_a_run_was_started_with_and_why(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = plan(parallel={"zero_stage": 3, "offload_optimizer": {"device": "cpu"}})
+    folder = tmp_path / made.spec.output_dir / made.spec.name
+    facts = HostFacts(CENSUS.elements, pin=(False, "there is no GPU to copy to"))
+    started = entries(made.spec, made.batch, facts)
+
+    def shown() -> str:
+        return text(made, explain=True, width=1000).partition("DeepSpeed, of the run")[2]
+
+    assert shown() == ""
+    write_folder(folder, Provenance("", started, None, ()))
+    assert "pin_memory false there is no GPU to copy to" in " ".join(shown().split())
+    assert "zero_optimization.stage" not in shown(), "as in the plan"
+    for name in ("deepspeed.json", "deepspeed.reasons.json"):
+        before = (folder / name).read_text()
+        for damaged in ("{", "[1]", '{"a": 1}', '{"a.b": 1}'):
+            (folder / name).write_text(damaged)
+            assert shown() == "", (name, damaged)
+        (folder / name).write_text(before)
+    assert shown() != ""

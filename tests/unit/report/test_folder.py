@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from dsft.errors import LockedError
+from dsft.plan.ds_entries import ConfigEntry, entries_of_run
 from dsft.report.folder import Provenance, check_folder, write_folder
 
 SPEC = "name: x\ncluster:\n  hosts: {a: 1}\n  env:\n    HF_TOKEN: canary-in-spec\n    NCCL_DEBUG: WARN\n"
@@ -18,11 +19,15 @@ SPEC = "name: x\ncluster:\n  hosts: {a: 1}\n  env:\n    HF_TOKEN: canary-in-spec
 
 def test_what_a_run_leaves(tmp_path: Path) -> None:
     origin = Provenance(
-        SPEC, {"zero_optimization": {"stage": 2}}, "a slots=1\n", ["dsft/train.py", "a b", "x=1"]
+        SPEC,
+        [ConfigEntry("zero_optimization.stage", 2, "why")],
+        "a slots=1\n",
+        ["dsft/train.py", "a b", "x=1"],
     )
     write_folder(tmp_path, origin)
     write_folder(tmp_path, origin)
     assert json.loads((tmp_path / "deepspeed.json").read_text()) == {"zero_optimization": {"stage": 2}}
+    assert entries_of_run(tmp_path) == (ConfigEntry("zero_optimization.stage", 2, "why"),)
     assert (tmp_path / "hostfile").read_text() == "a slots=1\n"
     env = yaml.safe_load((tmp_path / "spec.yaml").read_text())["cluster"]["env"]
     assert env == {"HF_TOKEN": "(hidden)", "NCCL_DEBUG": "WARN"}  # still a spec
@@ -39,12 +44,12 @@ def test_files_that_no_run_wrote_are_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(LockedError, match=r"that no run wrote.*\(spec.yaml\); choose another name"):
         check_folder(tmp_path)
     (tmp_path / "spec.yaml").unlink()
-    write_folder(tmp_path, Provenance(SPEC, {}, None, ["x"]))
+    write_folder(tmp_path, Provenance(SPEC, (), None, ["x"]))
     check_folder(tmp_path)
 
 
 def test_a_run_without_a_hostfile_leaves_none(tmp_path: Path) -> None:
-    write_folder(tmp_path, Provenance(SPEC, {}, None, ["x"]))
+    write_folder(tmp_path, Provenance(SPEC, (), None, ["x"]))
     assert not (tmp_path / "hostfile").exists() and not (tmp_path / "data.json").exists()
 
 
@@ -52,7 +57,7 @@ def test_the_account_of_the_rows_is_kept(tmp_path: Path) -> None:
     account = {
         "train": {"total": {"tokens": 5, "trained_tokens": 3}, "sources": {"web": {"path": "a.jsonl"}}}
     }
-    write_folder(tmp_path, Provenance(SPEC, {}, None, ["x"], account, {"zero_optimization": {"stage": 3}}))
+    write_folder(tmp_path, Provenance(SPEC, (), None, ["x"], account, {"zero_optimization": {"stage": 3}}))
     assert json.loads((tmp_path / "reference.deepspeed.json").read_text())["zero_optimization"]["stage"] == 3
     assert json.loads((tmp_path / "data.json").read_text()) == account
 
@@ -61,7 +66,7 @@ def test_under_a_umask_that_lets_nobody_else_read_every_file_is_the_users_own(tm
     before = os.umask(0o077)
     try:
         (tmp_path / "run").mkdir()
-        write_folder(tmp_path / "run", Provenance(SPEC, {}, "node1 slots=1\n", ["x"], {}))
+        write_folder(tmp_path / "run", Provenance(SPEC, (), "node1 slots=1\n", ["x"], {}))
     finally:
         os.umask(before)
     made = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
@@ -78,7 +83,8 @@ def test_no_secret_in_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "data.train.0.path=https://user:canary-4@host/x.jsonl", "a=canary-wandb/b",
     ]  # fmt: skip
     config = {"path": "/x/canary-aws", "token": "canary-5"}
-    write_folder(tmp_path, Provenance(SPEC, config, "canary-hf slots=1\n", command, config, config))
+    keys = [ConfigEntry(key, value, value) for key, value in config.items()]
+    write_folder(tmp_path, Provenance(SPEC, keys, "canary-hf slots=1\n", command, config, config))
     assert (tmp_path / "hostfile").read_text() == "(hidden) slots=1\n"
     for path in filter(Path.is_file, tmp_path.rglob("*")):
         assert "canary" not in path.read_text(encoding="utf-8"), path.name

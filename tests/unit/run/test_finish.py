@@ -67,12 +67,11 @@ def described(base: Path, rows: dict[str, Any], out: Path) -> tuple[list[str], A
     job = Job(
         spec=made,
         batch=batch_sizes(made.train, 1, made.data, made.task),
-        config={},
         launched=launched,
         layout=layout_of(made.parallel, 1),
         command=["train.py"],
     )
-    lines = describe(job, job.config, read_inputs(made, lambda text: None), None)
+    lines = describe(job, (), read_inputs(made, lambda text: None), None)
     return lines, GenerationConfig.from_pretrained(job.model_folder).eos_token_id
 
 

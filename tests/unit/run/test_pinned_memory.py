@@ -10,11 +10,11 @@ import torch
 
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import Cut
-from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.ds_entries import UserConfig
 from dsft.rank.environment import Launched
 from dsft.run import resolve
 from dsft.run.job import Job
-from dsft.run.resolve import with_pinned_memory
+from dsft.run.resolve import pinning
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
@@ -22,7 +22,7 @@ from dsft.spec.schema import Spec
 COUNTED = Census("X", 1, None, (Parameter("w", (1000, 1000), 0, False, ()),))  # 10 MB locked at ZeRO 1
 
 
-def job(offload: dict[str, Any], decided: frozenset[str] = frozenset()) -> Job:
+def job(offload: dict[str, Any], file: UserConfig | None = None) -> Job:
     spec = Spec.model_validate(
         {
             "name": "small",
@@ -36,42 +36,37 @@ def job(offload: dict[str, Any], decided: frozenset[str] = frozenset()) -> Job:
     )
     batch = batch_sizes(spec.train, 1)
     launched = Launched("python", 0, 1, 0, "127.0.0.1", 1)
-    config = deepspeed_config(spec, batch)
-    return Job(spec=spec, batch=batch, config=config, launched=launched, layout=Layout(1, 1), decided=decided)
+    return Job(spec=spec, batch=batch, launched=launched, layout=Layout(1, 1), file=file)
 
 
-def decide(before: Job, device: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
+def decide(job: Job, device: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, str] | None:
     monkeypatch.setattr(resolve, "host_memory", lambda: memory)
     world: Any = SimpleNamespace(stage=0, device=torch.device(device), gather=lambda mine: [mine])
-    said: list[str] = []
-    config = with_pinned_memory(before, before.config, COUNTED, Cut((1,)), world, said.append)
-    section = config["zero_optimization"]
-    return section.get("offload_optimizer", {}).get("pin_memory"), said
+    return pinning(job, COUNTED, Cut((1,)), world)
 
 
 @pytest.mark.parametrize(("memory", "expected"), [(20_000_000, True), (19_000_000, False)])
 def test_half_of_the_hosts_memory_may_be_locked(
     memory: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    value, said = decide(job({"device": "cpu"}), "cuda", memory, monkeypatch)
-    assert value is expected
-    assert len(said) == 1 and said[0].startswith(f"pin_memory: {str(expected).lower()}, ")
+    found = decide(job({"device": "cpu"}), "cuda", memory, monkeypatch)
+    assert found is not None and found[0] is expected and "0.0 GiB of" in found[1]
 
 
 def test_nothing_is_locked_where_nothing_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    value, said = decide(job({"device": "cpu"}), "cpu", 2**40, monkeypatch)
-    assert value is False and said == ["pin_memory: false, there is no GPU to copy to"]
+    found = decide(job({"device": "cpu"}), "cpu", 2**40, monkeypatch)
+    assert found == (False, "there is no GPU to copy to")
 
 
 @pytest.mark.parametrize("value", [True, False])
 def test_the_spec_decides(value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decide(job({"device": "cpu", "pin_memory": value}), "cuda", 1, monkeypatch) == (value, [])
+    assert decide(job({"device": "cpu", "pin_memory": value}), "cuda", 1, monkeypatch) is None
 
 
 def test_a_deepspeed_json_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = job({"device": "cpu"}, frozenset({"offload_optimizer"}))
-    assert decide(before, "cuda", 1, monkeypatch) == (True, [])
+    of_file = UserConfig("mine.json", {"zero_optimization.offload_optimizer.pin_memory": True})
+    assert decide(job({"device": "cpu"}, of_file), "cuda", 1, monkeypatch) is None
 
 
 def test_there_is_nothing_to_say_without_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decide(job({"device": "none"}), "cuda", 1, monkeypatch) == (None, [])
+    assert decide(job({"device": "none"}), "cuda", 1, monkeypatch) is None

@@ -11,7 +11,8 @@ import pytest
 
 from dsft.errors import StorageError
 from dsft.plan.census import Census, Parameter
-from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.cut import Cut
+from dsft.plan.ds_config import entries
 from dsft.rank.environment import Launched
 from dsft.run import resolve
 from dsft.run.job import Job
@@ -44,8 +45,7 @@ def job(folder: Path) -> Job:
     )
     batch = batch_sizes(spec.train, 1)
     launched = Launched("python", 0, 1, 0, "127.0.0.1", 1)
-    config = deepspeed_config(spec, batch)
-    return Job(spec=spec, batch=batch, config=config, launched=launched, layout=Layout(1, 1))
+    return Job(spec=spec, batch=batch, launched=launched, layout=Layout(1, 1))
 
 
 @pytest.mark.parametrize(("free", "fits"), [(STATES + PARAMETERS, True), (STATES + PARAMETERS - 1, False)])
@@ -54,11 +54,12 @@ def test_two_folders_of_one_disk_share_its_space(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     monkeypatch.setattr(resolve, "check_locked", lambda needed: None)
-    monkeypatch.setattr(resolve, "_measured", lambda *arguments: {})
     world: Any = SimpleNamespace(rank=0, local_rank=0, gather=lambda mine: [mine], each=lambda work: work())
-    before = job(tmp_path)
+    made = job(tmp_path)
+    resolved = resolve.Resolved(made.spec, entries(made.spec, made.batch), COUNTED, Cut((1,)), 1)
+    swap = {"offload_optimizer": str(tmp_path / "states"), "offload_parameters": str(tmp_path / "parameters")}
     if fits:
-        resolve.with_measured_swap(before, before.config, COUNTED, world, print)
+        resolve.check_swap(made, resolved, swap, world)
         return
     with pytest.raises(StorageError, match="offload_optimizer and offload_parameters"):
-        resolve.with_measured_swap(before, before.config, COUNTED, world, print)
+        resolve.check_swap(made, resolved, swap, world)

@@ -9,6 +9,7 @@ import pytest
 
 from dsft.errors import SpecError
 from dsft.plan.config_file import merge_config_file
+from dsft.plan.ds_config import deepspeed_config
 from dsft.spec.aliases import ALIASES, VALUES, fields, keys, suggestion
 from dsft.spec.architecture import model_findings
 from dsft.spec.not_offered import NOT_OFFERED, feature_of_key, feature_of_value, in_json, is_off
@@ -116,9 +117,10 @@ def test_a_file_with_all_of_it_off_is_taken(tmp_path: Path) -> None:
     }
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(file))
-    merged = merge_config_file(SPEC, None, path)
-    assert not {"compile", "tensor_parallel", "sequence_parallel_size"} & merged.config.keys()
-    assert merged.config["zero_optimization"]["zero_hpz_partition_size"] == 1
+    spec, decided = merge_config_file(SPEC, None, path)
+    config = deepspeed_config(spec, None, file=decided)
+    assert not {"compile", "tensor_parallel", "sequence_parallel_size"} & config.keys()
+    assert config["zero_optimization"]["zero_hpz_partition_size"] == 1
 
 
 def test_what_is_off() -> None:

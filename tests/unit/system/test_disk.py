@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,22 @@ def test_a_folder_that_is_not_there_or_none_or_not_writable(
     assert list(tmp_path.iterdir()) == [tmp_path / "file"], "looking leaves nothing behind"
     with pytest.raises(StorageError, match="cannot be written"):
         disk.check_disk(Path("/proc/self/task"), "nvme_path")
+
+
+def test_a_disk_without_direct_reads_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed would stop at its first swap, in the first step."""
+    monkeypatch.setattr(disk, "file_system", lambda folder: "ext4")
+    opens = os.open
+
+    def refuses(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return opens(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuses)
+    with pytest.raises(StorageError, match=r"nvme_path: .* supports no reads and writes past the page cache"):
+        disk.check_disk(tmp_path, "nvme_path")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_reached(tmp_path: Path) -> None:
