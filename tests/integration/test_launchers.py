@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import TRAIN, command, records, shows_traceback, train, trained, write_spec
+from tests.integration.runs import TRAIN, command, records, shows_traceback, trained, write_spec
 from tests.launching import forked, torchrun
 
 
@@ -53,17 +53,37 @@ def test_the_bare_command_runs_the_quickstart_from_any_folder(tmp_path: Path) ->
     assert "train/loss went from" in said.stdout
 
 
+RECORDING = """
+import json, runpy, sys, deepspeed
+initialize = deepspeed.initialize
+def recorded(*, config, **rest):
+    with open("given.json", "w") as file:
+        json.dump(config, file)
+    return initialize(config=config, **rest)
+deepspeed.initialize = recorded
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a program, and writes the configuration that it gives to DeepSpeed into given.json."""
+
+
 def test_a_deepspeed_json_decides_how(tmp_path: Path) -> None:
     spec = write_spec(tmp_path)
     chosen = tmp_path / "zero3.json"
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": 5000}
     chosen.write_text(
-        json.dumps({"zero_optimization": {"stage": 3}, "train_batch_size": 16, "gradient_clipping": "auto"})
+        json.dumps({"zero_optimization": zero, "train_batch_size": 16, "gradient_clipping": "auto"})
     )
     options = ["train.max_steps=1", "--deepspeed_config", str(chosen)]
-    result = train(spec, *options)
+    result = command(["python", "-c", RECORDING, str(TRAIN), str(spec), *options], cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "zero3.json: train_batch_size 16" in result.stdout
+    assert "stage3_prefetch_bucket_size: the DeepSpeed JSON's 5,000 is used" in result.stdout
     config = json.loads((tmp_path / "runs" / "small" / "deepspeed.json").read_text())
+    assert config == json.loads((tmp_path / "given.json").read_text())
+    reasons = json.loads((tmp_path / "runs" / "small" / "deepspeed.reasons.json").read_text())
+    assert "a quarter of the" in reasons["zero_optimization.reduce_bucket_size"]
+    assert reasons["zero_optimization.stage3_prefetch_bucket_size"].startswith("zero3.json sets it; without")
     assert config["zero_optimization"]["stage"] == 3
     assert (config["train_batch_size"], config["gradient_clipping"]) == (12, 1.0)
     assert "zero_stage: 3" in (tmp_path / "runs" / "small" / "spec.yaml").read_text()
