@@ -58,7 +58,7 @@ from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.engine import state
 from dsft.engine.build import build_engine
 from dsft.engine.frozen import build_frozen_engine
-from dsft.engine.ops import CPU_ADAM, prepare_ops
+from dsft.engine.ops import prepare_ops
 from dsft.engine.partition import sharding_for
 from dsft.engine.self_check import check_packing, check_split
 from dsft.engine.split import exchange_of
@@ -75,6 +75,7 @@ from dsft.objective.api import Objective, means
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
 from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.ds_entries import HostFacts
 from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 from dsft.plan.reference import reference_config, reference_model
 from dsft.rank.environment import detect
@@ -175,16 +176,15 @@ def run(case: Case, world: World) -> dict[str, Any]:
 
 def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]:
     """This rank's part of the model, and the DeepSpeed configuration."""
-    config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
+    built = prepare_ops(spec, world, print)  # as a run does: compiled once for all tests, not by DeepSpeed
+    facts = HostFacts(cpu_adam=False if case.torch_adam else built)
+    config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel), facts)
     for key in BUCKETS & config["zero_optimization"].keys():  # several, and one tensor larger than any
         config["zero_optimization"][key] = 2_000
     if case.zero_stage == 3:  # else so small a model is kept whole on every rank, in one group
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}
     if case.on_disk:
         swap_small_tensors(config)
-    if case.torch_adam:
-        config[CPU_ADAM] = False
-    prepare_ops(spec, config, world, print)  # as a run does: compiled once for all tests, not by DeepSpeed
     policy = build_model(
         spec.model, FACTS, SEED, DTYPES[case.precision], world.stage, case.cut, sharding_for(config, world)
     )
