@@ -33,14 +33,7 @@ from dsft.plan.cut import Cut, cut_of
 from dsft.plan.ds_config import bucket_sizes, entries
 from dsft.plan.ds_entries import ConfigEntry, HostFacts, UserConfig, nested
 from dsft.plan.memory.layer import mlp_chunks
-from dsft.plan.memory.offload import (
-    KEYS,
-    largest_part,
-    locked_bytes,
-    may_pin,
-    swap_keys,
-    swapped,
-)
+from dsft.plan.memory.offload import largest_part, locked_bytes, may_pin, swap_keys, swapped
 from dsft.plan.memory.ranks import most_tokens
 from dsft.plan.memory.sizes import runs_on_cpu, saved_bytes, with_device
 from dsft.rank.swap import remove_stale_folders, shared_swap_folder
@@ -93,7 +86,8 @@ def resolve(job: Job, inputs: Inputs, world: World, log: Log, found: HostFacts) 
         largest_part=largest_part(counted, job.layout.shards),
         pin=pinning(job, counted, cut, world),
     )
-    if facts.pin is not None:
+    keys = entries(job.spec, job.batch, facts, job.file)
+    if facts.pin is not None and facts.pin[1] in {entry.reason for entry in keys}:
         log(f"pin_memory: {str(facts.pin[0]).lower()}, {facts.pin[1]}")
     for line in kept_sizes(job.file, counted.elements):
         log(line)
@@ -103,7 +97,7 @@ def resolve(job: Job, inputs: Inputs, world: World, log: Log, found: HostFacts) 
     if chunks > 1:
         log(f"MLPs: computed in {chunks} chunks of up to {-(-tokens // chunks):,} tokens")
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"mlp_chunks": chunks})})
-    resolved = Resolved(spec, entries(job.spec, job.batch, facts, job.file), counted, cut, tokens)
+    resolved = Resolved(spec, keys, counted, cut, tokens)
     if facts.swap:
         check_swap(job, resolved, facts.swap, world)
     return resolved
@@ -176,17 +170,9 @@ def untrained_rows(model: Model, inputs: Inputs, counted: Census) -> Iterator[st
 
 def pinning(job: Job, counted: Census, cut: Cut, world: World) -> tuple[bool, str] | None:
     """Return whether offloaded states in host memory are pinned, and why: if every host has room for all that
-    its ranks would pin, and there is a GPU. None where the spec or the user's JSON says it for all of them. A
-    collective."""
-    parallel, file = job.spec.parallel, job.file.values if job.file else {}
-    left_open = [
-        section
-        for key, section in KEYS.items()
-        if (offload := getattr(parallel, key)).device == "cpu"
-        and offload.pin_memory is None
-        and f"zero_optimization.{section}.pin_memory" not in file
-    ]
-    if not left_open:
+    its ranks would pin, and there is a GPU. None where nothing is offloaded to host memory. A collective."""
+    parallel = job.spec.parallel
+    if "cpu" not in (parallel.offload_optimizer.device, parallel.offload_parameters.device):
         return None
     if world.device.type == "cpu":
         return False, "there is no GPU to copy to"

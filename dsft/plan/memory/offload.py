@@ -43,11 +43,8 @@ AIO_ROWS: Mapping[str, tuple[Any, str]] = {
 
 def swap_keys(spec: Spec) -> list[str]:
     """Return the offload keys of the spec whose device is nvme."""
-    return [key for key in KEYS if getattr(spec.parallel, key).device == "nvme"]
-
-
-KEYS = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
-"""Key of `parallel` -> section of DeepSpeed's zero_optimization."""
+    keys = ("offload_optimizer", "offload_parameters")
+    return [key for key in keys if getattr(spec.parallel, key).device == "nvme"]
 
 
 def aio_rows(spec: Spec) -> Iterator[tuple[str, Any, str]]:

@@ -1,4 +1,5 @@
-"""Who decides whether memory is page-locked: the spec, a DeepSpeed JSON, or the run by its hosts' memory."""
+"""Whether a run pins what it offloads to the memory of its hosts. That the spec and a DeepSpeed JSON go first
+is in tests/unit/plan/test_ds_config.py and test_config_file.py."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ import torch
 
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import Cut
-from dsft.plan.ds_entries import UserConfig
 from dsft.rank.environment import Launched
 from dsft.run import resolve
 from dsft.run.job import Job
@@ -22,7 +22,7 @@ from dsft.spec.schema import Spec
 COUNTED = Census("X", 1, None, (Parameter("w", (1000, 1000), 0, False, ()),))  # 10 MB locked at ZeRO 1
 
 
-def job(offload: dict[str, Any], file: UserConfig | None = None) -> Job:
+def job(offload: dict[str, Any]) -> Job:
     spec = Spec.model_validate(
         {
             "name": "small",
@@ -36,7 +36,7 @@ def job(offload: dict[str, Any], file: UserConfig | None = None) -> Job:
     )
     batch = batch_sizes(spec.train, 1)
     launched = Launched("python", 0, 1, 0, "127.0.0.1", 1)
-    return Job(spec=spec, batch=batch, launched=launched, layout=Layout(1, 1), file=file)
+    return Job(spec=spec, batch=batch, launched=launched, layout=Layout(1, 1))
 
 
 def decide(job: Job, device: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, str] | None:
@@ -56,16 +56,6 @@ def test_half_of_the_hosts_memory_may_be_locked(
 def test_nothing_is_locked_where_nothing_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     found = decide(job({"device": "cpu"}), "cpu", 2**40, monkeypatch)
     assert found == (False, "there is no GPU to copy to")
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_the_spec_decides(value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decide(job({"device": "cpu", "pin_memory": value}), "cuda", 1, monkeypatch) is None
-
-
-def test_a_deepspeed_json_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_file = UserConfig("mine.json", {"zero_optimization.offload_optimizer.pin_memory": True})
-    assert decide(job({"device": "cpu"}, of_file), "cuda", 1, monkeypatch) is None
 
 
 def test_there_is_nothing_to_say_without_offload(monkeypatch: pytest.MonkeyPatch) -> None:
