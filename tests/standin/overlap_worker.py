@@ -21,8 +21,8 @@ from torch.cuda import _sanitizer
 
 from dsft.engine import reduction
 from dsft.engine.initialize import import_muon
-from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
+from dsft.spec.batch import batch_sizes
 from dsft.spec.schema import Spec
 from tests.standin import inside
 
