@@ -12,7 +12,7 @@ from tests.unit.data.token_rows import FakeRows, Given
 
 def dataset_of(examples: Sequence[Example], *, pairs: bool = False) -> Dataset:
     """pairs: each example is a preference pair."""
-    return Dataset((examples_of(examples, pairs=pairs),))
+    return Dataset((examples_of(examples, pairs=pairs),), whole=pairs)
 
 
 def examples_of(examples: Sequence[Example], *, pairs: bool = False) -> Examples:

@@ -99,7 +99,7 @@ def preference(dpo: Dpo) -> Objective:
     negative log-likelihood of the chosen answers, in `chosen_tokens`; then the metrics, of weight 0."""
     weight = 1.0 if dpo.loss_type == "orpo" else dpo.sft_weight
     likelihood = (Term("chosen_tokens", weight, NLL),) if weight else ()
-    terms = (Term("pairs"), *likelihood, *(Term("pairs", 0.0, name) for name in METRICS))
+    terms = (Term("examples"), *likelihood, *(Term("examples", 0.0, name) for name in METRICS))
 
     def of_answers(logps: Tensor, answers: Answers) -> tuple[Tensor, ...]:
         loss = LOSSES[dpo.loss_type](scores(logps, answers, dpo), dpo).sum()

@@ -78,7 +78,7 @@ def step_stats(data: Dataset, spec: Spec, batch: BatchSizes) -> StepStats:
     longest = batch.micro_batch_size * spec.longest_example
     packed = replace(batch, tokens_per_micro_batch=batch.tokens_per_micro_batch or longest)
     ways = {"padded": replace(batch, tokens_per_micro_batch=None), "packed": packed}
-    if data.is_pairs:
+    if data.answers > 1:
         ways = {"padded" if batch.tokens_per_micro_batch is None else "packed": batch}
     positions = {way: _positions(data, steps, sizes) for way, sizes in ways.items()}
     return StepStats(
@@ -96,7 +96,7 @@ def _positions(data: Dataset, steps: Sequence[NDArray[np.int64]], batch: BatchSi
     """Return the number of positions of all ranks' micro-batches, and the number if all ranks had as many as
     the fullest."""
     filled = waited = 0
-    packed, rows_each = batch.tokens_per_micro_batch is not None, 2 if data.is_pairs else 1
+    packed, rows_each = batch.tokens_per_micro_batch is not None, data.answers
 
     def size(members: NDArray[np.int64]) -> int:
         if packed:

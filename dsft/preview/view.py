@@ -106,7 +106,7 @@ class PreviewData:
         )
 
     def row(self, index: int, why: str = "") -> RowView:
-        example, is_pairs = self.train[index], self.train.is_pairs
+        example, is_pairs = self.train[index], self.train.answers > 1
         # The two segments of a pair are decoded separately, since no character spans their border.
         borders = np.cumsum(example.segment_lengths[:-1] if is_pairs else ()).astype(np.int64)
         parts = zip(np.split(example.input_ids, borders), np.split(example.trained, borders), strict=True)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
 
 
 @dataclass(frozen=True)
 class Task:
     """Properties of a task.
 
-    unit        unit of data.train
+    unit        unit of data.train, which says how examples are cut from rows: a name in `dsft.data.sets.load.CUTS`
     rows        token sequences per example, each of at most data.max_length tokens
     formats     row formats that the task accepts
+    whole       whether the objective compares whole answers, of which an example has `rows`
     answers     True if a row is a prompt and an answer, which is never split; False if it is text, which may
                 be
     preference  whether the loss is one of section dpo: it is computed over whole answers and, except for
@@ -20,9 +20,10 @@ class Task:
                 equal to its reference, so nothing random (dropout, noise) may change it
     """
 
-    unit: Literal["row", "pair"]
+    unit: str
     rows: int
     formats: tuple[str, ...]
+    whole: bool = False
     answers: bool = True
     preference: bool = False
 
@@ -32,11 +33,6 @@ TASKS: dict[str, Task] = {
         "row", 1, ("messages", "alpaca", "text", "sharegpt", "prompt_completion", "preference", "kto")
     ),
     "pretrain": Task("row", 1, ("text",), answers=False),
-    "dpo": Task("pair", 2, ("preference",), preference=True),
+    "dpo": Task("pair", 2, ("preference",), whole=True, preference=True),
 }
 """The facts of each task; `dsft.tasks.registry` has what it does."""
-
-if TYPE_CHECKING:
-    TaskName = str
-else:
-    TaskName = Literal[tuple(TASKS)]

@@ -23,7 +23,7 @@ PADDING = 7  # a token like others, to show that padding does not matter
 def counts(step: plain.Step[plain.Pair]) -> dict[str, int]:
     pairs = plain.rows_of(step)
     chosen_tokens = plain.count(chosen for chosen, _ in pairs)
-    return {"pairs": len(pairs), "chosen_tokens": chosen_tokens, "sequences": 2 * len(pairs)}
+    return {"examples": len(pairs), "chosen_tokens": chosen_tokens, "sequences": 2 * len(pairs)}
 
 
 def numbered(steps: Sequence[plain.Step[plain.Pair]], data_rank: int, form: Form) -> list[list[MicroBatch]]:

@@ -82,7 +82,7 @@ class Steps:
         made = tuple(packed(draw, of_pairs=self.of_pairs).to(self.device) for _ in range(MICRO_BATCHES))
         pairs = MICRO_BATCHES * SEGMENTS // 2
         targets = pairs * (LENGTH - 1)
-        counts = {"tokens": 2 * targets, "pairs": pairs, "chosen_tokens": targets}
+        counts = {"tokens": 2 * targets, "examples": pairs, "chosen_tokens": targets}
         return GlobalStep(made, counts, 2 * pairs * LENGTH, 0.0, ())
 
 

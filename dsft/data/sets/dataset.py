@@ -121,14 +121,17 @@ class Examples:
 
     @property
     def counts(self) -> Mapping[str, Ids]:
-        """The counts that losses are normalized by, name -> (m,) of each example: {"tokens", "sequences"}, or
-        for pairs {"pairs", "chosen_tokens", "sequences"}."""
+        """The counts that losses are normalized by, name -> (m,) of each example: "examples", "tokens", those
+        of the first answer ("chosen_tokens"), and "sequences", of which each segment is one."""
         answers = self.targets.shape[1]
         ones, each = (np.broadcast_to(np.int32(n), (len(self),)) for n in (1, answers))  # take no memory
         sequences = each if self.segments is None else np.diff(self.segments)
-        if answers == 1:
-            return {"tokens": self.target_counts, "sequences": sequences}
-        return {"pairs": ones, "chosen_tokens": self.targets[:, 0], "sequences": sequences}
+        return {
+            "examples": ones,
+            "tokens": self.target_counts,
+            "chosen_tokens": self.targets[:, 0],
+            "sequences": sequences,
+        }
 
     @cached_property
     def row_ids(self) -> Ids:
@@ -214,11 +217,13 @@ class Dataset:
     parts    the examples of each source
     weights  the weight of each source; None: an epoch has every example once
     names    the name of each source in metrics; needed if there are several
+    whole    whether whole answers are compared
     """
 
     parts: tuple[Examples, ...]
     weights: tuple[float, ...] | None = None
     names: tuple[str, ...] = ()
+    whole: bool = False
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -284,8 +289,9 @@ class Dataset:
         return {name: _joined([part.counts[name] for part in self.parts]) for name in names}
 
     @property
-    def is_pairs(self) -> bool:
-        return "pairs" in self.counts
+    def answers(self) -> int:
+        """Number of answers of each example: 2 for preference pairs, else 1."""
+        return self.parts[0].targets.shape[1] if self.parts else 1
 
     @cached_property
     def fingerprint(self) -> str:

@@ -6,7 +6,7 @@ Reads the data files, or their cached tokens. Does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from dsft.data.cache.store import IN_MEMORY, Cache, tokenized_rows
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import MAX_SHOWN, PLACES, Account, Records, data_error
-from dsft.data.sets.cut import CutOptions, OnTooLong, cut_rows
+from dsft.data.sets.cut import Cut, CutOptions, OnTooLong, cut_rows
 from dsft.data.sets.dataset import Dataset, Ids
 from dsft.data.sets.ledger import Ledger, table, total
 from dsft.data.sets.order import shares_text
@@ -79,7 +79,11 @@ def load_data(
     sets = _sets(spec, tokenizer, cache, options)
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
     train, *held_out = (
-        Dataset(tuple(one.examples for one in sources), names=tuple(one.name for one in sources))
+        Dataset(
+            tuple(one.examples for one in sources),
+            names=tuple(one.name for one in sources),
+            whole=spec.task_kind.whole,
+        )
         for sources in sets
     )
     train = replace(train, weights=weights)
@@ -89,7 +93,7 @@ def load_data(
     ]
     lines = [line for sources in sets for line in _lines(sources, refused)]
     lines += [f"{TRAIN}: {line}" for line in shares_text(train)]
-    if train.is_pairs and share_prompts:
+    if share_prompts:
         lines.append("data: the prompt of a pair is computed once for both answers (dpo.share_prompts)")
     accounts = [_account(*of) for of in zip(sets, (train, *held_out), strict=True)]
     names = [sources[0].set_name for sources in sets[1:]]
@@ -135,9 +139,12 @@ def _sets(
         return Records(tokenized_rows(source, renderer, task=spec.task, cache=cache, max_rows=most), each)
 
     divided = divide(data, [records_of(one) for one in data.train], [records_of(one) for one in data.eval])
-    cut = cut_rows if each == 1 else cut_pairs
+    cut = CUTS[spec.task_kind.unit]
     return [[cut_with(cut, one, options) for one in sources] for sources in divided]
 
+
+CUTS: dict[str, Callable[[Records, Ids, CutOptions], Cut]] = {"row": cut_rows, "pair": cut_pairs}
+"""What cuts records to examples, by the unit of a task."""
 
 _SETTINGS = {
     "on_bad_row", "packing", "train_on", "chat_template", "thinking", "eval_fraction", "eval_count",

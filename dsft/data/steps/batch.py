@@ -219,8 +219,7 @@ class GlobalStep:
 
     micro_batches  of this rank; every rank has the same number of them, which may differ between steps
     counts         global over all ranks and micro-batches, known before the first forward pass:
-                   {"tokens": n, "sequences": s}, or for preference pairs {"pairs": n, "chosen_tokens": m,
-                   "sequences": s}; each segment and each answer is a sequence
+                   those of `Examples.counts`
     num_tokens     global: input tokens without padding
     squared        global: Σ length² over the examples (for pairs, over their rows), the cost of attention
     epoch          epochs of the data after this step

@@ -494,14 +494,17 @@ def test_a_mixture_counts_pairs(tmp_path: Path) -> None:
     data = load_data(spec_of("dpo", Data(train=tuple(sources))), TOKENIZER).train
     step = TrainSteps(data, BatchSizes(12, 12, 1, 1, None), 0, 0, 0).step(0)
     assert {name: of.examples for name, of in step.sources.items()} == {"a": 6, "b": 6}
-    assert step.counts == {"pairs": 12, "chosen_tokens": 24, "sequences": 24} and step.squared == 2 * 12 * 25
+    assert (
+        step.counts == {"examples": 12, "tokens": 48, "chosen_tokens": 24, "sequences": 24}
+        and step.squared == 2 * 12 * 25
+    )
 
 
 def test_pairs_are_indexed_and_read_when_they_are_laid() -> None:
     source = FakeRows([row_of(range(2, n), 2) for n in (6, 9, 6, 7, 12, 6)])
     _, part = part_of(source, 99, "error")
     data = Dataset((part,))
-    assert data.fingerprint and data.counts["pairs"].tolist() == [1, 1, 1] and source.reads == []
+    assert data.fingerprint and data.counts["examples"].tolist() == [1, 1, 1] and source.reads == []
     assert data[1].source == "a:2" and source.reads == [2, 3]
 
 
@@ -562,7 +565,8 @@ def test_every_pair_of_a_step_stands_once_over_all_ranks(
             assert chosen == list(range(first + 400, first + 400 + c)) and counts.tolist() == [c, r]
             assert rejected == list(range(first + 800, first + 800 + r))
         assert assigned[0].counts == {
-            "pairs": len(found),
+            "examples": len(found),
+            "tokens": sum(map(len, (answer for *_, answers in found for answer in answers))),
             "chosen_tokens": sum(len(answers[0]) for *_, answers in found),
             "sequences": 2 * len(found),
         }
@@ -572,7 +576,7 @@ def test_every_pair_of_a_step_stands_once_over_all_ranks(
             if budget is None and len(micro_batch.answers.ids):
                 assert micro_batch.shape[0] == 2 * len(micro_batch.answers.ids) <= 2 * micro
     batches, counts = evaluation(data, batch, 0, 0)
-    assert counts["pairs"] == len(data) and len(batches)
+    assert counts["examples"] == len(data) and len(batches)
 
 
 def test_a_shared_prompt_is_looked_back_at() -> None:

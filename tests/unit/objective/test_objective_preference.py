@@ -33,7 +33,7 @@ def found(dpo: Dpo, logps: list[list[float]], pairs: Answers) -> dict[str, float
     assert objective.of_answers is not None
     sums = objective.of_answers(torch.tensor(logps, dtype=torch.float64), pairs)
     assert all(total.dtype == torch.float64 for total in sums)
-    counts = {"pairs": len(logps), "chosen_tokens": int(pairs.num_targets[:, 0].sum())}
+    counts = {"examples": len(logps), "chosen_tokens": int(pairs.num_targets[:, 0].sum())}
     values = [float(total) for total in sums]
     loss = math.fsum(s * value for s, value in zip(objective.scales(counts), values, strict=True))
     return {"loss": loss} | objective.metrics(values, counts)

@@ -85,7 +85,7 @@ def ours(dpo: Dpo) -> tuple[Tensor, Tensor, dict[str, float]]:
     assert batch.answers is not None
     logps.requires_grad_()
     objective = preference(dpo)
-    counts = {"pairs": PAIRS, "chosen_tokens": int(batch.answers.num_targets[:, 0].sum())}
+    counts = {"examples": PAIRS, "chosen_tokens": int(batch.answers.num_targets[:, 0].sum())}
     sums = torch.stack(objective.sums(logps, batch))
     loss = sums.dot(torch.tensor(objective.scales(counts), dtype=torch.float64))
     (gradient,) = torch.autograd.grad(loss, logps)

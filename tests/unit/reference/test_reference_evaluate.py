@@ -73,7 +73,7 @@ def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
 def pair_set(micro_batches: list[MicroBatch], name: str | None = None) -> PairSet:
     ids = np.arange(3, dtype=np.int32)
     rows = dataset_of([Example(ids, ids > 0, f"pairs.jsonl:{line}") for line in (1, 3, 4)])
-    return PairSet(HeldOutSet(name, rows), micro_batches, {"pairs": 3, "chosen_tokens": 16}, refer)
+    return PairSet(HeldOutSet(name, rows), micro_batches, {"examples": 3, "chosen_tokens": 16}, refer)
 
 
 def nothing() -> Tensor:

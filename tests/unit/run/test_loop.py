@@ -359,14 +359,18 @@ def test_named_sets_have_losses_of_their_own_and_count_by_their_tokens() -> None
 
 PREFERENCES = replace(
     OBJECTIVE,
-    terms=(Term("pairs"), Term("chosen_tokens", 0.5, "nll_loss"), Term("pairs", 0.0, "rewards/margins")),
+    terms=(
+        Term("examples"),
+        Term("chosen_tokens", 0.5, "nll_loss"),
+        Term("examples", 0.0, "rewards/margins"),
+    ),
     of_answers=lambda logps, pairs: (),
 )
 
 
 def test_metrics_of_preference_pairs_are_means_over_pairs_and_tokens_without_a_perplexity() -> None:
     sums = torch.tensor([[3.0, 40.0, 6.0], [1.0, 5.0, -2.0]], dtype=torch.float64)
-    counts = [{"pairs": 3, "chosen_tokens": 40}, {"pairs": 1, "chosen_tokens": 10}]
+    counts = [{"examples": 3, "chosen_tokens": 40}, {"examples": 1, "chosen_tokens": 10}]
     assert evaluation_record(PREFERENCES, sums, counts, ["a", None]) == {
         "eval/loss": 4 / 4 + 0.5 * 45 / 50,
         "eval/nll_loss": 45 / 50,
@@ -387,7 +391,7 @@ def test_training_reports_the_metrics_of_a_window() -> None:
 
     class PairSteps:
         def step(self, index: int) -> GlobalStep:
-            return GlobalStep((), {"pairs": 2 + index, "chosen_tokens": 20}, 100, 0.0, (0, 1))
+            return GlobalStep((), {"examples": 2 + index, "chosen_tokens": 20}, 100, 0.0, (0, 1))
 
     log = Log()
     fit(PairEngine(), PREFERENCES, PairSteps(), schedule(total_steps=2, log_every=2), log.run(), Progress())
