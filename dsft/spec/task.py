@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Task:
     """Properties of a task.
 
-    unit        unit of data.train, which says how examples are cut from rows: a name in `dsft.data.sets.load.CUTS`
+    unit        unit of data.train, by which examples are cut from rows: see `dsft.data.sets.load.CUTS`
     rows        token sequences per example, each of at most data.max_length tokens
     formats     row formats that the task accepts
     whole       whether the objective compares whole answers, of which an example has `rows`

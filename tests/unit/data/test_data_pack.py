@@ -157,7 +157,8 @@ def test_evaluation_is_packed_too() -> None:
     assigned = [evaluation(data, sizes, rank, PAD) for rank in (0, 1)]
     found = segments(tuple(batch for batches, _ in assigned for batch in batches))
     assert [ids for ids, _ in found] == [e.input_ids.tolist() for e in data]
-    assert assigned[0][1] == {"tokens": int(data.target_counts.sum()), "sequences": 7}
+    tokens = int(data.target_counts.sum())
+    assert assigned[0][1] == {"examples": 7, "tokens": tokens, "chosen_tokens": tokens, "sequences": 7}
     assert len(assigned[0][0]) == len(assigned[1][0])
 
 

@@ -503,7 +503,7 @@ def test_a_mixture_counts_pairs(tmp_path: Path) -> None:
 def test_pairs_are_indexed_and_read_when_they_are_laid() -> None:
     source = FakeRows([row_of(range(2, n), 2) for n in (6, 9, 6, 7, 12, 6)])
     _, part = part_of(source, 99, "error")
-    data = Dataset((part,))
+    data = Dataset((part,), whole=True)
     assert data.fingerprint and data.counts["examples"].tolist() == [1, 1, 1] and source.reads == []
     assert data[1].source == "a:2" and source.reads == [2, 3]
 
@@ -522,7 +522,7 @@ def dataset(sizes: Sequence[tuple[int, int, int]], share: bool = False) -> Datas
                 *range(first + 400 * (which + 1), first + 400 * (which + 1) + answer),
             ]
             rows.append(row_of(ids, prompt))
-    return Dataset((part_of(FakeRows(rows), 10**6, "error", share)[1],))
+    return Dataset((part_of(FakeRows(rows), 10**6, "error", share)[1],), whole=True)
 
 
 SIZES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12)

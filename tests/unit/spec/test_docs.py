@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from dsft.spec.aliases import sections_in
@@ -67,7 +67,12 @@ def _default(field: FieldInfo) -> str:
 
 
 def _what(field: FieldInfo) -> str:
-    offered = _choices(field.annotation)
+    offered = _choices(field.annotation) or tuple(
+        name
+        for part in field.metadata
+        if isinstance(part, WithJsonSchema)
+        for name in part.json_schema["enum"]
+    )
     one_of = f" One of {', '.join(f'`{choice}`' for choice in offered)}." if offered else ""
     return " ".join((field.description or "").split()) + one_of
 
