@@ -1,0 +1,78 @@
+"""A task that is no part of dsft: registered, trained over ZeRO 2 and a pipeline, equal to a plain loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.integration.runs import records, train, write_model
+
+SCRIPT = Path(__file__).with_name("ranking.py")
+STEPS, BATCH, RATE = 4, 6, 5e-3
+TEXTS = [f"{'fox ' * (1 + 7 * number % 5)}{number} jumps" for number in range(3 * BATCH)]
+
+
+def plain(model: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """All examples in each step, row by row, in float64: the losses, and the final weights."""
+    causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = [tokenizer(text, add_special_tokens=False).input_ids + [tokenizer.eos_token_id] for text in TEXTS]
+    optimizer, losses = torch.optim.SGD(causal_lm.parameters(), RATE), []
+
+    def log_probability(ids: list[int]) -> torch.Tensor:
+        logits = causal_lm(input_ids=torch.tensor([ids])).logits[0, :-1]
+        return logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]].sum()
+
+    for _ in range(STEPS):
+        triples = [
+            torch.stack([log_probability(ids) for ids in rows[i : i + 3]]) for i in range(0, len(rows), 3)
+        ]
+        loss = -torch.stack([triple.log_softmax(0)[0] for triple in triples]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, causal_lm.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "packing"),
+    [("sharded", "zero_stage=2", "false"), ("stages", "pipeline_stages=2", "true")],
+)
+def test_a_third_task_equals_a_plain_loop(tmp_path: Path, name: str, parallel: str, packing: str) -> None:
+    model = write_model(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(
+        f"""
+name: {name}
+task: ranking
+model: {{name_or_path: {model}}}
+data:
+  train: [{{path: {tmp_path}/rows.jsonl}}]
+  eval: [{{path: {tmp_path}/rows.jsonl}}]
+  max_length: 64
+  packing: {packing}
+parallel: {{zero_stage: 0}}
+train:
+  {{global_batch_size: {BATCH}, micro_batch_size: 1, max_steps: {STEPS}, precision: fp32, max_grad_norm: 0}}
+optim: {{name: sgd, learning_rate: {RATE}, lr_scheduler_type: constant, weight_decay: 0.0}}
+output_dir: {tmp_path}/runs
+"""
+    )
+    result = train(spec, f"parallel.{parallel}", script=SCRIPT)
+    assert result.returncode == 0, result.stdout + result.stderr
+    losses, weights = plain(model)
+    folder = tmp_path / "runs" / name
+    assert list(records(folder, "train/loss").values()) == pytest.approx(losses, rel=1e-6)
+    assert losses[-1] < losses[0] - 0.01
+    assert set(records(folder, "eval/loss")) == {STEPS} and not records(folder, "eval/perplexity")
+    before = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    after = AutoModelForCausalLM.from_pretrained(folder / "export").state_dict()
+    for key, value in weights.items():
+        apart, moved = after[key].double() - value, value - before[key].double()
+        assert apart.abs().max() <= 1e-6 * value.abs().max() and apart.norm() < 0.02 * moved.norm(), key
