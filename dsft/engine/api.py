@@ -118,10 +118,15 @@ class Engine(Scorer, Protocol):
         ...
 
     def first_step(
-        self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        counts: Mapping[str, int],
+        learning_rate: float,
+        applied_steps: int = 0,
     ) -> StepResult:
-        """Run `step` from an optimizer without moments; if it is applied and the optimizer is AdamW, compare
-        the moments with the gradients. Raises WorldError on all ranks where they differ."""
+        """Run `step` after `applied_steps` others; if it is applied, check that gradients have reached the
+        optimizer and that it has changed the weights, as in `dsft.engine.first_step`. Raises WorldError on
+        all ranks where they have not."""
         ...
 
     def probe(self, micro_batch: MicroBatch) -> None:

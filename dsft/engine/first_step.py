@@ -1,15 +1,17 @@
-"""Check in a run's first applied step that the optimizer has got the gradients that autograd has computed.
+"""Check in a start's first applied steps that the optimizer has got the gradients that autograd has computed,
+and that it has changed the weights.
 
 Between the two DeepSpeed adds up micro-batches, reduces over ranks, shards, clips, offloads and swaps, and a
 fault there loses or mixes gradients without an error. Each rank samples every gradient as autograd returns
-it. After the step, AdamW's first moment must be the same multiple of their sum over micro-batches and ranks,
-element by element: (1 - β1) × clipping × the scale of the loss.
+it. After a run's first step, AdamW's first moment must be the same multiple of their sum over micro-batches
+and ranks, element by element: (1 - β1) × clipping × the scale of the loss. After a start's first step whose
+learning rate is not 0, some of the samples of each parameter must have another value, on each rank.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -17,7 +19,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from dsft.engine.api import Fragment
+from dsft.engine.api import Fragment, Kind
 from dsft.engine.world import World
 from dsft.errors import WorldError
 
@@ -31,7 +33,14 @@ MOST_OFF = 0.25
 FACTOR = 4.0
 """Largest quotient of two parameters' multiples. They are equal, except that of a parameter whose MLP is
 computed in chunks each chunk's gradient is added, and then their sum."""
+ROUNDING = 2.0**-20
+"""Smallest change that is expected to change a value, relative to it: 16 times float32's rounding."""
+_SMALLEST = 1e-30
 _SHOWN = 3
+_CAUSES = (
+    "This step was not saved. Either DeepSpeed loses gradients or weights in this layout, or a device, disk "
+    "or link is faulty: try another ZeRO stage or offload, check the hardware, and report the spec."
+)
 
 
 @dataclass
@@ -52,6 +61,24 @@ class GradientSamples:
         self.sums[name] = self.sums[name] + added if name in self.sums else added
 
 
+@dataclass(frozen=True)
+class Update:
+    """The settings of the checked step.
+
+    step            number of steps that the optimizer has taken, with this one
+    learning_rates  (n,) of each parameter, in the order of `GradientSamples.positions`
+    weight_decays   (n,) likewise
+    adam            (β1, β2, eps) of AdamW; None with SGD
+    factor          of a gradient's sum over ranks, on its way to SGD: mean, loss scale, clipping
+    """
+
+    step: int
+    learning_rates: Sequence[float]
+    weight_decays: Sequence[float]
+    adam: tuple[float, float, float] | None
+    factor: float
+
+
 @contextmanager
 def sampled_gradients(
     trained: Mapping[str, nn.Parameter], shapes: Mapping[str, tuple[int, ...]], device: torch.device
@@ -65,31 +92,83 @@ def sampled_gradients(
         yield samples
 
 
-def check_moments(samples: GradientSamples, fragments: Iterable[Fragment], world: World) -> None:
-    """Compare the samples with the first moments in `fragments`. A collective. Raises WorldError with the
-    names of the parameters whose moments do not follow from their gradients."""
-    names = list(dict.fromkeys(name for given in world.gather(list(samples.positions)) for name in given))
-    index = {name: number for number, name in enumerate(names)}
-    compared = torch.zeros(len(names), 3, SAMPLES, dtype=torch.float64, device=world.device)
-    for name, sums in samples.sums.items():
-        compared[index[name], :2] += sums
+def sampled_state(
+    samples: GradientSamples, fragments: Iterable[Fragment], kinds: Sequence[Kind]
+) -> dict[Kind, Tensor]:
+    """Return (n, SAMPLES) float64 on the device by kind, in the order of `samples.positions`, with NaN for
+    elements that another rank owns."""
+    rows = {name: row for row, name in enumerate(samples.positions)}
+    nothing = torch.stack(tuple(samples.positions.values())).double() * torch.nan
+    found = {kind: nothing.clone() for kind in kinds}
     for fragment in fragments:
-        if fragment.kind == "exp_avg":
-            row = compared[index[fragment.name], 2]
+        if fragment.kind in found:
             positions = samples.positions[fragment.name] - fragment.start
             here = ((positions >= 0) & (positions < len(fragment.data))).nonzero().flatten()
             values = fragment.data[positions[here].to(fragment.data.device)]
-            row[here] = values.to(row)
-    gradients, squares, moments = world.sum(compared).cpu().unbind(1)
-    faulty = [names[index] for index in mismatches(gradients, squares, moments)]
-    if faulty:
-        more = f" and {len(faulty) - _SHOWN} more" if len(faulty) > _SHOWN else ""
+            found[fragment.kind][rows[fragment.name], here] = values.to(nothing)
+    return found
+
+
+def check_gradients(samples: GradientSamples, moments: Tensor | None, world: World) -> tuple[Tensor, Tensor]:
+    """Add up the samples of all ranks, and compare them with AdamW's first moments, if given, as
+    `sampled_state` returns them. Return the sums of the gradients and of their squares, each (n, SAMPLES). A
+    collective. Raises WorldError with the names of the parameters whose moments do not follow from their
+    gradients."""
+    names = list(dict.fromkeys(name for given in world.gather(list(samples.positions)) for name in given))
+    index = {name: number for number, name in enumerate(names)}
+    mine = [index[name] for name in samples.positions]
+    compared = torch.zeros(len(names), 3, SAMPLES, dtype=torch.float64, device=world.device)
+    for name, sums in samples.sums.items():
+        compared[index[name], :2] += sums
+    if moments is not None:
+        compared[mine, 2] = moments.nan_to_num(nan=0.0)
+    gradients, squares, summed = world.sum(compared).unbind(1)
+    if moments is not None:
+        faulty = mismatches(gradients.cpu(), squares.cpu(), summed.cpu())
+        if faulty:
+            raise WorldError(
+                f"step 1: the optimizer did not get the gradients of {_listed([names[i] for i in faulty])} "
+                f"that the backward pass computed, so the run would train something else. {_CAUSES}"
+            )
+    return gradients[mine], squares[mine]
+
+
+def check_values(samples: GradientSamples, faulty: Tensor, world: World) -> None:
+    """Raise WorldError on all ranks with the names of the parameters that are `unchanged` on any of them. A
+    collective."""
+    names = [name for name, is_faulty in zip(samples.positions, faulty.tolist(), strict=True) if is_faulty]
+    ranks: dict[str, int] = {}
+    for rank, given in enumerate(world.gather(names)):
+        ranks.update({name: rank for name in given if name not in ranks})
+    if ranks:
+        shown = _listed([f"{name} (on rank {rank})" for name, rank in ranks.items()])
         raise WorldError(
-            f"step 1: the optimizer did not get the gradients of {', '.join(faulty[:_SHOWN])}{more} that the "
-            "backward pass computed, so the run would train something else. Nothing was saved. Either "
-            "DeepSpeed loses gradients in this layout, or a device, disk or link is faulty: try another ZeRO "
-            "stage or offload, check the hardware, and report the spec."
+            f"the optimizer's step has not changed {shown}, whose gradient and learning rate are not 0, so "
+            f"the run would not train it. {_CAUSES}"
         )
+
+
+def unchanged(
+    gradients: Tensor, squares: Tensor, before: Tensor, after: Mapping[Kind, Tensor], update: Update
+) -> Tensor:
+    """Return (n,) bool: whether none of a parameter's samples has changed, although some should have: their
+    gradient is not 0, and the optimizer changes them by more than float32's rounding and weight decay. All
+    samples are (n, SAMPLES) float64. Samples that another rank owns are NaN and not compared."""
+    rates, decays = (
+        torch.tensor(given, dtype=torch.float64, device=before.device)[:, None]
+        for given in (update.learning_rates, update.weight_decays)
+    )
+    if update.adam is None:
+        change = update.factor * gradients.abs()
+        if update.step > 1:  # where there is no momentum, its samples are NaN
+            change = change.fmin(after["momentum_buffer"].abs())
+    else:
+        beta1, beta2, eps = update.adam
+        root = (after["exp_avg_sq"] / (1 - beta2**update.step)).sqrt()
+        change = (after["exp_avg"] / (1 - beta1**update.step)).abs() / (root + eps)
+    size = before.abs().clamp(min=_SMALLEST)
+    due = (gradients.abs() > 0.5 * squares.sqrt()) & (rates * (change - decays * size) > ROUNDING * size)
+    return due.any(1) & ~(due & (before != after["value"])).any(1)
 
 
 def mismatches(gradients: Tensor, squares: Tensor, moments: Tensor) -> list[int]:
@@ -106,6 +185,11 @@ def mismatches(gradients: Tensor, squares: Tensor, moments: Tensor) -> list[int]
     share = (off & compared).sum(1) / compared.sum(1).clamp(min=1)
     is_multiple = (quotients > usual / FACTOR) & (quotients < usual * FACTOR) & (share <= MOST_OFF)
     return (compared.any(1) & ~is_multiple).nonzero().flatten().tolist()
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def _positions(name: str, shape: tuple[int, ...]) -> Tensor:

@@ -25,11 +25,18 @@ from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine import state
-from dsft.engine.api import Fragment, LossScale, ReadRange, ScoreOutput, StepResult
-from dsft.engine.first_step import check_moments, sampled_gradients
+from dsft.engine.api import Fragment, Kind, LossScale, ReadRange, ScoreOutput, StepResult
+from dsft.engine.first_step import (
+    Update,
+    check_gradients,
+    check_values,
+    sampled_gradients,
+    sampled_state,
+    unchanged,
+)
 from dsft.engine.gradients import Scaler, StepClip, install_norms, install_scaler
 from dsft.engine.nvme import align_gradients
-from dsft.engine.optimizer import RATE, build_optimizer
+from dsft.engine.optimizer import RATE, build_optimizer, settings_of
 from dsft.engine.partition import Snapshot, full_shape
 from dsft.engine.reduction import install_reduction
 from dsft.engine.replicas import replicated
@@ -94,7 +101,8 @@ class TrainingEngine(ABC):
 
     def _initialize(self, module: nn.Module, spec: Spec, config: Mapping[str, Any]) -> None:
         self._deepspeed = initialize_deepspeed(module, self._trained, spec, config)
-        self._engine = self._deepspeed.engine
+        self._engine, self._max_norm = self._deepspeed.engine, spec.train.max_grad_norm
+        self._settings = {name: settings_of(name, p, spec.optim) for name, p in self._trained.items()}
 
     @abstractmethod
     def step(
@@ -102,13 +110,35 @@ class TrainingEngine(ABC):
     ) -> StepResult: ...
 
     def first_step(
-        self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
+        self,
+        micro_batches: Sequence[MicroBatch],
+        counts: Mapping[str, int],
+        learning_rate: float,
+        applied_steps: int = 0,
     ) -> StepResult:
         with sampled_gradients(self._trained, self._shapes, self._world.device) as samples:
+            before = sampled_state(samples, self.owned_fragments(), ("value",))["value"]
             result = self.step(micro_batches, counts, learning_rate)
-        if result.applied and "betas" in self._deepspeed.optimizer.defaults:
-            check_moments(samples, self.owned_fragments(), self._world)
+        if not result.applied:
+            return result
+        update = self._update(result, learning_rate, applied_steps + 1)
+        moments: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq") if update.adam else ("momentum_buffer",)
+        after = sampled_state(samples, self.owned_fragments(), ("value", *moments))
+        first = after["exp_avg"] if update.adam and not applied_steps else None
+        summed = check_gradients(samples, first, self._world)
+        check_values(samples, unchanged(*summed, before, after, update), self._world)
         return result
+
+    def _update(self, result: StepResult, learning_rate: float, step: int) -> Update:
+        defaults = self._deepspeed.optimizer.defaults
+        clip = self._max_norm / max(self._max_norm, float(result.grad_norm)) if self._max_norm else 1.0
+        return Update(
+            step,
+            [learning_rate * rate for rate, _ in self._settings.values()],
+            [weight_decay for _, weight_decay in self._settings.values()],
+            (*defaults["betas"], defaults["eps"]) if "betas" in defaults else None,
+            clip / self._world.layout.shards / (result.loss_scale.scale if result.loss_scale else 1.0),
+        )
 
     @abstractmethod
     def score(

@@ -43,7 +43,7 @@ def check_groups(trained: Mapping[str, nn.Parameter], spec: Spec, world: World) 
     """Check the parameter groups of all stages. A collective. Raises SpecError for a group of optim.groups
     that matches no trained parameter of the whole model, and in a pipeline for stages that DeepSpeed cannot
     step together."""
-    settings = {_settings(name, parameter, spec.optim) for name, parameter in trained.items()}
+    settings = {settings_of(name, parameter, spec.optim) for name, parameter in trained.items()}
     gathered = world.gather((list(trained), len(settings)))
     names = list(dict.fromkeys(name for mine, _ in gathered for name in mine))
     problems = group_problems(spec.optim, names)
@@ -75,13 +75,13 @@ def parameter_groups(trained: Mapping[str, nn.Parameter], optim: Optim) -> Itera
     DeepSpeed's code that flattens groups never gets an empty one."""
     found: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in trained.items():
-        found.setdefault(_settings(name, parameter, optim), []).append(parameter)
+        found.setdefault(settings_of(name, parameter, optim), []).append(parameter)
     for (rate, weight_decay), parameters in found.items():
         learning_rate = optim.learning_rate * rate
         yield {"params": parameters, "weight_decay": weight_decay, "lr": learning_rate, RATE: rate}
 
 
-def _settings(name: str, parameter: nn.Parameter, optim: Optim) -> tuple[float, float]:
+def settings_of(name: str, parameter: nn.Parameter, optim: Optim) -> tuple[float, float]:
     """Return the multiple of the learning rate and the weight decay, by the first group of the spec whose
     pattern matches.
 

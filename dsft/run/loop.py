@@ -223,7 +223,7 @@ def _fit(
     progress: Progress,
     late: Late,
 ) -> Progress:
-    window = Window()
+    window, is_checked = Window(), False
     while progress.step < schedule.total_steps:
         agree_on_stop = run.ask()  # runs during the step
         learning_rate = schedule.learning_rate(progress.applied_steps)
@@ -236,8 +236,9 @@ def _fit(
             run.mark("step", progress.step)
             micro_batches = run.annotate(batch.micro_batches)
             seed_step(schedule.seed, progress.step, run.world.rank)
-            take_step = engine.step if progress.applied_steps else engine.first_step
-            result = take_step(micro_batches, batch.counts, learning_rate)
+            given = micro_batches, batch.counts, learning_rate
+            result = engine.step(*given) if is_checked else engine.first_step(*given, progress.applied_steps)
+            is_checked = is_checked or (result.applied and learning_rate > 0)
             stop = agree_on_stop()
         late.read()  # the record of the step before
         progress = progress.after(batch, result)

@@ -1,5 +1,5 @@
-"""The check of a run's first step finds gradients that do not reach the optimizer, and names their
-parameters."""
+"""The check of a start's first steps finds gradients that do not reach the optimizer and weights that it does
+not change, and names their parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsft.engine.first_step import FACTOR, SAMPLES, mismatches
+from dsft.engine.first_step import FACTOR, SAMPLES, Update, mismatches, unchanged
 from tests.launching import forked, on_the_cpu
 from tests.swap_disk import why_no_swap
 
@@ -17,15 +17,23 @@ WORKER = Path(__file__).with_name("lost_gradient_worker.py")
 
 
 def test_lost_gradients_are_found_in_real_engines(tmp_path: Path) -> None:
-    if reason := why_no_swap():
-        pytest.skip(reason)
     with on_the_cpu():
         done = forked(WORKER, 2, [str(tmp_path / "found.json")])
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["none"] is None
-    assert "proj.weight" in found["unaligned reads"]
+    assert found["sgd"] is found["lora"] is None
+    assert (
+        "has not changed model.layers.0.self_attn.v_proj.weight (on rank 0)," in found["sgd, lost gradient"]
+    )
+    for stage in (1, 2, 3):
+        assert "(on rank 1)" in found[f"zero{stage}, kept values"]
+        assert "(on rank 0)" not in found[f"zero{stage}, kept values"]
     assert "the gradients of model.embed_tokens.weight that" in found["tied copies"]
+    if reason := why_no_swap():
+        pytest.skip(reason)
+    assert found["nvme"] is None
+    assert "(on rank 1)" in found["nvme, kept values"]
+    assert "proj.weight" in found["unaligned reads"]
 
 
 def parameters(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,3 +64,66 @@ def test_each_fault_is_found() -> None:
     moments[4] *= 1.1 * FACTOR
     assert mismatches(gradients, squares, moments) == [0, 1, 2, 3, 4]
     assert mismatches(*right[:2], torch.zeros_like(right[2])) == list(range(11))
+
+
+def update(
+    learning_rate: float, weight_decay: float = 0.0, step: int = 1, *, is_adamw: bool = True
+) -> Update:
+    adam = (0.9, 0.999, 1e-8) if is_adamw else None
+    return Update(step, [learning_rate], [weight_decay], adam, factor=1.0)
+
+
+def is_named(
+    value: float,
+    gradient: float,
+    update: Update,
+    *,
+    changed: int = 0,
+    owned: int = SAMPLES,
+    noise: float = 0.0,
+    momentum: float = 0.0,
+) -> bool:
+    """Whether a parameter is named all of whose samples have this value and this gradient, of whose `owned`
+    ones the step has changed the first."""
+    gradients, before = (torch.full((1, SAMPLES), x, dtype=torch.float64) for x in (gradient, value))
+    before[:, owned:] = torch.nan
+    after = {"value": before.clone(), "momentum_buffer": torch.full_like(before, momentum)}
+    after["value"][:, :changed] += 1e-3
+    if update.adam:
+        beta1, beta2, _ = update.adam
+        after["exp_avg"] = gradients * (1 - beta1**update.step)
+        after["exp_avg_sq"] = gradients.square() * (1 - beta2**update.step)
+    squares = gradients.square() + noise**2
+    return unchanged(gradients, squares, before, after, update).tolist() == [True]
+
+
+def test_a_parameter_that_has_not_changed_is_named() -> None:
+    sgd = update(1e-2, is_adamw=False)
+    assert is_named(0.02, 1e-3, update(1e-5))
+    assert is_named(0.0, 1e-3, update(1e-5), owned=1)
+    assert is_named(1.0, 1e-3, update(1e-5, weight_decay=0.1, step=1000))
+    assert is_named(0.02, 1e-3, sgd)
+    assert not is_named(0.02, 1e-3, update(1e-5), changed=1)
+    assert not is_named(0.02, 1e-3, sgd, changed=1)
+
+
+@pytest.mark.parametrize("is_adamw", [True, False])
+def test_a_parameter_that_need_not_change_is_not_named(is_adamw: bool) -> None:
+    usual = update(1e-2, is_adamw=is_adamw)
+    assert is_named(1.0, 1e-3, usual)
+    assert not is_named(1.0, 0.0, usual)  # A of a new adapter
+    assert not is_named(1.0, 1e-3, update(0.0, is_adamw=is_adamw))  # warmup, or its group's learning rate
+    assert not is_named(1.0, 1e-3, usual, owned=0)  # another rank's
+    assert not is_named(1.0, 1e-9, usual, noise=1e-3)  # contributions cancel
+    assert not is_named(1.0, 1e-3, update(1e-8, is_adamw=is_adamw))  # less than rounding
+
+
+def test_a_change_that_decay_or_eps_may_undo_is_not_expected() -> None:
+    assert not is_named(1.0, 1e-3, update(1e-5, weight_decay=1.0))
+    assert not is_named(1.0, 1e-16, update(1e-3))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 1e-3, torch.nan])
+def test_sgd_need_not_change_what_its_momentum_keeps(momentum: float) -> None:
+    sgd = update(1e-2, step=2, is_adamw=False)
+    assert is_named(1.0, 1e-3, sgd, momentum=momentum) is (momentum != 0.0)

@@ -236,9 +236,9 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     for number, step in enumerate(steps):
         before.append(assemble(world, engine))
         BROKEN["now"] = case.fault and number == FAULTY_STEP
-        result = (engine.step if number else engine.first_step)(
-            refer(batches[number]), task.counts(step), RATES[case.optimizer]
-        )
+        result = (
+            engine.step if step is steps[-1] else functools.partial(engine.first_step, applied_steps=number)
+        )(refer(batches[number]), task.counts(step), RATES[case.optimizer])
         assert result.applied is not BROKEN["now"], f"rank {world.rank}, step {number}: {result.applied}"
         sums.append(world.sum(result.sums))
         norms.append(float(result.grad_norm))

@@ -34,6 +34,7 @@ class FakeEngine:
     nonfinite: set[int] = field(default_factory=set)
     rates: list[float] = field(default_factory=list)
     draws: list[float] = field(default_factory=list)
+    checked: list[int] = field(default_factory=list)
 
     def step(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
@@ -46,7 +47,8 @@ class FakeEngine:
         return StepResult(torch.tensor([total], dtype=torch.float64), 0.5 if applied else math.inf, applied)
 
     def first_step(self, *given: Any) -> StepResult:
-        return self.step(*given)
+        self.checked.append(given[3])
+        return self.step(*given[:3])
 
     def _never(self, *given: Any, **named: Any) -> Any:
         raise AssertionError("the loop does this through the functions of its Run")
@@ -99,6 +101,14 @@ def schedule(**changes: object) -> Schedule:
         "learning_rate": lambda step: 0.1 * (step + 1), "max_nonfinite_in_a_row": 3, "seed": 1,
     }  # fmt: skip
     return Schedule(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_steps_are_checked_until_one_is_applied_whose_learning_rate_is_not_0() -> None:
+    warming = schedule(learning_rate=lambda step: 0.1 * step)
+    fit(started := FakeEngine(nonfinite={1}), OBJECTIVE, Steps(), warming, Log().run(), Progress())
+    assert started.checked == [0, 1, 1]
+    fit(resumed := FakeEngine(), OBJECTIVE, Steps(), warming, Log().run(), Progress(step=2, applied_steps=2))
+    assert resumed.checked == [2]
 
 
 def test_an_evaluation_before_the_first_step_is_reported_once() -> None:
