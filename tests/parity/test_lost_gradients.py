@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsft.engine.api import Kind
 from dsft.engine.first_step import FACTOR, SAMPLES, Update, mismatches, unchanged
 from tests.launching import forked, on_the_cpu
 from tests.swap_disk import why_no_swap
@@ -87,7 +88,10 @@ def is_named(
     ones the step has changed the first."""
     gradients, before = (torch.full((1, SAMPLES), x, dtype=torch.float64) for x in (gradient, value))
     before[:, owned:] = torch.nan
-    after = {"value": before.clone(), "momentum_buffer": torch.full_like(before, momentum)}
+    after: dict[Kind, torch.Tensor] = {
+        "value": before.clone(),
+        "momentum_buffer": torch.full_like(before, momentum),
+    }
     after["value"][:, :changed] += 1e-3
     if update.adam:
         beta1, beta2, _ = update.adam
