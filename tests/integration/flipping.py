@@ -32,12 +32,19 @@ class Flipping:
         return getattr(self._engine, attribute)
 
     def step(self, *given: Any) -> Any:
+        self._flip()
+        return self._engine.step(*given)
+
+    def first_step(self, *given: Any) -> Any:
+        self._flip()
+        return self._engine.first_step(*given)
+
+    def _flip(self) -> None:
         self._steps += 1
         if self._steps == int(at) and os.environ["RANK"] == rank:
             tensor = self._engine.replicated()[name].data.view(-1)
             words = tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
             words[len(words) // 2] ^= 1 << 12
-        return self._engine.step(*given)
 
 
 def flipping_fit(engine: Engine, *given: Any) -> Any:
