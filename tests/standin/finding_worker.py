@@ -1,3 +1,4 @@
+# ruff: noqa: E402  the packages are looked for before torch is imported, as train.py does
 """Runs over the stand-in GPU in numbers mode: plants faults in a forward and backward pass and tells what was
 found."""
 
@@ -5,6 +6,10 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+
+from dsft.system.packages import check_packages
+
+check_packages()
 
 import torch
 

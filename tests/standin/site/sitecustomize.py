@@ -16,7 +16,6 @@ class _AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None:
             self.loader, spec.loader = spec.loader, self
@@ -26,6 +25,7 @@ class _AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self.loader.create_module(spec)
 
     def exec_module(self, module):
+        sys.meta_path.remove(self)  # not in find_spec, which importlib.util.find_spec calls without loading
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
         import numbers_mode
