@@ -72,3 +72,17 @@ def test_answers_take_as_many_kernels_however_many_they_are(told: Any) -> None:
     assert few["taken"] == many["taken"]
     assert few["taken"]["stream_syncs"] == few["taken"]["pageable"] == 0
     assert many["sums"] == [-7.0] * 40
+
+
+@pytest.mark.long
+def test_what_a_layer_asks_for_does_not_depend_on_its_segments() -> None:
+    """The tables of docs/performance.md."""
+    told = answer("tests.standin.counts", mode="numbers")
+    of_a_layer = {(False, 1): 120, (False, 2): 240, (True, 1): 150, (True, 2): 300}  # a few more elsewhere
+    for row in told["steps"]:
+        asked, layer = row["step"], row["layer"]
+        assert layer["launches"] <= of_a_layer[tuple(row["case"])], row
+        assert asked["device_syncs"] == 0 and asked["stream_syncs"] == SYNCS, row
+        assert not any(layer[kind] for kind in ("to_device", "to_host", "stream_syncs", "event_syncs")), row
+    assert len({(*row["case"], row["step"]["launches"]) for row in told["steps"]}) == len(of_a_layer)
+    assert min(told["modules"].values()) >= 5, "fusing saves less than the page says"
