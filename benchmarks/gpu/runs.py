@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.gpu.cases import MODELS
 from benchmarks.paired import end
+from dsft.plan.memory.offload import ALLOCATOR
 
 ROOT = Path(__file__).resolve().parents[2]
 SEED, LEARNING_RATE, BETA = 42, 1e-5, 0.1
@@ -266,11 +267,13 @@ def train(
 
 
 def peer(module: str, variant: str, work: Path) -> dict[str, Any]:
-    """A run of benchmarks/MODULE.py on one rank; gives what it wrote."""
+    """A run of benchmarks/MODULE.py on one rank, with torch's allocator as dsft's ranks have it; gives what
+    it wrote."""
     result = work / f"{module}-{variant}.json"
     result.unlink(missing_ok=True)
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": str(free_port()), "HF_DATASETS_CACHE": str(work / "datasets")}
+    place |= {ALLOCATOR: os.environ.get(ALLOCATOR, "expandable_segments:True")}
     command = [sys.executable, "-m", f"benchmarks.{module}", variant, str(work), str(result)]
     log = work / "printed.txt"
     with log.open("w") as output:
