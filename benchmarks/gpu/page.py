@@ -160,8 +160,10 @@ GUIDE = Path(__file__).with_name("guide.md")
 
 NONE = """\
 No GPU was at hand yet: nothing here has been measured on one, and the goals below are goals. The cases have
-been rehearsed on a CPU and on the stand-in GPU (`scripts/standin`), at a size at which no figure says
-anything of a GPU; most of them on one of the two only. Rehearsed nowhere (it needs Triton): liger.
+been rehearsed from a clone without `.git` on the stand-in GPU (`scripts/standin`) and on a CPU, at a size at
+which no figure says anything of a GPU. Rehearsed on the CPU alone: a profiled step, several GPUs, TRL; on the
+stand-in alone: memory that runs out. Rehearsed nowhere: liger, which needs Triton, and documents-compiled,
+since packed rows are compiled on a GPU alone.
 """
 
 
