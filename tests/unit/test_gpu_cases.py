@@ -284,4 +284,4 @@ def test_wheels_can_be_prepared_where_git_is_missing(tmp_path: Path, monkeypatch
     known = carry.tracked_bytes()
     monkeypatch.setenv("PATH", str(tmp_path))
     carry.leave_out(tmp_path / ".gpu")
-    assert carry.tracked_bytes() >= known > 2**20
+    assert carry.tracked_bytes() >= 0.99 * known > 2**20, "all but hidden files"
