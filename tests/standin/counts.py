@@ -18,7 +18,7 @@ from deepspeed.utils import groups
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama as llama
 
-from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch
+from dsft.data.steps.batch import NO_TARGET, GlobalStep
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for
 from dsft.engine.world import World, join
@@ -26,13 +26,14 @@ from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.objective.next_token import next_token
-from dsft.plan.batch import batch_sizes
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.layout import Layout
 from dsft.rank.environment import detect
 from dsft.run.hooks import watch_hosts
 from dsft.run.loop import Progress, Run, Schedule, fit
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
+from tests.make import make_micro_batch
 from tests.standin import inside
 from tests.standin.step_worker import Counting
 
@@ -61,7 +62,7 @@ class Rows:
         ids = torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(index))
         targets, positions = ids.roll(-1, 1), torch.arange(length).repeat(self.segments)[None]
         targets[:, length - 1 :: length] = NO_TARGET
-        batch = MicroBatch(ids, positions, targets, (length,) * self.segments)
+        batch = make_micro_batch(ids, positions, targets, (length,) * self.segments)
         rows = tuple(batch.to(self.device) for _ in range(self.micro_batches))
         trained = self.micro_batches * (TOKENS - self.segments)
         return GlobalStep(rows, {"tokens": trained}, self.micro_batches * TOKENS, 0.0, ())
