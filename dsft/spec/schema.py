@@ -9,10 +9,9 @@ from __future__ import annotations
 from math import ceil
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, WithJsonSchema, model_validator
-from pydantic_core import PydanticKnownError
+from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
-from dsft.spec.task import TASKS, Task
+from dsft.spec.task import TASKS, Task, TaskName
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -432,19 +431,6 @@ class SwanLab(Section):
     """User or organization that owns the run; by default that of the API key."""
     mode: Literal["auto", "online", "offline", "disabled"] = "auto"
     """auto: online if SWANLAB_API_KEY is set, else offline."""
-
-
-def _known_task(name: str) -> str:
-    if name not in TASKS:
-        *most, last = map(repr, TASKS)
-        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
-    return name
-
-
-TaskName = Annotated[
-    str, AfterValidator(_known_task), WithJsonSchema({"enum": list(TASKS), "type": "string"})
-]
-"""The name of a task in `TASKS`."""
 
 
 class Spec(Section):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator, WithJsonSchema
+from pydantic_core import PydanticKnownError
 
 
 @dataclass(frozen=True)
@@ -36,3 +40,16 @@ TASKS: dict[str, Task] = {
     "dpo": Task("pair", 2, ("preference",), whole=True, preference=True),
 }
 """The facts of each task; `dsft.tasks.registry` has what it does."""
+
+
+def _known_task(name: str) -> str:
+    if name not in TASKS:
+        *most, last = map(repr, TASKS)
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
+    return name
+
+
+TaskName = Annotated[
+    str, AfterValidator(_known_task), WithJsonSchema({"enum": list(TASKS), "type": "string"})
+]
+"""The name of a task in `TASKS`."""

@@ -74,16 +74,12 @@ def load_data(
     DataError or, without `refuse`, are returned as `refusal`. Raises MissingInputError for a missing file,
     and DataError if no row can be tokenized, such as without a chat template.
     """
-    data, share_prompts = spec.data, shares_prompts(spec)
+    data, share_prompts, whole = spec.data, shares_prompts(spec), spec.task_kind.whole
     options = CutOptions(data.max_length, on_too_long(spec), tokenizer.bos_token_id, share_prompts)
     sets = _sets(spec, tokenizer, cache, options)
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
     train, *held_out = (
-        Dataset(
-            tuple(one.examples for one in sources),
-            names=tuple(one.name for one in sources),
-            whole=spec.task_kind.whole,
-        )
+        Dataset(tuple(one.examples for one in sources), None, tuple(one.name for one in sources), whole)
         for sources in sets
     )
     train = replace(train, weights=weights)

@@ -188,7 +188,7 @@ def test_no_micro_batch_is_larger_than_the_memory_probes(
     bound = longest_micro_batch(data, sizes, PAD, 5, SEARCH_LIMIT + 1)  # too many steps to lay each
     for found in (probed, bound):
         assert (
-            sum(found.segments.lengths or ())
+            sum(found.segments.lengths)
             == found.tokens.targets.numel()
             == found.tokens.input_ids.numel()
             <= budget

@@ -180,7 +180,7 @@ def joined(piece: Piece) -> tuple[list[int], list[int]]:
 
 
 def unpacked(batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
-    if batch.segments.lengths is not None:
+    if batch.segments is not None:
         rows = zip(
             batch.tokens.input_ids[0].split(batch.segments.lengths),
             batch.tokens.targets[0].split(batch.segments.lengths),

@@ -382,7 +382,7 @@ def test_packed_and_padded_rows_train_on_the_same(name: str, thinking: Thinking,
 def _examples(batch: MicroBatch, pad: int) -> Iterator[tuple[list[int], list[int]]]:
     """(tokens, targets) of each example of a packed or a padded micro-batch."""
     ids, targets = batch.tokens.input_ids, batch.tokens.targets
-    if batch.segments.lengths is not None:
+    if batch.segments is not None:
         parts = zip(
             ids[0].split(batch.segments.lengths), targets[0].split(batch.segments.lengths), strict=True
         )
