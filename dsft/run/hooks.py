@@ -1,4 +1,4 @@
-"""Implement the training loop's hooks (`Run`): evaluation, report, checkpoints, and the watching of hosts."""
+"""Implement what the training loop asks for: evaluation, report, checkpoints, and the watching of hosts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dsft.report.run import Report
 from dsft.run.artifacts import facts_of
 from dsft.run.build import Built
 from dsft.run.job import Job, Log
-from dsft.run.loop import LoopPhase, Progress, Record, Run
+from dsft.run.loop import LoopHooks, LoopPhase, Progress, Record
 from dsft.system.lock import FolderLock
 
 SHOWN = 8
@@ -40,12 +40,12 @@ SHOWN = 8
 
 
 @dataclass(kw_only=True)
-class Hooks(Run):
+class Hooks(LoopHooks):
     """The hooks that a run gives to its training loop.
 
     compared    what a resumed run compares with its checkpoint, by the field names of `CheckpointState`
     evaluation  step -> metrics; None where nothing is held out
-    flops       computes `Run.mfu`; None where the peak FLOP/s are not known
+    flops       computes `LoopHooks.mfu`; None where the peak FLOP/s are not known
     profile     records the step that --profile asks for
     latest      the last value of each metric
     """

@@ -1,7 +1,7 @@
 """Train: run the optimizer steps, report their records, evaluate and save on schedule.
 
 The loop knows no ZeRO stage, no pipeline and no file: what differs is behind `Engine`,
-`StepSource` and `Run`.
+`StepSource` and `LoopHooks`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Schedule:
     evaluate_first: bool = False  # before step 1
 
 
-class Run:
+class LoopHooks:
     """What the loop needs besides the engine. By default nothing is evaluated, watched or saved; a real run's
     methods are in `dsft.run.hooks`. evaluates: whether rows are held out; routing: of a mixture of
     experts."""
@@ -198,7 +198,12 @@ class Late:
 
 
 def fit(
-    engine: Engine, objective: Objective, steps: StepSource, schedule: Schedule, run: Run, progress: Progress
+    engine: Engine,
+    objective: Objective,
+    steps: StepSource,
+    schedule: Schedule,
+    run: LoopHooks,
+    progress: Progress,
 ) -> Progress:
     """Train from `progress` to the schedule's last step, which is always evaluated and saved.
 
@@ -219,7 +224,7 @@ def _fit(
     objective: Objective,
     steps: StepSource,
     schedule: Schedule,
-    run: Run,
+    run: LoopHooks,
     progress: Progress,
     late: Late,
 ) -> Progress:
@@ -291,7 +296,7 @@ def plan(schedule: Schedule, step: int) -> Planned:
     return Planned(last, evaluates, saves)
 
 
-def pause(planned: Planned, stop: str | None, run: Run, progress: Progress) -> str | None:
+def pause(planned: Planned, stop: str | None, run: LoopHooks, progress: Progress) -> str | None:
     """Evaluate and save as planned. On a stop save at once and put the evaluation off until the run is
     resumed, except after the last step. Since a save takes long, ask again after it whether to stop. Return
     the reason to stop, or None."""
@@ -306,7 +311,7 @@ def pause(planned: Planned, stop: str | None, run: Run, progress: Progress) -> s
     return stop
 
 
-def evaluate(run: Run, progress: Progress) -> float:
+def evaluate(run: LoopHooks, progress: Progress) -> float:
     """Evaluate, report all metrics and return eval/loss."""
     run.mark("evaluate", progress.step)
     record = run.evaluate(progress.step)
@@ -331,7 +336,7 @@ def position(progress: Progress) -> Record:
 
 
 def training_record(
-    window: Window, objective: Objective, run: Run, progress: Progress, *, saves: bool, pauses: bool
+    window: Window, objective: Objective, run: LoopHooks, progress: Progress, *, saves: bool, pauses: bool
 ) -> tuple[Callable[[], Record], bool]:
     """Begin the one collective of a record. Return a function that waits for it and returns the record: the
     window's loss and metrics (its sums ÷ its counts) and its speed, the last step's gradient norm and

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 
-from dsft.spec.task import TASKS, Task, TaskName
+from dsft.spec.task import TASKS, TaskFacts, TaskName
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -467,7 +467,7 @@ class Spec(Section):
     """Folder of all runs, shared by all hosts."""
 
     @property
-    def task_kind(self) -> Task:
+    def task_kind(self) -> TaskFacts:
         """Properties of the task."""
         return TASKS[self.task]
 

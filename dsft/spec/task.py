@@ -10,7 +10,7 @@ from pydantic_core import PydanticKnownError
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskFacts:
     """Properties of a task.
 
     unit        unit of data.train, by which examples are cut from rows: see `dsft.data.sets.load.CUTS`
@@ -32,12 +32,12 @@ class Task:
     preference: bool = False
 
 
-TASKS: dict[str, Task] = {
-    "sft": Task(
+TASKS: dict[str, TaskFacts] = {
+    "sft": TaskFacts(
         "row", 1, ("messages", "alpaca", "text", "sharegpt", "prompt_completion", "preference", "kto")
     ),
-    "pretrain": Task("row", 1, ("text",), answers=False),
-    "dpo": Task("pair", 2, ("preference",), whole=True, preference=True),
+    "pretrain": TaskFacts("row", 1, ("text",), answers=False),
+    "dpo": TaskFacts("pair", 2, ("preference",), whole=True, preference=True),
 }
 """The facts of each task; `dsft.tasks.registry` has what it does."""
 

@@ -35,7 +35,7 @@ from dsft.plan.ds_config import deepspeed_config
 from dsft.rank.environment import detect
 from dsft.report import hosts
 from dsft.run.hooks import watch_hosts
-from dsft.run.loop import Progress, Record, Run, Schedule, fit
+from dsft.run.loop import LoopHooks, Progress, Record, Schedule, fit
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
@@ -155,7 +155,7 @@ def outcome(case: Case, world: World, healthy: int, slowed: int) -> dict[str, An
     watch = watch_hosts(world, lambda line: said.append((len(records) + 1, line)))
     watch._detector._seconds = 0.0 if case.stages > 1 else SECONDS  # its usual parts are of the healthy steps
     hosts.JUDGED_EVERY = 0.0
-    run = Run(world)
+    run = LoopHooks(world)
     run.report, run.watch = records.append, watch  # type: ignore[method-assign]
     schedule = Schedule(healthy + slowed, 1, None, None, lambda step: 1e-4, 3, seed=1)
     with ended(Steps(case, world, 4, healthy)) as steps:

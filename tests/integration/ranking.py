@@ -16,7 +16,7 @@ from torch import Tensor
 import dsft.train
 from dsft.data.rows import Records
 from dsft.data.sets import load
-from dsft.data.sets.cut import Cut, CutOptions
+from dsft.data.sets.cut import CutOptions, CutRows
 from dsft.data.sets.dataset import Examples, Ids, digest_of
 from dsft.data.steps.batch import MicroBatch
 from dsft.objective.answers import answer_logps
@@ -29,13 +29,13 @@ from dsft.tasks.api import Task
 ROWS = 3
 
 
-def cut_triples(records: Records, ids: Ids, options: CutOptions) -> Cut:
+def cut_triples(records: Records, ids: Ids, options: CutOptions) -> CutRows:
     """Make an example of each three consecutive rows."""
     row: Ids = (ROWS * ids[:, None] + np.arange(ROWS, dtype=np.int32)).reshape(-1)
     start: Ids = np.zeros(len(row), np.int32)
     lengths: Ids = records.rows.lengths[row].astype(np.int32)
     targets = records.rows.trained[row].astype(np.int32).reshape(-1, ROWS)
-    return Cut(Examples(records.rows, row, start, lengths, None, targets, digest_of(records.rows, ids)))
+    return CutRows(Examples(records.rows, row, start, lengths, None, targets, digest_of(records.rows, ids)))
 
 
 class Ranking(Task):
@@ -47,7 +47,7 @@ def loss(logps: Tensor, micro_batch: MicroBatch) -> tuple[Tensor]:
     return (-torch.log_softmax(answer_logps(logps, micro_batch), dim=1)[:, 0].sum(),)
 
 
-task.TASKS["ranking"] = task.Task("triple", ROWS, ("text",), whole=True, answers=False)
+task.TASKS["ranking"] = task.TaskFacts("triple", ROWS, ("text",), whole=True, answers=False)
 load.CUTS["triple"] = cut_triples
 registry.TASKS["ranking"] = Ranking()
 

@@ -29,7 +29,7 @@ from dsft.objective.next_token import next_token
 from dsft.plan.ds_config import deepspeed_config
 from dsft.rank.environment import detect
 from dsft.run.hooks import watch_hosts
-from dsft.run.loop import Progress, Run, Schedule, fit
+from dsft.run.loop import LoopHooks, Progress, Schedule, fit
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
@@ -87,7 +87,11 @@ def step(world: World, layers: int, micro_batches: int, segments: int, checkpoin
     config, facts = deepspeed_config(spec, batch_sizes(spec.train, 1)), TokenFacts(VOCABULARY, 1, 2, None)
     policy = build_model(spec.model, facts, 1, torch.bfloat16, sharding=sharding_for(config, world))
     attend_per_segment(policy.causal_lm, "auto", TOKENS, world.device)
-    engine, counting, run = build_engine(policy, spec, config, world, next_token()), Counting(), Run(world)
+    engine, counting, run = (
+        build_engine(policy, spec, config, world, next_token()),
+        Counting(),
+        LoopHooks(world),
+    )
     run.mark, run.watch = counting.mark, watch_hosts(world, print)  # type: ignore[method-assign]
     rows = Rows(world.device, micro_batches, segments)
     schedule = Schedule(LAST, 1, None, None, lambda step: 1e-3, 3, seed=1)

@@ -33,7 +33,7 @@ from dsft.objective.preference import preference
 from dsft.plan.ds_config import deepspeed_config
 from dsft.rank.environment import detect
 from dsft.run.hooks import watch_hosts
-from dsft.run.loop import Progress, Record, Run, Schedule, fit
+from dsft.run.loop import LoopHooks, Progress, Record, Schedule, fit
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Dpo, Spec
@@ -126,7 +126,7 @@ def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[st
     engine = build_engine(policy, spec, config, world, objective)
     counting = Counting()
     records: list[Record] = []
-    run = Run(world)
+    run = LoopHooks(world)
     run.report, run.mark = records.append, counting.mark  # type: ignore[method-assign]
     run.watch = watch_hosts(world, lambda line: None)
     run.replicas = Replicas(engine.replicated, world, NEVER)

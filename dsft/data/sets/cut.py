@@ -39,7 +39,7 @@ class CutOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class CutRows:
     """The examples that records are cut to, and what became of the records.
 
     left_out          reason, a field of Ledger -> records left out for it
@@ -53,24 +53,24 @@ class Cut:
     truncated_tokens: int = 0
 
 
-def cut_rows(records: Records, ids: Ids, options: CutOptions) -> Cut:
+def cut_rows(records: Records, ids: Ids, options: CutOptions) -> CutRows:
     """Cut the records `ids` (k,), ascending and of one row each, to examples of at most `max_length` tokens.
     Each of the rows must have a target."""
     return _CUTS[options.how](records.rows, ids, options)
 
 
-def _whole(rows: TokenRows, ids: Ids, options: CutOptions) -> Cut:
+def _whole(rows: TokenRows, ids: Ids, options: CutOptions) -> CutRows:
     too_long = rows.lengths[ids] > options.max_length
     dropped, ids = ids[too_long], ids[~too_long]
     start = np.broadcast_to(np.int32(0), (len(ids),))  # takes no memory
     examples = _pieces(rows, ids, start, small(rows.lengths[ids]), small(rows.trained[ids]))
-    return Cut(examples, {"dropped": dropped}, {"without_end": ids[~rows.ended[ids]]})
+    return CutRows(examples, {"dropped": dropped}, {"without_end": ids[~rows.ended[ids]]})
 
 
 _AT_ONCE = 100_000  # rows whose windows are computed together: about 50 MB
 
 
-def _truncated(rows: TokenRows, ids: Ids, options: CutOptions) -> Cut:
+def _truncated(rows: TokenRows, ids: Ids, options: CutOptions) -> CutRows:
     size, lengths, targets = options.max_length, small(rows.lengths[ids]), small(rows.trained[ids])
     too_long = lengths > size
     if not too_long.any():
@@ -88,7 +88,7 @@ def _truncated(rows: TokenRows, ids: Ids, options: CutOptions) -> Cut:
     kept = targets > 0
     noted = {"truncated": too_long, "without_end": ~ended & kept, "prompt_cut": prompt_cut & kept}
     sizes, head = np.minimum(lengths, np.int32(size)), headed[kept] if headed.any() else None
-    return Cut(
+    return CutRows(
         _pieces(rows, ids[kept], start[kept], sizes[kept], targets[kept], head),
         {"without_target": ids[~kept]},
         {name: ids[mask] for name, mask in noted.items()},
@@ -96,7 +96,7 @@ def _truncated(rows: TokenRows, ids: Ids, options: CutOptions) -> Cut:
     )
 
 
-def _split(rows: TokenRows, ids: Ids, options: CutOptions) -> Cut:
+def _split(rows: TokenRows, ids: Ids, options: CutOptions) -> CutRows:
     """Split rows into pieces that overlap by one token, so that every target of a row is one exactly once."""
     size, lengths = options.max_length, rows.lengths[ids]
     numbers = small(np.maximum(1, -((1 - lengths) // (size - 1))))
@@ -109,14 +109,14 @@ def _split(rows: TokenRows, ids: Ids, options: CutOptions) -> Cut:
         places = stream.firsts[of_row] + start
         targets = small(stream.between(places, places + sizes))
     kept = targets > 0
-    return Cut(
+    return CutRows(
         _pieces(rows, ids[of_row[kept]], start[kept], sizes[kept], targets[kept]),
         noted={"without_end": ids[~rows.ended[ids]], "split": ids[numbers > 1]},
         truncated_tokens=int(sizes[~kept].sum(dtype=np.int64)),
     )
 
 
-def _filled(rows: TokenRows, ids: Ids, options: CutOptions) -> Cut:
+def _filled(rows: TokenRows, ids: Ids, options: CutOptions) -> CutRows:
     """Join all rows and cut them into examples of `max_length` tokens, the last one shorter. No tokens
     repeat."""
     size, stream = options.max_length, Stream(rows, ids)
@@ -138,7 +138,9 @@ def _filled(rows: TokenRows, ids: Ids, options: CutOptions) -> Cut:
     length = small(rows.lengths[row]) - start
     length[segments[1:] - 1] -= small(ends[to] - stops)
     digest = digest_of(rows, ids, small(places - firsts[at]), small(stops - places), None, at)
-    return Cut(Examples(rows, row, start, length, None, targets[:, None], digest, segments), {}, noted, lost)
+    return CutRows(
+        Examples(rows, row, start, length, None, targets[:, None], digest, segments), {}, noted, lost
+    )
 
 
 def _pieces(
@@ -173,6 +175,6 @@ def small(numbers: NDArray[np.int64]) -> Ids:
     return numbers.astype(np.int32)
 
 
-_CUTS: Mapping[OnTooLong, Callable[[TokenRows, Ids, CutOptions], Cut]] = {
+_CUTS: Mapping[OnTooLong, Callable[[TokenRows, Ids, CutOptions], CutRows]] = {
     "error": _whole, "drop": _whole, "truncate": _truncated, "split": _split, "fill": _filled,
 }  # fmt: skip

@@ -15,7 +15,7 @@ import numpy as np
 from dsft.data.cache.store import IN_MEMORY, Cache, tokenized_rows
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import MAX_SHOWN, PLACES, Account, Records, data_error
-from dsft.data.sets.cut import Cut, CutOptions, OnTooLong, cut_rows
+from dsft.data.sets.cut import CutOptions, CutRows, OnTooLong, cut_rows
 from dsft.data.sets.dataset import Dataset, Ids
 from dsft.data.sets.ledger import Ledger, table, total
 from dsft.data.sets.order import shares_text
@@ -139,7 +139,7 @@ def _sets(
     return [[cut_with(cut, one, options) for one in sources] for sources in divided]
 
 
-CUTS: dict[str, Callable[[Records, Ids, CutOptions], Cut]] = {"row": cut_rows, "pair": cut_pairs}
+CUTS: dict[str, Callable[[Records, Ids, CutOptions], CutRows]] = {"row": cut_rows, "pair": cut_pairs}
 """What cuts records to examples, by the unit of a task."""
 
 _SETTINGS = {

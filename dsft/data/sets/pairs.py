@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.rows import Records, TokenRows
-from dsft.data.sets.cut import Cut, CutOptions, small, spans_of
+from dsft.data.sets.cut import CutOptions, CutRows, small, spans_of
 from dsft.data.sets.dataset import Examples, Ids, digest_of
 from dsft.data.sets.stream import Stream
 
@@ -22,7 +22,7 @@ CHOSEN, REJECTED = 0, 1
 QUARTER = 4  # 1/4 of max_length is reserved for the prompt (less if it is shorter), however long the answers
 
 
-def cut_pairs(records: Records, ids: Ids, options: CutOptions) -> Cut:
+def cut_pairs(records: Records, ids: Ids, options: CutOptions) -> CutRows:
     """Cut the pairs `ids` (k,), ascending, to examples of which neither row has more than `max_length`
     tokens. Both answers of each pair must have targets.
 
@@ -55,7 +55,7 @@ def cut_pairs(records: Records, ids: Ids, options: CutOptions) -> Cut:
         "without_end": (is_cut | ~records.ended[ids]) & ~same,
         "prompt_cut": (kept < prompts) & ~same,
     }
-    return Cut(
+    return CutRows(
         _examples(rows, [column[~same] for column in columns], options.share_prompts),
         {"dropped": dropped, "identical": ids[same]},
         {name: ids[mask] for name, mask in noted.items()},

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.rows import Account, Records
-from dsft.data.sets.cut import Cut, CutOptions, small
+from dsft.data.sets.cut import CutOptions, CutRows, small
 from dsft.data.sets.dataset import Examples, Ids
 from dsft.data.sets.ledger import Ledger
 from dsft.spec.held_out import set_names, split_sets, train_names
@@ -114,7 +114,7 @@ class SourceData(Selected):
 
 
 def cut_with(
-    cut: Callable[[Records, Ids, CutOptions], Cut], selected: Selected, options: CutOptions
+    cut: Callable[[Records, Ids, CutOptions], CutRows], selected: Selected, options: CutOptions
 ) -> SourceData:
     """Cut what is selected to examples, with one of `cut_rows` and `cut_pairs`."""
     made = cut(selected.records, selected.ids, options)

@@ -20,7 +20,7 @@ from dsft.data.read.builtin import QUICKSTART, builtin_rows
 from dsft.data.render.renderer import Renderer, pair_mistake
 from dsft.data.render.template import choose_template
 from dsft.data.rows import Rendered, Text
-from dsft.data.sets.cut import Cut, CutOptions, OnTooLong
+from dsft.data.sets.cut import CutOptions, CutRows, OnTooLong
 from dsft.data.sets.dataset import Dataset, Example, Examples
 from dsft.data.sets.load import RunData, load_data
 from dsft.data.steps.batch import NO_TARGET, MicroBatch, Segments
@@ -292,7 +292,7 @@ def pairs(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], frozenset[i
     return prompt, *answers, skipped
 
 
-def part_of(rows: FakeRows, max_length: int, how: OnTooLong, share: bool = False) -> tuple[Cut, Examples]:
+def part_of(rows: FakeRows, max_length: int, how: OnTooLong, share: bool = False) -> tuple[CutRows, Examples]:
     made = cut_all_pairs(rows, CutOptions(max_length, how, BOS, share))
     return made, made.examples
 

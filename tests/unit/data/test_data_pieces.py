@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsft.data.sets.cut import Cut, CutOptions, OnTooLong
+from dsft.data.sets.cut import CutOptions, CutRows, OnTooLong
 from dsft.data.sets.dataset import Dataset
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.steps import TrainSteps
@@ -96,11 +96,11 @@ def naive_fill(given: list[Given], size: int) -> list[Piece]:
     return pieces
 
 
-def cut_of(source: FakeRows, size: int, how: OnTooLong) -> Cut:
+def cut_of(source: FakeRows, size: int, how: OnTooLong) -> CutRows:
     return cut_all(source, CutOptions(size, how, BOS))
 
 
-def noted(made: Cut, name: str) -> list[int]:
+def noted(made: CutRows, name: str) -> list[int]:
     return made.noted[name].tolist()
 
 

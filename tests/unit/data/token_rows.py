@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.rows import Account, Records, Rendered
-from dsft.data.sets.cut import Cut, CutOptions, cut_rows
+from dsft.data.sets.cut import CutOptions, CutRows, cut_rows
 from dsft.data.sets.pairs import cut_pairs
 from dsft.spec.schema import Data, Spec
 
@@ -24,12 +24,12 @@ def spec_of(task: str, data: Data) -> Spec:
     return Spec.model_construct(task=task, data=data)
 
 
-def cut_all(rows: FakeRows, options: CutOptions) -> Cut:
+def cut_all(rows: FakeRows, options: CutOptions) -> CutRows:
     """Cut every row, each of which has a target."""
     return cut_rows(Records(rows, 1), np.arange(len(rows.given), dtype=np.int32), options)
 
 
-def cut_all_pairs(rows: FakeRows, options: CutOptions) -> Cut:
+def cut_all_pairs(rows: FakeRows, options: CutOptions) -> CutRows:
     return cut_pairs(Records(rows, 2), np.arange(len(rows.given) // 2, dtype=np.int32), options)
 
 

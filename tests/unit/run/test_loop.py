@@ -17,7 +17,7 @@ from dsft.engine.api import StepResult
 from dsft.errors import NonFiniteError, StoppedError
 from dsft.objective.api import Objective, Term, evaluation_record, with_perplexity
 from dsft.run import loop
-from dsft.run.loop import Progress, Record, Run, Schedule, fit, seed_step
+from dsft.run.loop import LoopHooks, Progress, Record, Schedule, fit, seed_step
 
 OBJECTIVE = Objective((Term("tokens"),), lambda logps, micro_batch: (-logps.double().sum(),))
 
@@ -51,7 +51,7 @@ class FakeEngine:
         return self.step(*given[:3])
 
     def _never(self, *given: Any, **named: Any) -> Any:
-        raise AssertionError("the loop does this through the functions of its Run")
+        raise AssertionError("the loop does this through the functions of its hooks")
 
     evaluate = load = owned_fragments = probe = snapshot = replicated = score = set_loss_scale = shapes = (
         _never
@@ -64,7 +64,7 @@ class Log:
     saved: list[Progress] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
 
-    def run(self, evaluate: bool = True, **methods: Any) -> Run:
+    def run(self, evaluate: bool = True, **methods: Any) -> LoopHooks:
         """methods: in place of the run's own."""
         run = Logged(self, evaluate)
         for name, method in methods.items():
@@ -83,7 +83,7 @@ class Log:
         return [(record["train/global_step"], record[key]) for record in self.records if key in record]
 
 
-class Logged(Run):
+class Logged(LoopHooks):
     """On the first of two ranks, of which the other one has nothing."""
 
     def __init__(self, log: Log, evaluates: bool) -> None:
