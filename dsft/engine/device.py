@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from dsft.errors import WorldError
-from dsft.plan.memory.offload import ALLOCATOR
+from dsft.plan.memory.offload import ALLOCATOR, OLDER
 from dsft.rank.places import CPU, Device
 from dsft.spec.schema import Accelerator
 
@@ -73,7 +73,9 @@ def _allocate(device: torch.device) -> None:
 def _way_out(error: str, environ: Mapping[str, str]) -> str:
     """Return what to do where a device's first allocation fails. Under WSL2 that may be because of expandable
     segments (pytorch/pytorch#192330), which torch asks the driver for itself."""
-    if "driver error" in error and "expandable_segments:True" in environ.get(ALLOCATOR, ""):
+    if "driver error" in error and any(
+        "expandable_segments:True" in environ.get(name, "") for name in (ALLOCATOR, OLDER)
+    ):
         return (
             "If the driver refuses expandable segments, start with PYTORCH_ALLOC_CONF= (empty) in the "
             "environment, or in cluster.env."

@@ -1,8 +1,8 @@
 """Replace how DeepSpeed 0.19.8 adds up gradients.
 
 On one rank it pays for a reduction that has nothing to reduce: copies into buckets, a division by one, copies
-to and from float32, a norm of a float64 copy, and at the end of each backward pass a wait of the host. With
-an offloaded optimizer nothing is changed there, since its gradients have to be copied to the host anyway.
+to and from float32, a norm of a float64 copy, and at the end of each backward pass a wait of the host. On one
+rank nothing is changed if the optimizer is offloaded: its gradients have to be copied to the host anyway.
 
 On several GPUs its host and its backward pass wait for reductions at ZeRO 1 and 2 (`OverlappedZero`). At ZeRO
 3 only the host waits: for the reduction three buckets before (stage3.py:1667 synchronize), which limits the
@@ -146,8 +146,10 @@ class OverlappedZero(DeepSpeedZeroOptimizer):
     @contextmanager
     def _without_waiting(self) -> Iterator[None]:
         self.overlap_comm = False
-        yield
-        self.overlap_comm = True
+        try:
+            yield
+        finally:
+            self.overlap_comm = True
 
 
 def install_reduction(engine: Any) -> None:
@@ -157,8 +159,8 @@ def install_reduction(engine: Any) -> None:
         # It waits for every gradient before it computes the norm (utils.py:291 has_overflow_serial).
         optimizer.overflow_checker.check = lambda: False
     if comm.get_world_size() > 1:
-        if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.overlap_comm:
-            if not get_accelerator().is_synchronized_device():
+        if isinstance(optimizer, DeepSpeedZeroOptimizer) and not get_accelerator().is_synchronized_device():
+            if optimizer.overlap_comm and optimizer.contiguous_gradients:  # else there are no buffers
                 optimizer.__class__ = OverlappedZero
         return
     engine.allreduce_no_retain = lambda *_, **__: None  # ZeRO 0 (engine.py:3893 allreduce_no_retain)

@@ -70,7 +70,7 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> OpenReference
         if spec.data.packing or exchange is not None:
             max_length, device = spec.data.max_length, world.device
             attend_per_segment(policy.causal_lm, model.attention, max_length, device, exchange)
-        elif model.attention == "auto":
+        elif model.attention == "auto" and not model.compile:
             attend_padded(policy.causal_lm, spec.data.max_length, world.device)
         return policy
 
