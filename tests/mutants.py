@@ -68,7 +68,8 @@ SUBJECTS: dict[str, str] = {
     "dsft/data/sets/dataset.py": f"{DATA}dataset.py {DATA}whole.py {DATA}pairs.py",
     "dsft/data/sets/order.py": f"{DATA}order.py {DATA}dataset.py",
     "dsft/data/sets/pairs.py": f"{DATA}pairs.py",
-    "dsft/data/sets/pieces.py": f"{DATA}pieces.py {DATA}whole.py",
+    "dsft/data/sets/cut.py": f"{DATA}pieces.py {DATA}whole.py",
+    "dsft/data/sets/stream.py": f"{DATA}pieces.py {DATA}whole.py {DATA}pairs.py",
     "dsft/data/sets/selection.py": f"{DATA}dataset.py {DATA}division.py {DATA}whole.py",
 }
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

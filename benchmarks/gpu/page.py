@@ -162,8 +162,8 @@ NONE = """\
 No GPU was at hand yet: nothing here has been measured on one, and the goals below are goals. The cases have
 been rehearsed from a clone without `.git` on the stand-in GPU (`scripts/standin`) or on a CPU, some on both,
 at a size at which no figure says anything of a GPU. A profiled step, several GPUs and TRL were
-rehearsed on the CPU only, running out of memory on the stand-in only. Rehearsed nowhere: liger, which needs Triton, and documents-compiled, since
-packed rows are compiled on a GPU alone.
+rehearsed on the CPU only, running out of memory on the stand-in only. Rehearsed nowhere: liger, which
+needs Triton, and documents-compiled, since packed rows are compiled on a GPU alone.
 """
 
 

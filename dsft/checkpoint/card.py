@@ -123,6 +123,8 @@ def _objective(spec: Values) -> Iterator[str]:
 def _reference(reference: Values | None) -> Iterator[str]:
     if reference is not None:
         yield str(reference["which"])
+        if reference.get("unchanged") is False:
+            yield "changed during training, as an earlier version of dsft found"
 
 
 def _source(name: str, facts: Values, unit: str) -> str:

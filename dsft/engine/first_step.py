@@ -127,8 +127,9 @@ def check_gradients(samples: GradientSamples, moments: Tensor | None, world: Wor
         faulty = mismatches(gradients.cpu(), squares.cpu(), summed.cpu())
         if faulty:
             raise WorldError(
-                f"first applied step: the optimizer did not get the gradients of {_listed([names[i] for i in faulty])} "
-                f"that the backward pass computed, so the run would train something else. {_CAUSES}"
+                "first applied step: the optimizer did not get the gradients of "
+                f"{_listed([names[i] for i in faulty])} that the backward pass computed, so the run would "
+                f"train something else. {_CAUSES}"
             )
     return gradients[mine], squares[mine]
 
@@ -143,8 +144,8 @@ def check_values(samples: GradientSamples, faulty: Tensor, world: World) -> None
     if ranks:
         shown = _listed([f"{name} (on rank {rank})" for name, rank in ranks.items()])
         raise WorldError(
-            f"first checked step: the optimizer has not changed {shown}, whose gradient and learning rate are not 0, so "
-            f"the run would not train it. {_CAUSES}"
+            f"first checked step: the optimizer has not changed {shown}, whose gradient and learning rate "
+            f"are not 0, so the run would not train it. {_CAUSES}"
         )
 
 

@@ -45,7 +45,6 @@ class Objective:
                       `sums` then gets log-probabilities of the smoothed targets
     of_answers        the same as `sums` for preference pairs, from the sums (n, 2) of each answer's
                       log-probabilities; None for other objectives
-    needs_reference   whether micro_batch.answers.reference is used
     """
 
     terms: tuple[Term, ...]
@@ -53,7 +52,6 @@ class Objective:
     uniform: bool = False
     label_smoothing: float = 0.0
     of_answers: Callable[[Tensor, Answers], tuple[Tensor, ...]] | None = None
-    needs_reference: bool = False
 
     def term_sums(self, logps: Tensor, micro_batch: MicroBatch) -> Tensor:
         """Return (n_terms,) float64, differentiable, from what the policy returns for a micro-batch."""

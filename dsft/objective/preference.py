@@ -110,7 +110,7 @@ def preference(dpo: Dpo) -> Objective:
         assert micro_batch.answers is not None, "a micro-batch of preference pairs"
         return of_answers(answer_logps(logps, micro_batch), micro_batch.answers)
 
-    return Objective(terms, sums, of_answers=of_answers, needs_reference=dpo.loss_type not in REFERENCE_FREE)
+    return Objective(terms, sums, of_answers=of_answers)
 
 
 def margin(scores: Tensor, dpo: Dpo) -> Tensor:

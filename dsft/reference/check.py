@@ -58,9 +58,9 @@ WITHOUT_ADAPTER = (
 
 @dataclass(frozen=True)
 class StartCheck:
-    """The input of `check_start`. micro_batches: this rank's of the first step, with pairs.reference, as many
-    on every rank; without_adapter: a context in which the policy runs without its adapter, None where it has
-    none."""
+    """The input of `check_start`. micro_batches: this rank's of the first step, with answers.reference, as
+    many on every rank; without_adapter: a context in which the policy runs without its adapter, None where it
+    has none."""
 
     dpo: Dpo
     dataset: Dataset

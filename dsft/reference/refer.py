@@ -1,4 +1,4 @@
-"""Fill `pairs.reference` of micro-batches, in one of three ways: look the values up in a store, score with
+"""Fill `answers.reference` of micro-batches, in one of three ways: look the values up in a store, score with
 the reference's own engine, or score with the policy's engine while its adapter is off or reset to its
 start."""
 

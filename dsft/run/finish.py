@@ -17,8 +17,7 @@ from dsft.spec.schema import Spec
 
 
 def finish(spec: Spec, folder: Path, checkpoint: Path, log: Log) -> None:
-    """Export the last checkpoint, unless the export is of it already, and print the outcome of the run.
-    Raises CheckpointError where the reference was found changed, at every later start too."""
+    """Export the last checkpoint, unless the export is of it already, and print the outcome of the run."""
     export = folder / "export"
     exported = export_checkpoint(checkpoint, export)
     log(exported)

@@ -108,8 +108,9 @@ class Hooks(LoopHooks):
 
     def annotate(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         annotator = self.built.annotator
-        now = annotator is not None and not annotator.prefetched
-        return annotator.annotate[0](micro_batches) if annotator and now else micro_batches
+        if annotator is None or annotator.prefetched:
+            return micro_batches
+        return annotator.annotate[0](micro_batches)
 
     def ask(self) -> Callable[[], str | None]:
         """Begin to agree on a stop over all ranks. The function returned gives the highest of REASONS that

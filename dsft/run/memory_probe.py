@@ -76,7 +76,7 @@ def explain_out_of_memory(meter: MemoryMeter) -> Iterator[None]:
 def full(phase: Phase, error: str) -> str:
     """Return the message for an allocation that failed outside of the memory probe."""
     reason = " ".join(error.split())[:400]
-    if phase == "load":
+    if phase in ("load", "reference"):
         return f"The model and its engine do not fit into memory ({reason}); use {LESS}, or a smaller model."
     where = {"evaluation": "in an evaluation", "save": "in a save"}.get(phase, "in a step")
     return (

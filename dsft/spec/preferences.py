@@ -22,7 +22,7 @@ first."""
 def shares_prompts(spec: Spec) -> bool:
     """Return whether the prompt of a pair is computed once for both answers."""
     is_off = spec.dpo is not None and spec.dpo.share_prompts is False
-    is_possible = spec.task_kind.rows == 2 and spec.data.packing and spec.model.attention in SHARING
+    is_possible = spec.task_kind.preference and spec.data.packing and spec.model.attention in SHARING
     return is_possible and not is_off
 
 

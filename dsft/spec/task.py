@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import AfterValidator, WithJsonSchema
+from pydantic import BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticKnownError
 
 
@@ -42,14 +42,14 @@ TASKS: dict[str, TaskFacts] = {
 """The facts of each task; `dsft.tasks.registry` has what it does."""
 
 
-def _known_task(name: str) -> str:
-    if name not in TASKS:
+def _known_task(name: object) -> object:
+    if not isinstance(name, str) or name not in TASKS:
         *most, last = map(repr, TASKS)
         raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
     return name
 
 
 TaskName = Annotated[
-    str, AfterValidator(_known_task), WithJsonSchema({"enum": list(TASKS), "type": "string"})
+    str, BeforeValidator(_known_task), WithJsonSchema({"enum": list(TASKS), "type": "string"})
 ]
 """The name of a task in `TASKS`."""

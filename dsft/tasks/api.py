@@ -54,7 +54,7 @@ class Annotator:
     of a reference.
 
     annotate    a function for each dataset: data.train first, then each held-out set
-    identity    what checkpoints record of it, and a resumed run must find the same
+    identity    what checkpoints record of it; its task compares a resumed run's with it
     prefetched  `annotate` only looks values up, so steps are annotated while they are prefetched, in any
                 thread. Otherwise it is a collective, right before a step
     """

@@ -30,12 +30,15 @@ ROWS = 3
 
 
 def cut_triples(records: Records, ids: Ids, options: CutOptions) -> CutRows:
-    """Make an example of each three consecutive rows."""
+    """Make an example of each three consecutive rows, if each fits."""
+    too_long = records.longest[ids] > options.max_length
+    dropped, ids = ids[too_long], ids[~too_long]
     row: Ids = (ROWS * ids[:, None] + np.arange(ROWS, dtype=np.int32)).reshape(-1)
     start: Ids = np.zeros(len(row), np.int32)
     lengths: Ids = records.rows.lengths[row].astype(np.int32)
     targets = records.rows.trained[row].astype(np.int32).reshape(-1, ROWS)
-    return CutRows(Examples(records.rows, row, start, lengths, None, targets, digest_of(records.rows, ids)))
+    examples = Examples(records.rows, row, start, lengths, None, targets, digest_of(records.rows, ids))
+    return CutRows(examples, {"dropped": dropped})
 
 
 class Ranking(Task):

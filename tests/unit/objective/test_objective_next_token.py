@@ -25,7 +25,7 @@ def test_by_hand() -> None:
     assert total.dtype == torch.float64
     assert total.item() == 1 + 4 + 16
     assert next_token().scales({"tokens": 3}) == (1 / 3,)
-    assert next_token().uniform and not next_token().needs_reference
+    assert next_token().uniform
     assert next_token().scales({"tokens": 0}) == (0.0,), "by which a memory probe's gradient is 0"
 
 
