@@ -58,6 +58,7 @@ ELSEWHERE: Mapping[str, tuple[str, str, str]] = {
     r"srun ": ("Slurm", "tests/lab/test_ways_in.py", "srun"),
     r"sbatch ": ("Slurm", "tests/lab/test_scripts.py", "sbatch"),
     r"ssh|vllm ": ("several hosts", "tests/lab/hosts.py", "ssh"),
+    r"STANDIN_MODE=numbers scripts/standin run": ("the stand-in GPU", "tests/standin/test_step.py", "counts"),
     r"scripts/gpu": ("a GPU", "tests/standin/test_gpu_cases.py", "gpu"),
     r"python - docs": ("all pages", "tests/integration/test_commands_in_docs.py", "long-context.md"),
     r"scripts/quickstart": ("a network", "tests/integration/test_pinned_losses.py", "quickstart.yaml"),

@@ -106,7 +106,7 @@ def test_the_end_of_a_run_says_its_error_once_and_last(tmp_path: Path) -> None:
         "failed after 3 seconds, exit code 65",
     ]
     said = list(command.ending(start, Outcome(75, None, (), 3.2), []))
-    assert said[0].startswith("stopped; there is no checkpoint; start again with dsft ")
+    assert said[0] == f"stopped; there is no checkpoint; start again with {start.typed}"
     assert said[1:] == ["ended after 3 seconds, exit code 75"]
 
 
