@@ -17,7 +17,8 @@ PLANS = 16
 
 
 class SegmentShapes:
-    """What attention is told of a micro-batch's segments. with_cudnn: rows of one length go through cuDNN."""
+    """How attention is called for the segments of a micro-batch. with_cudnn: rows of one length go through
+    cuDNN."""
 
     def __init__(self, max_length: int, with_cudnn: bool = False) -> None:
         """max_length: the most tokens of a segment, with those of the prompt that it continues."""
