@@ -281,7 +281,7 @@ def test_an_example_finds_what_its_row_is_labeled(how: OnTooLong) -> None:
 
 
 def turns(*lengths: int) -> list[bool]:
-    """Masks of so many tokens of a question, an answer, a question, …"""
+    """Masks of rows whose numbers of tokens are those of a question, an answer, a question, …"""
     return [number % 2 == 1 for number, length in enumerate(lengths) for _ in range(length)]
 
 
