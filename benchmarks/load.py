@@ -76,7 +76,7 @@ def model_bytes(folder: Path) -> int:
 
 def rank(variant: str, tiny: Path, folder: Path, limit: float | None) -> None:
     """Rank 0 prints the sample."""
-    from dsft.engine.world import join
+    from dsft.engine.join import join
     from dsft.rank.environment import detect
     from dsft.spec.layout import Layout
 

@@ -50,7 +50,7 @@ Step = Callable[[], float]  # one step on the row; gives this rank's share of th
 
 def rank(variant: str, tokens: int, steps: int) -> None:
     """Rank 0 prints the sample."""
-    from dsft.engine.world import join
+    from dsft.engine.join import join
     from dsft.rank.environment import detect
     from dsft.spec.layout import Layout
 
@@ -111,9 +111,9 @@ def spec_of(split: int, chunks: int = 1) -> Any:
 
 
 def ours(world: Any, tokens: int, chunks: int) -> Step:
+    from dsft.dist.sequence import exchange_of
     from dsft.engine.build import build_engine
     from dsft.engine.partition import sharding_for
-    from dsft.engine.split import exchange_of
     from dsft.model.attention import attend_per_segment
     from dsft.objective.next_token import next_token
     from dsft.plan.ds_config import deepspeed_config

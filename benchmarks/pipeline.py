@@ -80,7 +80,7 @@ def formula(micro_batches: int, stages: int = RANKS) -> float:
 
 def rank(variant: str, tokens: int, steps: int) -> None:
     """Rank 0 prints the sample."""
-    from dsft.engine.world import join
+    from dsft.engine.join import join
     from dsft.rank.environment import detect
     from dsft.spec.layout import Layout
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsft.data.steps.batch import MicroBatch
-from dsft.engine import split
+from dsft.dist import sequence
 from dsft.model.policy import Policy
 from tests.make import forward
 
@@ -24,7 +24,7 @@ SECONDS = 120.0
 """After which a thread that waits for the others gives up."""
 
 
-class Threads(split.RankExchange):
+class Threads(sequence.RankExchange):
     """The exchange of all threads; `number` is that of the thread that asks."""
 
     def __init__(self, size: int, patch: pytest.MonkeyPatch) -> None:
@@ -36,8 +36,8 @@ class Threads(split.RankExchange):
             "all_gather_into_tensor": self._all_gather,
             "all_reduce": self._all_reduce,
         }
-        patch.setattr(split, "dist", SimpleNamespace(**calls))
-        patch.setattr(split, "exchange_of", lambda world: self)
+        patch.setattr(sequence, "dist", SimpleNamespace(**calls))
+        patch.setattr(sequence, "exchange_of", lambda world: self)
 
     @property
     def number(self) -> int:  # type: ignore[override]
@@ -66,7 +66,7 @@ class Threads(split.RankExchange):
     def scored(self, policy: Policy, batch: MicroBatch) -> Tensor:
         """Return the log-probabilities (B, T) of a whole micro-batch, to the thread of one rank with its
         policy."""
-        rows, batch = split.RowSplit(policy.causal_lm, None), batch.to(torch.device("cpu"))  # type: ignore[arg-type]
+        rows, batch = sequence.RowSplit(policy.causal_lm, None), batch.to(torch.device("cpu"))  # type: ignore[arg-type]
         part = rows.part(batch)
         return rows.whole(forward(policy, part).logps, batch)
 

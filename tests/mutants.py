@@ -46,7 +46,7 @@ SUBJECTS: dict[str, str] = {
     "dsft/model/conversion.py": f"{MODEL}conversion.py {MODEL}model_read.py {FOLDERS}",
     "dsft/model/recurrence.py": f"{MODEL}model_recurrence.py",
     "dsft/engine/replicas.py": f"{ENGINE}replicas.py",
-    "dsft/engine/split.py": f"{SPLIT_ROWS} {ENGINE}split.py",
+    "dsft/dist/sequence.py": f"{SPLIT_ROWS} tests/unit/dist/test_dist_sequence.py",
     "dsft/data/steps/split.py": f"{SPLIT_ROWS} {DATA}steps.py",
     "dsft/data/render/thoughts.py": f"{DATA}thoughts.py",
     "dsft/engine/gradients.py": f"{ENGINE}clip.py {ENGINE}norm.py tests/unit/run/test_loss_scale.py",

@@ -24,7 +24,7 @@ def compare(dtype: str, is_rehearsal: bool) -> dict[str, Any]:
     chosen: what dsft chose."""
     found: dict[str, Any] = {"gradient_error": 0.0, "output_error": 0.0, "other_segment_bits": 0}
     chosen = set()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run (dsft.engine.world.join)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run (dsft.dist.world.join_group)
     for shape in SHAPES:
         for lengths in LENGTHS:
             if is_rehearsal:

@@ -117,12 +117,11 @@ def check_same_model(
 ) -> None:
     """Compare what the model and its rows are built from now with what the checkpoint's were built from.
 
-    `built_from` and `software` are what the functions of these names in `dsft.identity` give. Another version
-    of transformers or tokenizers may know other keys and write a tokenizer in another form, so keys that only
-    one of the two has and the tokenizer's digest are then left to the comparison of rows. A checkpoint of an
-    older dsft that does not have them is not compared. Raises CheckpointError naming every key that differs,
-    with both values.
-    """
+    `built_from` and `software` are what the functions of these names in `dsft.setup.identity` give. Another
+    version of transformers or tokenizers may know other keys and write a tokenizer in another form, so keys
+    that only one of the two has and the tokenizer's digest are then left to the comparison of rows. A
+    checkpoint of an older dsft that does not have them is not compared. Raises CheckpointError naming every
+    key that differs, with both values."""
     then = (checkpoint.state.get("software") or software)["versions"]
     is_same_library = all(then.get(name) == software["versions"].get(name) for name in _READERS)
     found = [
@@ -143,7 +142,7 @@ def changed_since(checkpoint: CheckpointReader, software: Mapping[str, Any]) -> 
     """Yield a warning for each version, variable or kind of device that is not as it was when the checkpoint
     was written: a run may go on with another one, but its numbers may then differ in rounding or more.
 
-    `software` is what `dsft.identity.software_identity` gives."""
+    `software` is what `dsft.setup.identity.software_identity` gives."""
     for one in json_differences(checkpoint.state.get("software") or software, software):
         yield f"warning: {one.clause(WAS, NOW)}, since {checkpoint.path.name} was saved"
 

@@ -46,7 +46,7 @@ SPARE = 2**20
 
 
 class Group(Protocol):
-    """The ranks that save together: `dsft.engine.world.World`, or one rank in a test."""
+    """The ranks that save together: `dsft.dist.world.World`, or one rank in a test."""
 
     @property
     def rank(self) -> int: ...
@@ -67,8 +67,8 @@ class CheckpointState:
     layout    ranks, stages and ZeRO stage that wrote it; nothing reads it back
     versions  of dsft, torch, deepspeed, transformers
     base      where not all of a model's files is trained: the SHA-256 of each file, by name
-    built_from  config, tokenizer and chat template, by `dsft.identity.build_identity`
-    software  versions, variables and kind of device, by `dsft.identity.software_identity`
+    built_from  config, tokenizer and chat template, by `dsft.setup.identity.build_identity`
+    software  versions, variables and kind of device, by `dsft.setup.identity.software_identity`
     new_rows  the new rows of the embeddings, as NewRows has them; None where there are none
     origin    what an export's card needs beside these: see `dsft.checkpoint.card.origin_of`
     reference  for preference pairs: the digest and components of the reference's key

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dsft.dist.world import World
 from dsft.engine.api import Engine
 from dsft.engine.optimizer import check_groups
 from dsft.engine.pipeline import PipelineEngine
-from dsft.engine.world import World
 from dsft.engine.zero import ZeroEngine
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective

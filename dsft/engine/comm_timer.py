@@ -26,7 +26,7 @@ CALLS = (
 )  # fmt: skip
 """The methods of DeepSpeed's backend that engines call in a step."""
 SPLIT_CALLS = ("all_to_all_single", "all_gather_into_tensor")
-"""The functions of torch.distributed that `dsft.engine.split` calls in a step."""
+"""The functions of torch.distributed that `dsft.dist.sequence` calls in a step."""
 MAX_PENDING = 1024
 """Number of event pairs above which the finished ones are read and dropped."""
 

@@ -19,8 +19,8 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+from dsft.dist.world import World
 from dsft.engine.api import Fragment, Kind
-from dsft.engine.world import World
 from dsft.errors import WorldError
 
 SAMPLES = 256

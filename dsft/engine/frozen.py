@@ -24,10 +24,10 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from torch import Tensor
 
 from dsft.data.steps.batch import MicroBatch, Tokens
+from dsft.dist.sequence import RowSplit
+from dsft.dist.world import World
 from dsft.engine.api import ScoreOutput, log_probabilities
 from dsft.engine.partition import place_buffers
-from dsft.engine.split import RowSplit
-from dsft.engine.world import World
 from dsft.model.policy import Policy, PolicyOutput
 
 

@@ -24,6 +24,8 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
+from dsft.dist.sequence import RowSplit, exchange_of
+from dsft.dist.world import World
 from dsft.engine import state
 from dsft.engine.api import Fragment, Kind, LossScale, ReadRange, ScoreOutput, StepResult
 from dsft.engine.first_step import (
@@ -40,8 +42,6 @@ from dsft.engine.optimizer import RATE, build_optimizer, settings_of
 from dsft.engine.partition import Snapshot, full_shape
 from dsft.engine.reduction import install_reduction
 from dsft.engine.replicas import replicated
-from dsft.engine.split import RowSplit, exchange_of
-from dsft.engine.world import World
 from dsft.errors import WorldError
 from dsft.model.mlp_chunks import is_chunked
 from dsft.model.policy import Policy

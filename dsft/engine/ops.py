@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -22,6 +22,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, PinMemoryBu
 from deepspeed.ops.op_builder.builder import OpBuilder
 from filelock import FileLock, Timeout
 
+from dsft.dist.world import World
 from dsft.engine.toolchain import (
     build_folder,
     is_compiled,
@@ -35,9 +36,6 @@ from dsft.spec.schema import Spec
 from dsft.system.lock import holder
 from dsft.system.run_folder import LOCK
 
-if TYPE_CHECKING:
-    from dsft.engine.world import World  # which imports this module
-
 Log = Callable[[str], None]
 
 EXTENSIONS = "TORCH_EXTENSIONS_DIR"
@@ -48,6 +46,10 @@ PATIENCE = 1.0
 
 _BUILDERS = {"cpu_adam": CPUAdamBuilder, "pin_memory": PinMemoryBuilder, "async_io": AsyncIOBuilder}
 _WAY_OUT = "or set parallel.allow_torch_adam: true, and torch's AdamW steps on the CPU instead."
+
+
+def silent(text: str) -> None:
+    """Print nothing."""
 
 
 def prepare_ops(spec: Spec, world: World, log: Log) -> bool | None:

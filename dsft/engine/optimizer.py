@@ -13,9 +13,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from torch import nn
 
-from dsft.engine.ops import load_op
+from dsft.dist.world import World
+from dsft.engine.ops import load_op, silent
 from dsft.engine.partition import full_shape
-from dsft.engine.world import World, silent
 from dsft.errors import Problem, SpecError
 from dsft.spec.patterns import group_of, group_problems
 from dsft.spec.schema import Optim, Spec

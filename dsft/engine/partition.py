@@ -20,7 +20,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import Tensor, nn
 
-from dsft.engine.world import World
+from dsft.dist.world import World
 from dsft.model.weights import Sharding
 
 

@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from dsft.engine.world import World
+from dsft.dist.world import World
 from dsft.errors import WorldError
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -19,8 +19,8 @@ from transformers import PreTrainedConfig
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.data.steps.collate import collate_packed, collate_padded
+from dsft.dist.world import World
 from dsft.engine.api import Scorer
-from dsft.engine.world import World
 from dsft.errors import Problem, SpecError
 from dsft.model.attention import own_attention
 from dsft.model.attention_choice import ONE_CALL

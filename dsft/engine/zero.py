@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.copies import to_device
+from dsft.dist.world import World
 from dsft.engine.api import ScoreOutput, StepResult, log_probabilities
 from dsft.engine.initialize import TrainingEngine
 from dsft.engine.partition import place_buffers
-from dsft.engine.world import World
 from dsft.model.policy import Policy, PolicyOutput
 from dsft.objective.api import Objective
 from dsft.spec.schema import Spec

@@ -31,8 +31,8 @@ from dsft.model.attention_loop import KEYWORD, SEGMENTS
 from dsft.model.attention_shapes import SegmentShapes
 from dsft.model.attention_split import SPLIT, Exchange, split_attention
 from dsft.model.attention_varlen import BY_PRIORITY, IS_ROWS, KEY_INDEX
+from dsft.model.older import can_use_sdpa
 from dsft.model.recurrence import SEGMENT_ROWS, mix_per_segment, recurrent_layers, segment_rows
-from dsft.older import can_use_sdpa
 
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})  # layer types that can be packed
 PADDED_PRIORITY = [*BY_PRIORITY, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # all that torch has

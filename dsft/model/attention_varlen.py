@@ -149,7 +149,7 @@ def package_3_kernel(
 def rows_kernel(backends: Sequence[SDPBackend] = BY_PRIORITY) -> Kernel:
     """Return the kernel for segments of one length, which are rows of scaled_dot_product_attention by the
     first of `backends` that supports them. It knows neither windows nor soft-caps. Elsewhere in the process
-    cuDNN stays off (dsft.engine.world.join)."""
+    cuDNN stays off (dsft.dist.world.join_group)."""
 
     def call(
         query: Tensor, key: Tensor, value: Tensor, borders: tuple[Tensor, Tensor], form: AttentionArguments

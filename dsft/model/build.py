@@ -26,6 +26,7 @@ from dsft.model.init import FreshWeights
 from dsft.model.kernels import choose_kernels, on_gpu
 from dsft.model.lora import check_saved, fill_adapted, inject, with_adapters
 from dsft.model.mlp_chunks import chunk_mlps
+from dsft.model.older import checkpoint_activations
 from dsft.model.policy import Policy
 from dsft.model.read import ReadWeights, read_whole
 from dsft.model.routing import freeze_routers, routing_of
@@ -34,7 +35,6 @@ from dsft.model.stage import cut_to_stage
 from dsft.model.vocabulary import ExtendedReader, NewRows
 from dsft.model.weights import Sharding, TensorReader, Weights
 from dsft.model.whole import Whole, whole_of
-from dsft.older import checkpoint_activations
 from dsft.plan.cut import Cut
 from dsft.spec.patterns import matches, unmatched
 from dsft.spec.schema import Model

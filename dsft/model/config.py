@@ -32,9 +32,9 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 
 from dsft.data.tokenizer.load import num_ids
 from dsft.errors import MissingInputError, Problem, SpecError, brief
+from dsft.model.older import can_use_sdpa
 from dsft.model.vocabulary import NewRows
 from dsft.model.whole import text_config
-from dsft.older import can_use_sdpa
 from dsft.spec.architecture import quantization
 from dsft.spec.files import unfit_model
 from dsft.spec.schema import Model

@@ -21,9 +21,9 @@ from torch import Tensor
 from dsft.data.sets.dataset import Dataset
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.collate import collate_padded
+from dsft.dist.world import World
 from dsft.engine.api import Engine, log_probabilities
 from dsft.engine.self_check import Precision, rounding, whole_rows
-from dsft.engine.world import World
 from dsft.errors import CheckpointError, Problem, SpecError, WorldError
 from dsft.model.attention import own_attention
 from dsft.model.policy import Policy

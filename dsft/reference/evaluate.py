@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dsft.data.sets.load import HeldOutSet
 from dsft.data.steps.batch import Answers, MicroBatch
+from dsft.dist.world import World
 from dsft.engine.api import Engine
-from dsft.engine.world import World
 from dsft.objective.answers import answer_logps
 from dsft.objective.api import Objective, evaluation_record
 from dsft.objective.preference import rewards

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from dsft.checkpoint.compare import NOW, WAS, changed_files, other_rows
-from dsft.identity import config_keys, tokenizer_digest
-from dsft.inputs import Inputs
 from dsft.model.config import new_rows, resolve_config
 from dsft.model.files import digests, model_files
 from dsft.model.lora import CONFIG, WEIGHTS
+from dsft.setup.identity import config_keys, tokenizer_digest
+from dsft.setup.inputs import Inputs
 from dsft.spec.differences import first_difference, json_differences
 from dsft.spec.schema import Model, Spec
 

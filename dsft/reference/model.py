@@ -12,13 +12,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from dsft.data.tokenizer.load import load_tokenizer
+from dsft.dist.sequence import exchange_of
+from dsft.dist.world import World
 from dsft.engine.frozen import FrozenEngine, build_frozen_engine
 from dsft.engine.partition import sharding_for
 from dsft.engine.self_check import check_around, check_rows
-from dsft.engine.split import exchange_of
-from dsft.engine.world import World
 from dsft.errors import MissingInputError, Problem, SpecError
-from dsft.inputs import Inputs
 from dsft.model.attention import attend_padded, attend_per_segment
 from dsft.model.build import build_model, switch_off_dropout
 from dsft.model.census import take_census
@@ -28,6 +27,7 @@ from dsft.model.weights import DTYPES
 from dsft.plan.census import Census, census_from
 from dsft.plan.cut import cut_of
 from dsft.plan.reference import dpo_of, reference_config, reference_model, reference_parallel
+from dsft.setup.inputs import Inputs
 from dsft.spec.schema import Spec
 
 SHOWN = 3  # tokens that a message names

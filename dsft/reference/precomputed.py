@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.engine.world import World
+from dsft.dist.world import World
 from dsft.errors import LockedError, StorageError
-from dsft.inputs import Inputs
 from dsft.plan.reference import dpo_of, reference_line, reference_model
 from dsft.reference import store
 from dsft.reference.check import random_stored_pairs
@@ -25,6 +24,7 @@ from dsft.reference.refer import Annotate, look_up
 from dsft.reference.score import ScoringPass, score
 from dsft.reference.store import StoreContents
 from dsft.report.console import task_progress
+from dsft.setup.inputs import Inputs
 from dsft.spec.schema import Spec
 from dsft.system.lock import holder, lock_folder
 

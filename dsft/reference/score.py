@@ -25,9 +25,8 @@ from torch import Tensor
 from dsft.data.sets.dataset import Dataset
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import micro_batches_of
-from dsft.engine.world import World
+from dsft.dist.world import World
 from dsft.errors import NonFiniteError, OutOfMemoryError
-from dsft.inputs import Inputs
 from dsft.objective.answers import answer_logps
 from dsft.plan.reference import reference_layout
 from dsft.reference import store
@@ -36,6 +35,7 @@ from dsft.reference.key import Key
 from dsft.reference.model import OpenReference, open_reference, proven
 from dsft.reference.store import StoreContents
 from dsft.report.memory import is_out_of_memory, resident
+from dsft.setup.inputs import Inputs
 from dsft.spec.batch import BatchSizes, batch_sizes
 from dsft.spec.schema import Spec
 from dsft.system.disk import size_text

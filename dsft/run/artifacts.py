@@ -14,9 +14,7 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.save import CheckpointState
 from dsft.data.sets.load import RunData
 from dsft.data.tokenizer.load import keep_tokens
-from dsft.engine.world import World
-from dsft.identity import Identity
-from dsft.inputs import Inputs
+from dsft.dist.world import World
 from dsft.model.build import has_frozen
 from dsft.plan.ds_entries import ConfigEntry
 from dsft.plan.memory.ranks import memory as memory_plan
@@ -28,9 +26,11 @@ from dsft.reference.model import config_of
 from dsft.report.folder import Provenance, versions, write_folder
 from dsft.report.memory import PHASES, MemoryFile, MemoryMeter, Peaks, Phase
 from dsft.report.run import Report
-from dsft.run.job import Job
 from dsft.run.loop import Progress
-from dsft.run.resolve import Resolved
+from dsft.setup.identity import Identity
+from dsft.setup.inputs import Inputs
+from dsft.setup.job import Job
+from dsft.setup.resolve import Resolved
 from dsft.spec.load import dump_spec
 from dsft.tasks.api import Annotator
 
@@ -58,7 +58,7 @@ def facts_of(
     annotator: Annotator | None,
 ) -> CheckpointState:
     """Return the facts that a checkpoint stores. compared: `built_from` and `software`, for the fields of
-    `CheckpointState` of these names, and `files`, by `dsft.identity.file_digests`."""
+    `CheckpointState` of these names, and `files`, by `dsft.setup.identity.file_digests`."""
     files = compared["files"].get("weights")
     model, is_known = job.spec.model, held_out_loss is not None and math.isfinite(held_out_loss)
     return CheckpointState(

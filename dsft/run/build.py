@@ -12,12 +12,12 @@ from dsft.checkpoint.export import read_model_files
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.tensors import write_beside, write_names
 from dsft.data.steps.steps import TrainSteps
+from dsft.dist.sequence import exchange_of
+from dsft.dist.world import World
 from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for, share_buffers
 from dsft.engine.self_check import check_around, check_rows
-from dsft.engine.split import exchange_of
-from dsft.engine.world import World
 from dsft.model.attention import attend_padded, attend_per_segment, check_can_compile
 from dsft.model.build import build_model, switch_off_dropout
 from dsft.model.conversion import persistent_buffers, renames
@@ -27,9 +27,9 @@ from dsft.model.lora_experts import left_out
 from dsft.model.policy import Policy
 from dsft.model.weights import DTYPES
 from dsft.objective.api import Objective
-from dsft.run.job import Job
 from dsft.run.loop import Progress
-from dsft.run.resolve import Resolved
+from dsft.setup.job import Job
+from dsft.setup.resolve import Resolved
 from dsft.spec.rules import warnings
 from dsft.system.process import is_verbose
 from dsft.tasks.api import Annotator, Run, Task

@@ -12,7 +12,7 @@ from dsft.checkpoint.retain import best_checkpoint
 from dsft.report.console import named_losses
 from dsft.report.curves import write_curves
 from dsft.report.jsonl import read_metrics
-from dsft.run.job import Log
+from dsft.setup.job import Log
 from dsft.spec.schema import Spec
 
 

@@ -16,12 +16,10 @@ from torch import Tensor
 from dsft.checkpoint.save import save
 from dsft.data.sets.dataset import Dataset
 from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch
+from dsft.dist.world import Agreement, World
 from dsft.engine.api import Scorer
 from dsft.engine.comm_timer import CommunicationTimer
 from dsft.engine.replicas import Replicas
-from dsft.engine.world import Agreement, World
-from dsft.identity import Identity
-from dsft.inputs import Inputs
 from dsft.plan.census import Census
 from dsft.plan.flops import peak_tflops, work
 from dsft.rank.stopping import REASONS
@@ -31,8 +29,10 @@ from dsft.report.profile import StepTrace
 from dsft.report.run import Report
 from dsft.run.artifacts import facts_of
 from dsft.run.build import Built
-from dsft.run.job import Job, Log
 from dsft.run.loop import LoopHooks, LoopPhase, Progress, Record
+from dsft.setup.identity import Identity
+from dsft.setup.inputs import Inputs
+from dsft.setup.job import Job, Log
 from dsft.system.lock import FolderLock
 
 SHOWN = 8

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from dsft.data.steps.batch import GlobalStep, MicroBatch
 from dsft.data.steps.copies import to_host
+from dsft.dist.world import World
 from dsft.engine.api import Engine, StepResult
 from dsft.engine.replicas import Replicas
-from dsft.engine.world import World
 from dsft.errors import NonFiniteError, StoppedError
 from dsft.model.routing import Routing
 from dsft.objective.api import Objective, means

@@ -19,12 +19,11 @@ import torch
 
 from dsft.checkpoint.compare import check_same_run
 from dsft.checkpoint.read import CheckpointReader, find
+from dsft.dist.world import Ring, World
 from dsft.engine.initialize import check_precision, set_tf32
+from dsft.engine.join import join
 from dsft.engine.ops import prepare_ops
-from dsft.engine.world import Ring, World, join
 from dsft.errors import DsftError, StoppedError, WorldError
-from dsft.identity import build_identity, file_digests, input_identity, process_identity
-from dsft.inputs import read_inputs
 from dsft.plan.ds_entries import HostFacts
 from dsft.plan.reference import reference_layout
 from dsft.rank.heartbeat import Heartbeat
@@ -39,10 +38,12 @@ from dsft.report.folder import check_folder
 from dsft.report.jsonl import STEP, read_metrics
 from dsft.report.sinks import check_installed
 from dsft.run.finish import finish
-from dsft.run.job import Job, Log
 from dsft.run.loop import Progress
-from dsft.run.resolve import swap_folders
 from dsft.run.train import train
+from dsft.setup.identity import build_identity, file_digests, input_identity, process_identity
+from dsft.setup.inputs import read_inputs
+from dsft.setup.job import Job, Log
+from dsft.setup.resolve import swap_folders
 from dsft.spec.schema import Spec
 from dsft.system.files import write_error
 from dsft.system.lock import lock_folder

@@ -15,10 +15,8 @@ from dsft.checkpoint.compare import (
 )
 from dsft.checkpoint.read import CheckpointReader
 from dsft.data.steps.prefetch import Prefetcher
+from dsft.dist.world import Agreement, World
 from dsft.engine.replicas import Replicas
-from dsft.engine.world import Agreement, World
-from dsft.identity import Identity, build_identity, file_digests, input_identity, software_identity
-from dsft.inputs import Inputs, longest, read_inputs
 from dsft.plan.ds_entries import HostFacts
 from dsft.plan.schedule import batch_scale, learning_rate, total_steps
 from dsft.reference.refer import with_zeros
@@ -27,10 +25,12 @@ from dsft.report.profile import StepTrace, traced_step
 from dsft.run.artifacts import describe, open_memory, open_report
 from dsft.run.build import bring_to, build, prove, train_steps
 from dsft.run.hooks import Hooks, mfu_of, watch_hosts
-from dsft.run.job import Job, Log
 from dsft.run.loop import Progress, Schedule, fit
-from dsft.run.memory_probe import explain_out_of_memory, probe_memory
-from dsft.run.resolve import resolve
+from dsft.setup.identity import Identity, build_identity, file_digests, input_identity, software_identity
+from dsft.setup.inputs import Inputs, longest, read_inputs
+from dsft.setup.job import Job, Log
+from dsft.setup.memory_probe import explain_out_of_memory, probe_memory
+from dsft.setup.resolve import resolve
 from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Spec
 from dsft.system.lock import FolderLock

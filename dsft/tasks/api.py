@@ -12,13 +12,13 @@ import torch
 from dsft.checkpoint.read import CheckpointReader
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import evaluation
+from dsft.dist.world import World
 from dsft.engine.api import Engine
-from dsft.engine.world import World
-from dsft.inputs import Inputs
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective, evaluation_record
 from dsft.reference.refer import Annotate
 from dsft.report.memory import MemoryFile
+from dsft.setup.inputs import Inputs
 from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Spec
 

@@ -15,10 +15,10 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import switch_off_dropout
+from dsft.model.older import checkpoint_activations
 from dsft.model.policy import Policy
 from dsft.model.split_points import find_split_points
 from dsft.model.stage import SplitPoints, cut_to_stage
-from dsft.older import checkpoint_activations
 from dsft.plan.cut import Cut
 from dsft.spec.architecture import PIPELINE_MODEL_TYPES
 from tests.architectures.cases import ARCHITECTURES, PACKED, USUAL, deeper, small_config, small_model

@@ -43,10 +43,11 @@ from dsft.checkpoint.files import read_files
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.checkpoint.tensors import write_beside
 from dsft.data.steps.batch import MicroBatch
+from dsft.dist.sequence import exchange_of
+from dsft.dist.world import World
 from dsft.engine.build import build_engine
+from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
-from dsft.engine.split import exchange_of
-from dsft.engine.world import World, join
 from dsft.errors import DsftError
 from dsft.model.attention import attend_per_segment, own_attention
 from dsft.model.attention_split import Exchange

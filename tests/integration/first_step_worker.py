@@ -28,10 +28,11 @@ from dsft.data.sets.dataset import Example
 from dsft.data.sets.load import HeldOutSet
 from dsft.data.steps.collate import collate_padded
 from dsft.data.steps.steps import TrainSteps, evaluation
+from dsft.dist.world import World
 from dsft.engine.build import build_engine
+from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
 from dsft.engine.self_check import whole_rows
-from dsft.engine.world import World, join
 from dsft.errors import SpecError
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, switch_off_dropout

@@ -24,9 +24,10 @@ import torch
 from deepspeed.utils import groups
 
 from dsft.data.steps.batch import GlobalStep, MicroBatch
+from dsft.dist.world import World
 from dsft.engine.build import build_engine
+from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
-from dsft.engine.world import World, join
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.objective.next_token import next_token

@@ -20,9 +20,10 @@ import torch
 from deepspeed.utils import groups
 from transformers import AutoModelForCausalLM
 
+from dsft.dist.world import World
 from dsft.engine.build import build_engine
+from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
-from dsft.engine.world import World, join
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.objective.next_token import next_token

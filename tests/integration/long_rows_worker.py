@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
+from dsft.dist.sequence import exchange_of
+from dsft.dist.world import World
 from dsft.engine.build import build_engine
+from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
-from dsft.engine.split import exchange_of
-from dsft.engine.world import World, join
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.census import take_census

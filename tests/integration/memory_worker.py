@@ -20,8 +20,8 @@ from deepspeed.ops.op_builder import CPUAdamBuilder
 from torch import nn
 
 from dsft.engine import state
+from dsft.engine.join import join
 from dsft.engine.ops import load_op
-from dsft.engine.world import join
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.memory.phases import live_elements

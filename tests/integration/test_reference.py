@@ -18,11 +18,11 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from dsft.inputs import read_inputs
 from dsft.plan.reference import reference_model
 from dsft.reference import store
 from dsft.reference.key import key_of
 from dsft.reference.store import StoreContents, store_folder
+from dsft.setup.inputs import read_inputs
 from dsft.spec.load import load_spec
 from dsft.system.lock import lock_folder
 from tests.integration.runs import records

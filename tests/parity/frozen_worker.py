@@ -32,11 +32,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsft.data.steps.batch import NO_TARGET, Answers, MicroBatch
+from dsft.dist.sequence import exchange_of
+from dsft.dist.world import World
 from dsft.engine.api import Engine
 from dsft.engine.build import build_engine
+from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
-from dsft.engine.split import exchange_of
-from dsft.engine.world import World, join
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.lora import PREFIX, WEIGHTS

@@ -23,9 +23,10 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dsft.dist.world import World
 from dsft.engine import state
+from dsft.engine.join import join
 from dsft.engine.reduction import OverlappedZero
-from dsft.engine.world import World, join
 from dsft.plan.ds_config import deepspeed_config
 from dsft.rank.environment import detect
 from dsft.spec.batch import batch_sizes

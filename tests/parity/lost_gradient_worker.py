@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 
+from dsft.dist.world import World
 from dsft.engine import initialize, pipeline
 from dsft.engine.build import build_engine
+from dsft.engine.join import join
 from dsft.engine.optimizer import build_optimizer
-from dsft.engine.world import World, join
 from dsft.errors import WorldError
 from dsft.objective.next_token import next_token
 from dsft.rank.environment import detect

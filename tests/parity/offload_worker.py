@@ -23,10 +23,11 @@ from deepspeed.ops.op_builder import CPUAdamBuilder
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
+from dsft.dist.world import World
+from dsft.engine.join import join
 from dsft.engine.ops import load_op
 from dsft.engine.partition import sharding_for
 from dsft.engine.pipeline import find_ties, tie
-from dsft.engine.world import World, join
 from dsft.rank.environment import detect
 from dsft.spec.layout import Layout
 

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from deepspeed.utils import groups
 
+from dsft.dist.world import World
 from dsft.engine import state
 from dsft.engine.build import build_engine
 from dsft.engine.initialize import COUNTERS
-from dsft.engine.world import World, join
+from dsft.engine.join import join
 from dsft.model.build import build_model
 from dsft.objective.next_token import next_token
 from dsft.plan.cut import balanced

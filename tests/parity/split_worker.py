@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from dsft.data.steps.batch import NO_TARGET
 from dsft.data.steps.split import part_of
-from dsft.engine.split import RankExchange, RowSplit, exchange_of
-from dsft.engine.world import World, join
+from dsft.dist.sequence import RankExchange, RowSplit, exchange_of
+from dsft.dist.world import World
+from dsft.engine.join import join
 from dsft.model.attention_loop import KEYWORD, segment_attention
 from dsft.model.attention_split import SPLIT, split_attention
 from dsft.rank.environment import detect

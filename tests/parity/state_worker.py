@@ -33,11 +33,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dsft.checkpoint.files import read_files
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.save import CheckpointState, save
+from dsft.dist.world import World
 from dsft.engine import state
+from dsft.engine.join import join
 from dsft.engine.nvme import align_gradients
 from dsft.engine.ops import load_op
 from dsft.engine.pipeline import find_ties, tie
-from dsft.engine.world import World, join
 from dsft.rank.environment import detect
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Checkpoint

@@ -55,14 +55,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import NO_TARGET, MicroBatch
+from dsft.dist.sequence import exchange_of
+from dsft.dist.world import World
 from dsft.engine import state
 from dsft.engine.build import build_engine
 from dsft.engine.frozen import build_frozen_engine
+from dsft.engine.join import join
 from dsft.engine.ops import prepare_ops
 from dsft.engine.partition import sharding_for
 from dsft.engine.self_check import check_packing, check_split
-from dsft.engine.split import exchange_of
-from dsft.engine.world import World, join
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts

@@ -18,8 +18,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, masking_utils
 from dsft.data.steps.batch import MicroBatch
 from dsft.model import attention_choice
 from dsft.model.attention import attend_padded, attend_per_segment
+from dsft.model.older import checkpoint_activations
 from dsft.model.policy import Policy
-from dsft.older import checkpoint_activations
 from tests.make import forward, make_micro_batch
 from tests.standin.inside import attention_kernel, counted, tell, waits
 

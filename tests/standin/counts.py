@@ -19,9 +19,10 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama as llama
 
 from dsft.data.steps.batch import NO_TARGET, GlobalStep
+from dsft.dist.world import World
 from dsft.engine.build import build_engine
+from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
-from dsft.engine.world import World, join
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsft.data.steps.batch import Tokens
-from dsft.engine.device import take_device
+from dsft.dist.device import take_device
 from dsft.errors import DsftError
 from dsft.model.activations import _Copies
 from dsft.model.build import build_model, layers_of

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 
 from dsft.engine.build import build_engine
 from dsft.engine.gradients import StepClip
+from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
-from dsft.engine.world import join
 from dsft.model import build
 from dsft.model.attention import attend_per_segment
 from dsft.model.census import take_census

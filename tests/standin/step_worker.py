@@ -19,10 +19,11 @@ from deepspeed.utils import groups
 from torch.utils._pytree import tree_leaves
 
 from dsft.data.steps.batch import NO_TARGET, Answers, GlobalStep, MicroBatch
+from dsft.dist.world import World
 from dsft.engine.build import build_engine
+from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
 from dsft.engine.replicas import Replicas
-from dsft.engine.world import World, join
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts

@@ -17,7 +17,8 @@ from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import MicroBatch, Segments
 from dsft.data.steps.collate import collate_packed
 from dsft.data.steps.split import part_of
-from dsft.engine import self_check, split
+from dsft.dist import sequence
+from dsft.engine import self_check
 from dsft.engine.self_check import (
     answers_changed,
     check_head,
@@ -463,7 +464,7 @@ def test_lost_positions_are_found_when_rows_are_split(monkeypatch: pytest.Monkey
         part = part_of(*arguments)
         return replace(part, tokens=part.tokens._replace(position_ids=part.tokens.position_ids * 0))
 
-    monkeypatch.setattr(split, "part_of", wrong)
+    monkeypatch.setattr(sequence, "part_of", wrong)
     monkeypatch.setitem(LLAMA, "initializer_range", 0.5)
     with pytest.raises(SpecError, match="parallel.sequence_parallel: "):
         prove_split(monkeypatch)

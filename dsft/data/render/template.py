@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsft.data.render.limits import MEMORY_LIMIT, TIME_LIMIT, OutOfTimeError, RenderLimits
+from dsft.data.render.older import template_messages
 from dsft.data.rows import BadRowError, EndlessTemplateError, Message
 from dsft.errors import DataError, MissingInputError, Problem
-from dsft.older import template_messages
 from dsft.spec.files import CHAT_TEMPLATES
 from dsft.system.json_file import read_text, reason_of
 

@@ -27,7 +27,7 @@ from dsft.model.build import build_model
 from dsft.model.census import take_census
 from dsft.model.config import new_rows, resolve_config, token_facts
 from dsft.plan.census import census_from
-from dsft.run.resolve import untrained_rows
+from dsft.setup.resolve import untrained_rows
 from dsft.spec.schema import Checkpoint, Model
 from tests.unit.checkpoint.conftest import Rank, facts, make_llama, on_ranks
 

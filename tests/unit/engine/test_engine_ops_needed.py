@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
+from dsft.dist.world import World
 from dsft.engine import ops
-from dsft.engine.world import World
 from dsft.errors import BuildError
 from dsft.spec.schema import Spec
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dsft.dist.world import World
 from dsft.engine import replicas
 from dsft.engine.partition import share_buffers
 from dsft.engine.replicas import Replicas, digest, replicated
-from dsft.engine.world import World
 from dsft.errors import WorldError
 from dsft.spec.layout import Layout
 

@@ -51,9 +51,9 @@ from dsft.model.attention_varlen import (
     torch_kernel,
     varlen_attention,
 )
+from dsft.model.older import checkpoint_activations
 from dsft.model.policy import Policy
 from dsft.objective.preference import preference
-from dsft.older import checkpoint_activations
 from dsft.spec.schema import Dpo
 from tests import varlen_on_cpu
 from tests.make import forward, logps_of, make_micro_batch

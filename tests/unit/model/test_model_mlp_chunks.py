@@ -15,7 +15,7 @@ from dsft.model.build import build_model
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
 from dsft.model.mlp_chunks import chunk_mlps, mlps_of
-from dsft.older import checkpoint_activations
+from dsft.model.older import checkpoint_activations
 from dsft.plan.reference import reference_model
 from dsft.spec.schema import Dpo, Lora, Model, Spec
 from tests.architectures.cases import ARCHITECTURES, MIXTURES, USUAL, keys_of, small_model

@@ -26,9 +26,9 @@ from dsft.model.attention import (
 from dsft.model.attention_choice import VARLEN
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
+from dsft.model.older import checkpoint_activations
 from dsft.model.policy import Policy, target_logps
 from dsft.model.recurrence import CHUNK, recurrent_layers, segment_rows
-from dsft.older import checkpoint_activations
 from dsft.plan.census import census_from
 from dsft.plan.memory.layer import activations
 from dsft.spec.schema import Model, Spec

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsft.data.tokenizer.load import byte_level_tokenizer
-from dsft.engine.world import World
+from dsft.dist.world import World
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import micro_batches_of
 from dsft.engine.frozen import FrozenEngine
-from dsft.inputs import Inputs, read_inputs
 from dsft.model.attention_choice import requirements_of
 from dsft.model.build import build_model
 from dsft.model.policy import Policy
@@ -27,6 +26,7 @@ from dsft.reference.key import key_of
 from dsft.reference.model import OpenReference
 from dsft.reference.refer import refer_to_engine
 from dsft.reference.score import PairScorer, ScoringPass, scoring_batch
+from dsft.setup.inputs import Inputs, read_inputs
 from dsft.spec.schema import Spec
 from tests.unit.reference.small import ALONE, model, rows, spec
 

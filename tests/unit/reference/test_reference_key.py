@@ -10,11 +10,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from dsft.errors import WorldError
-from dsft.inputs import read_inputs
 from dsft.model import files
 from dsft.plan.reference import reference_model
 from dsft.reference.check import check_weights
 from dsft.reference.key import Key, differences, key_of, paths_of
+from dsft.setup.inputs import read_inputs
 from dsft.system import digest
 from tests.unit.reference.small import TINY, model, rows, spec
 

@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsft import cli
 from dsft.errors import SpecError, WorldError
-from dsft.inputs import read_inputs
 from dsft.plan.reference import check_precomputed
 from dsft.reference.score import micro_batch_size, scoring_batch
 from dsft.reference.start import run_ranks
+from dsft.setup.inputs import read_inputs
 from dsft.spec.load import load_spec
 from tests.launching import ROOT
 from tests.unit.reference.small import TINY, model, rows, spec

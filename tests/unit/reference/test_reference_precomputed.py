@@ -16,12 +16,12 @@ import pytest
 
 from dsft.engine import self_check
 from dsft.errors import CheckpointError, StorageError, WorldError
-from dsft.inputs import Inputs, read_inputs
 from dsft.reference import precomputed, store
 from dsft.reference.check import allowed, check_rescored, random_stored_pairs
 from dsft.reference.key import Key
 from dsft.reference.precomputed import PrecomputedReference, precompute
 from dsft.reference.score import ScoringPass
+from dsft.setup.inputs import Inputs, read_inputs
 from dsft.system.lock import lock_folder
 from dsft.tasks.preference import check_same_reference, record_reference
 from tests.launching import LATE

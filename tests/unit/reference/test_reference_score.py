@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from dsft.engine.world import World
+from dsft.dist.world import World
 from dsft.errors import NonFiniteError, OutOfMemoryError
-from dsft.inputs import read_inputs
 from dsft.plan.reference import reference_model
 from dsft.reference import score, store
 from dsft.reference.key import key_of
 from dsft.reference.score import PairScorer, ScoringPass, memory_line
+from dsft.setup.inputs import read_inputs
 from dsft.spec.layout import Layout
 from tests.unit.reference.small import ALONE, Alone, model, rows, spec
 

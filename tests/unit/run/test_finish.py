@@ -13,13 +13,13 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from dsft.commands.chat import Sampling, load
 from dsft.data.tokenizer.load import byte_level_tokenizer
-from dsft.inputs import read_inputs
 from dsft.rank.environment import Launched
 from dsft.run.artifacts import describe
 from dsft.run.finish import outcome, what_next
-from dsft.run.job import Job
 from dsft.run.loop import Progress
 from dsft.run.train import resume_warnings
+from dsft.setup.inputs import read_inputs
+from dsft.setup.job import Job
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import layout_of
 from dsft.spec.schema import Spec

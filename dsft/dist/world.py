@@ -7,28 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from dsft.engine.device import describe_device, take_device
-from dsft.engine.ops import Log, load_everywhere
+from dsft.dist.device import describe_device, take_device
 from dsft.errors import DsftError, WorldError
 from dsft.rank.environment import Launched
 from dsft.rank.launched import port_taken
@@ -43,10 +37,6 @@ TIMEOUT = timedelta(minutes=30)  # rank 0 hashes a checkpoint while the others w
 _ANSWER_READ = timedelta(seconds=20)
 """Time for the others to read the answer before rank 0 ends, and its store with it."""
 _SHOWN = 8  # differences between ranks that a message shows
-
-
-def silent(text: str) -> None:
-    """Print nothing."""
 
 
 @dataclass(frozen=True)
@@ -142,15 +132,14 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, DsftError | None]:
         return None, error
 
 
-def join(
+def join_group(
     launched: Launched,
     layout: Layout,
-    log: Log = silent,
     identity: Mapping[str, Any] | None = None,
     expected: Accelerator | None = None,
 ) -> World:
-    """Join the process group: NCCL on GPUs, gloo on CPUs, where ranks of a host reduce in shared memory by an
-    op that is compiled first (`log` gets the progress). A process started alone joins a group of one.
+    """Join the process group: NCCL on GPUs, gloo on CPUs. A process started alone joins a group of one.
+    `dsft.engine.join.join` also hands the group to DeepSpeed.
 
     `identity` has JSON values, by name, that must be the same on all ranks. They are compared, with the kind
     of device, before any collective: ranks with another backend or other code could not take part in one.
@@ -158,12 +147,8 @@ def join(
     unless GLOO_SOCKET_IFNAME names one.
 
     Raises WorldError where the ranks differ, where a rank has no device or another rank's, and where rank 0's
-    port is taken; BuildError or StorageError where the op cannot be built.
+    port is taken.
     """
-    # DeepSpeed 0.19.8 calls collectives by the names that torch 2.13 renames; not ours to change or show.
-    warnings.filterwarnings(
-        "ignore", message=r"`torch\.distributed\..* is deprecated", category=FutureWarning
-    )
     launched.export(os.environ)
     device = take_device(launched.local_rank, expected, os.environ)
     name = device.type
@@ -179,9 +164,8 @@ def join(
     interface = interface_towards(places, world.rank)
     if interface is not None and not os.environ.get("GLOO_SOCKET_IFNAME"):
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-    backend = "gloo" if name == "cpu" else get_accelerator().communication_backend_name()
-    dist.init_process_group(  # DeepSpeed takes this group over
-        backend,
+    dist.init_process_group(
+        backend(device),
         timeout=TIMEOUT,
         store=PrefixStore("group", store),
         rank=world.rank,
@@ -190,15 +174,12 @@ def join(
         device_id=device if name == "cuda" and world.world_size > 1 else None,
     )
     world.check_same(identity or {})  # again: after a change of hosts the store has what others wrote
-    if name == "cpu":  # DeepSpeed finds its op loaded
-        load_everywhere(ShareMemCommBuilder(), world, log)
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints a message about its op, on every rank
-        deepspeed.init_distributed(
-            dist_backend=backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False
-        )
-    if name == "cpu":
-        _unname_shared_memory(world)
     return world
+
+
+def backend(device: torch.device) -> str:
+    """Return the name of the process group's backend on a device."""
+    return "gloo" if device.type == "cpu" else str(get_accelerator().communication_backend_name())
 
 
 def _store(launched: Launched) -> Store:
@@ -275,15 +256,6 @@ def _clause(difference: Difference) -> tuple[str, str]:
 def _listed(ranks: Sequence[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:_SHOWN])
     return shown if len(ranks) <= _SHOWN else f"{shown} and {len(ranks) - _SHOWN} more"
-
-
-def _unname_shared_memory(world: World) -> None:
-    """Remove this rank's shared memory file, 69 MB in memory, in which ranks of a host reduce under
-    DeepSpeed's own launcher (ops/csrc/cpu/comm/shm.cpp:350 snprintf), and which DeepSpeed never removes. By
-    now all ranks have mapped all files and need the names no more."""
-    world.gather(None)
-    place = f"{os.getuid()}_{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}_{world.rank}"
-    Path(f"/dev/shm/deepspeed_allreduce_buffer_{place}").unlink(missing_ok=True)
 
 
 # --- out-of-band messages ---------------------------------------------------------------------------------

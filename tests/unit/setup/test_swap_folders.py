@@ -14,8 +14,8 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import Cut
 from dsft.plan.ds_config import entries
 from dsft.rank.environment import Launched
-from dsft.run import resolve
-from dsft.run.job import Job
+from dsft.setup import resolve
+from dsft.setup.job import Job
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec

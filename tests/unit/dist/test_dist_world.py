@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from dsft.engine.world import compare_ranks
+from dsft.dist.world import compare_ranks
 from dsft.errors import WorldError
 from dsft.rank.places import CPU, RankPlace
 

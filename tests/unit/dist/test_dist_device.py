@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsft.engine import device as module
-from dsft.engine.device import describe_device, take_device
+from dsft.dist import device as module
+from dsft.dist.device import describe_device, take_device
 from dsft.errors import WorldError
 from dsft.rank.places import CPU
 from dsft.spec.schema import Accelerator

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from dsft.engine.world import World
+from dsft.dist.world import World
 from dsft.errors import StorageError
-from dsft.inputs import Inputs
 from dsft.model.census import take_census
 from dsft.model.files import weight_files
 from dsft.plan.census import Census, Elements, census_from
@@ -38,7 +37,8 @@ from dsft.plan.memory.ranks import most_tokens
 from dsft.plan.memory.sizes import runs_on_cpu, saved_bytes, with_device
 from dsft.rank.swap import remove_stale_folders, shared_swap_folder
 from dsft.report.memory import room
-from dsft.run.job import Job, Log
+from dsft.setup.inputs import Inputs
+from dsft.setup.job import Job, Log
 from dsft.spec.schema import Model, Spec
 from dsft.system.disk import check_disk, check_locked, check_swap_space, size_text
 from dsft.system.host import host_memory

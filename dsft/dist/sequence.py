@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.split import part_of
-from dsft.engine.world import TIMEOUT, World
+from dsft.dist.world import TIMEOUT, World
 from dsft.model.attention_split import SPLIT
 
 

@@ -1,7 +1,7 @@
 """List everything that decides the numbers of a run.
 
 `process_identity` and `input_identity` are compared between all ranks at every start
-(`dsft.engine.world`): ranks that differ would train several models and average them. `build_identity` and
+(`dsft.dist.world`): ranks that differ would train several models and average them. `build_identity` and
 `software_identity` go into every checkpoint and are compared when a run resumes from it
 (`dsft.checkpoint.compare`), as are the spec, the rows and, where parameters are frozen, the weight files.
 
@@ -21,14 +21,14 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from dsft.data.render.renderer import tokenizer_text
-from dsft.engine.world import World
-from dsft.inputs import Inputs
+from dsft.dist.world import World
 from dsft.model.config import resolve_config
 from dsft.model.files import digest_folder, model_files, readable
 from dsft.model.lora import WEIGHTS
 from dsft.plan.reference import dpo_of, needs_reference, reference_model
 from dsft.rank.software import decisive_versions, switches
 from dsft.report.console import task_progress
+from dsft.setup.inputs import Inputs
 from dsft.spec.schema import Spec
 from dsft.system.digest import THREADS, FileState, HashProgress, content_digests, keep_digest, known_digest
 
@@ -48,7 +48,7 @@ def process_identity(spec: Spec, file: Mapping[str, Any]) -> Identity:
 
 def software_identity() -> Identity:
     """Return the versions of the packages, with a digest of dsft's own files, and the environment variables
-    that select other kernels. `dsft.engine.world.join` adds the kind of device."""
+    that select other kernels. `dsft.dist.world.join_group` adds the kind of device."""
     return {"versions": decisive_versions(), "environment": switches(os.environ)}
 
 

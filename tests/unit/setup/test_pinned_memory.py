@@ -12,9 +12,9 @@ import torch
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import Cut
 from dsft.rank.environment import Launched
-from dsft.run import resolve
-from dsft.run.job import Job
-from dsft.run.resolve import pinning
+from dsft.setup import resolve
+from dsft.setup.job import Job
+from dsft.setup.resolve import pinning
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from dsft.engine.world import World
+from dsft.dist.world import World
 from dsft.errors import MissingInputError, WorldError
-from dsft.identity import file_digests
 from dsft.model.files import samples
+from dsft.setup.identity import file_digests
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from dsft.system import digest

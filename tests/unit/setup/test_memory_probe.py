@@ -14,7 +14,7 @@ from dsft.data.steps.batch import Answers, MicroBatch
 from dsft.errors import OutOfMemoryError
 from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import MemoryMeter, Phase, is_out_of_memory
-from dsft.run.memory_probe import PeakMemory, advice, explain_out_of_memory, tokens_that_fit
+from dsft.setup.memory_probe import PeakMemory, advice, explain_out_of_memory, tokens_that_fit
 from tests.launching import alone
 from tests.make import make_micro_batch
 
@@ -121,7 +121,7 @@ import resource, sys
 import torch
 from tests.make import make_micro_batch
 from dsft.errors import OutOfMemoryError
-from dsft.run.memory_probe import probe_memory
+from dsft.setup.memory_probe import probe_memory
 from dsft.report.memory import MemoryMeter
 
 BYTES_PER_TOKEN, ROOM = 2**18, 500 * 2**20

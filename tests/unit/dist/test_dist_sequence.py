@@ -9,27 +9,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsft.engine import split
-from dsft.engine.split import RowSplit
+from dsft.dist import sequence
+from dsft.dist.sequence import RowSplit
 from dsft.model.attention_split import split_attention
 from dsft.spec.layout import Layout
 from tests.in_threads import Threads
 
 
 def test_consecutive_ranks_share_rows_and_the_first_of_them_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split.dist, "new_group", lambda ranks, timeout: tuple(ranks))
-    monkeypatch.setattr(split, "_exchange", split._exchange.__wrapped__)  # without its cache
+    monkeypatch.setattr(sequence.dist, "new_group", lambda ranks, timeout: tuple(ranks))
+    monkeypatch.setattr(sequence, "_exchange", sequence._exchange.__wrapped__)  # without its cache
     model: Any = SimpleNamespace(config=None)
     sums = torch.ones(2)
     for rank in range(4):
         world: Any = SimpleNamespace(rank=rank, world_size=4, layout=Layout(4, 1, 2))
-        exchange = split.exchange_of(world)
+        exchange = sequence.exchange_of(world)
         assert exchange is not None
         first = rank // 2 * 2
         assert (exchange.group, exchange.number, exchange.size) == ((first, first + 1), rank - first, 2)
         assert RowSplit(model, world).reported(sums).tolist() == [1 - rank % 2] * 2
         world.layout = Layout(4, 1)
-        assert split.exchange_of(world) is None
+        assert sequence.exchange_of(world) is None
         assert RowSplit(model, world).reported(sums) is sums
 
 
@@ -57,13 +57,13 @@ def test_a_layer_makes_two_exchanges_in_each_direction(
     """Queries, keys and values go together, also where there are fewer heads of keys, of another size than
     those of values; output and gradients are those of the whole row, rounded to float64."""
     ranks, counts = Threads(2, monkeypatch), [0, 0]
-    exchange = split.dist.all_to_all_single
+    exchange = sequence.dist.all_to_all_single
 
     def counted(received: Tensor, sent: Tensor, group: Any) -> None:
         counts[ranks.number] += 1
         exchange(received, sent, group)
 
-    monkeypatch.setattr(split.dist, "all_to_all_single", counted)
+    monkeypatch.setattr(sequence.dist, "all_to_all_single", counted)
     number_of = {"query": heads[0], "key": heads[1], "value": heads[1]}
     widths = {"query": 8, "key": 8, "value": 6}
     rows = [torch.randn(1, number_of[x], 10, widths[x], dtype=torch.float64) for x in widths]

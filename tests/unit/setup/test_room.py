@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from dsft.errors import StorageError
 from dsft.plan.census import Census, Parameter
-from dsft.run.resolve import check_room
+from dsft.setup.resolve import check_room
 from dsft.spec.schema import Spec
 
 SPEC: dict[str, Any] = {

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from dsft.engine.world import join
+from dsft.engine.join import join
 from dsft.errors import WorldError
 from dsft.rank.environment import RENDEZVOUS, Launched
 from dsft.spec.layout import Layout

@@ -1,0 +1,1 @@
+"""What a run reads, compares, counts and tries before its first step."""
