@@ -8,6 +8,10 @@ from torch import Tensor
 
 from dsft.data.steps.batch import Answers, MicroBatch, Segments, Tokens
 from dsft.model.policy import Policy
+from dsft.rank.environment import Launched
+from dsft.setup.run import Run
+from dsft.spec.layout import batch_on, layout_of
+from dsft.spec.schema import Spec
 
 
 def make_micro_batch(  # noqa: PLR0913, PLR0917
@@ -35,3 +39,14 @@ def logps_of(policy: Policy, *fields: Any, **more: Any) -> Tensor:
     `make_micro_batch`."""
     logps: Tensor = forward(policy, make_micro_batch(*fields, **more)).logps
     return logps
+
+
+def make_run(spec: Spec, world: Any, **fields: Any) -> Run:
+    """Return a run of one rank, without a process group and a lock. world: anything with what is used of
+    it."""
+    layout = layout_of(spec.parallel, 1)
+    given = {
+        "spec": spec, "batch": batch_on(spec, layout), "layout": layout, "world": world, "lock": None,
+        "launched": Launched("dsft", 0, 1, 0, "127.0.0.1", 1), "log": lambda text: None,
+    }  # fmt: skip
+    return Run(**{**given, **fields})

@@ -41,15 +41,6 @@ def with_reference(
     return LazyMicroBatches(len(micro_batches), build)
 
 
-def with_zeros(micro_batch: MicroBatch) -> MicroBatch:
-    """Fill in zeros, for a memory probe, which uses no value of the reference."""
-    answers = micro_batch.answers
-    if answers is None:
-        return micro_batch
-    zeros = torch.zeros(answers.num_targets.shape, dtype=torch.float64)
-    return replace(micro_batch, answers=replace(answers, reference=zeros))
-
-
 def with_scores(micro_batches: Sequence[MicroBatch], scored: Sequence[Tensor]) -> Sequence[MicroBatch]:
     """Fill in scores. scored: (n, 2) float64 per micro-batch; empty where this rank does not have the last
     stage."""

@@ -1,6 +1,6 @@
 """Carry out one run on each of its ranks: `train.py` builds a Job and calls `run`."""
 
 from dsft.run.main import run
-from dsft.setup.job import Job
+from dsft.setup.run import Job
 
 __all__ = ["Job", "run"]

@@ -1,23 +1,18 @@
-"""Build what a run needs before its first step: this rank's part of the model, its engine and the reference,
-checked on real rows."""
+"""Build what a run needs before its first step: this rank's part of the model, its engine and what annotates
+its micro-batches. Write down how the run was made, and what an export needs beside the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 
-from dsft.checkpoint.export import read_model_files
-from dsft.checkpoint.read import CheckpointReader
+from dsft.checkpoint.compare import changed_generation
+from dsft.checkpoint.export import read_model_files, write_model_folder
 from dsft.checkpoint.tensors import write_beside, write_names
-from dsft.data.steps.steps import TrainSteps
+from dsft.data.tokenizer.load import keep_tokens
 from dsft.dist.sequence import exchange_of
-from dsft.dist.world import World
-from dsft.engine.api import Engine, LossScale
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for, share_buffers
-from dsft.engine.self_check import check_around, check_rows
 from dsft.model.attention import attend_padded, attend_per_segment, check_can_compile
 from dsft.model.build import build_model, switch_off_dropout
 from dsft.model.conversion import persistent_buffers, renames
@@ -26,38 +21,32 @@ from dsft.model.files import tensor_names
 from dsft.model.lora_experts import left_out
 from dsft.model.policy import Policy
 from dsft.model.weights import DTYPES
-from dsft.objective.api import Objective
-from dsft.run.loop import Progress
-from dsft.setup.job import Job
-from dsft.setup.resolve import Resolved
+from dsft.plan.ds_entries import ConfigEntry
+from dsft.plan.reference import has_engine, in_stages
+from dsft.reference.model import config_of
+from dsft.report.folder import Provenance, write_folder
+from dsft.report.memory import MemoryFile
+from dsft.setup.inputs import Inputs
+from dsft.setup.resolve import Plan
+from dsft.setup.run import Run
+from dsft.spec.load import dump_spec
 from dsft.spec.rules import warnings
 from dsft.system.process import is_verbose
-from dsft.tasks.api import Annotator, Run, Task
+from dsft.tasks.api import Model, Task
+
+SAMPLE_TOKENS = 512
+"""Most tokens of a row that the exported tokenizer is compared on."""
 
 
-@dataclass(frozen=True)
-class Built:
-    """This rank's part of the model, its engine, its objective, and what annotates its micro-batches.
-
-    model_files: the contents of the run's model folder on rank 0, read when the folder was written. Every
-    checkpoint gets these, even if the files in the folder are overwritten during the run.
-    """
-
-    policy: Policy
-    engine: Engine
-    objective: Objective
-    model_files: Mapping[str, bytes]
-    annotator: Annotator | None = None
-
-
-def build(job: Job, resolved: Resolved, run: Run, task: Task) -> Built:
+def build(run: Run, inputs: Inputs, plan: Plan, memory: MemoryFile, task: Task) -> Model:
     """Build the model from fresh or pretrained weights, its engine and its annotator. A collective."""
-    spec, config, inputs, world = run.spec, resolved.config, run.inputs, run.world
+    run = replace(run, spec=plan.spec)
+    spec, world = run.spec, run.world
     objective = task.objective(spec)
-    prepared = task.before_policy(run)
-    run.memory.enter("load")
+    prepared = task.before_policy(run, inputs, memory)
+    memory.enter("load")
     dtype = DTYPES[spec.train.precision]
-    keep, exchange = sharding_for(config, world), exchange_of(world)
+    keep, exchange = sharding_for(plan.config, world), exchange_of(world)
 
     switched_off: list[str] = []
     notes: list[str] = []
@@ -65,7 +54,7 @@ def build(job: Job, resolved: Resolved, run: Run, task: Task) -> Built:
 
     def part() -> Policy:
         policy = build_model(
-            spec.model, inputs.facts, spec.train.seed, dtype, world.stage, resolved.cut, keep, resolved.tokens
+            spec.model, inputs.facts, spec.train.seed, dtype, world.stage, plan.cut, keep, plan.tokens
         )
         known = warnings(spec)  # printed before the imports
         lines = [*described(policy.causal_lm), *filter(None, [policy.kernels])]
@@ -96,54 +85,53 @@ def build(job: Job, resolved: Resolved, run: Run, task: Task) -> Built:
     for line in sorted({line for lines in world.gather(attention) for line in lines}):
         if is_verbose():
             run.log(line)
-    files = _model_files(job, policy, world)
-    engine = build_engine(policy, spec, config, world, objective)
-    return Built(policy, engine, objective, files, task.annotator(run, policy, engine, prepared))
+    files = write_model_files(run, policy)
+    engine = build_engine(policy, spec, plan.config, world, objective)
+    annotator = task.annotator(run, inputs, policy, engine, prepared)
+    return Model(policy, engine, objective, annotator, plan, memory, files)
 
 
-def _model_files(job: Job, policy: Policy, world: World) -> dict[str, bytes]:
+def write_model_files(run: Run, policy: Policy) -> dict[str, bytes]:
     """Write what an export needs of the model beside its parameters into the run's model folder: tensors of
     all stages, and the names in the files that it was read from. Return the folder's files on rank 0. A
     collective."""
+    world, name = run.world, run.spec.model.name_or_path
     files: dict[str, bytes] = {}
     buffers = {n: b for stage in world.gather(persistent_buffers(policy.causal_lm)) for n, b in stage.items()}
 
     def write() -> None:
-        write_beside(job.model_folder, buffers)
-        if job.spec.model.name_or_path is not None and renames(policy.causal_lm):
-            if names := tensor_names(job.spec.model.name_or_path):  # none where the files are pickled
-                write_names(job.model_folder, names)
-        files.update(read_model_files(job.model_folder))
+        write_beside(run.model_folder, buffers)
+        if name is not None and renames(policy.causal_lm):
+            if names := tensor_names(name):  # none where the files are pickled
+                write_names(run.model_folder, names)
+        files.update(read_model_files(run.model_folder))
 
     world.first(write)
     return files
 
 
-def bring_to(
-    engine: Engine, start: CheckpointReader | None, progress: Progress, world: World, folder: Path
-) -> str:
-    """Load the checkpoint `start` into the engine, if there is one. Return a line that says where the run
-    starts. folder: the run's. A collective."""
-    if start is None:
-        return f"starting at step 0: {folder} has no checkpoint"
-    world.each(lambda: engine.load(start.read, progress.applied_steps))
-    if progress.loss_scale is not None:
-        engine.set_loss_scale(LossScale(progress.loss_scale, progress.loss_scale_steps))
-    return f"going on from step {progress.step}: {start.path}"
-
-
-def prove(run: Run, task: Task, built: Built) -> Iterator[str]:
-    """Run the checks on real rows that must pass before training, and yield a line for each."""
-    inputs, world = run.inputs, run.world
-    if inputs.around is not None:
-        yield world.first(partial(check_around, inputs.around, inputs.train))
-    yield from check_rows(built.engine, built.policy, run.spec, inputs.train, world, inputs.pad_id)
-    if run.checkpoint is None:
-        yield from task.start_check(run, built.policy, built.engine, built.annotator)
-
-
-def train_steps(run: Run) -> TrainSteps:
-    train, inputs = run.spec.train, run.inputs
-    return TrainSteps(
-        inputs.train, run.batch, run.world.data_rank, train.seed, inputs.pad_id, train.neftune_alpha
+def describe(run: Run, inputs: Inputs, keys: Sequence[ConfigEntry]) -> list[str]:
+    """Write the files in the run's folder that document how it was made, and the files that an export needs
+    beside the weights. Return lines to print: one for a token that was added to those that end an answer, one
+    where AutoTokenizer would make other tokens, and a warning for each key of generation_config.json that
+    differs from the run's start, since only the export will have it."""
+    spec, account = run.spec, inputs.loaded.account
+    by_deepspeed = has_engine(spec) and not in_stages(spec)
+    reference = config_of(spec, inputs.facts) if by_deepspeed else None
+    hostfile = run.promise.hostfile if run.promise else None
+    origin = Provenance(dump_spec(spec), keys, hostfile, run.command, account, reference)
+    write_folder(run.folder, origin)
+    tokenizer = inputs.tokenizer
+    stops = write_model_folder(
+        run.model_folder, inputs.config, tokenizer, run.spec.model.name_or_path, inputs.turn_end
     )
+    lines = list(changed_generation(run.start, run.model_folder)) if run.start is not None else []
+    if stops:
+        names = [str(tokenizer.convert_ids_to_tokens(stop)) for stop in stops]
+        listed = " and ".join(f"{name!r} ({stop})" for name, stop in zip(names, stops, strict=True))
+        lines.append(
+            f"export: answers end with {names[0]!r}, so generation_config.json stops at it too: eos_token_id "
+            f"{listed}"
+        )
+    rows = (row.input_ids[:SAMPLE_TOKENS].tolist() for row in inputs.sample())
+    return [*lines, *keep_tokens(tokenizer, run.model_folder, rows)]

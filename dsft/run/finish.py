@@ -12,12 +12,13 @@ from dsft.checkpoint.retain import best_checkpoint
 from dsft.report.console import named_losses
 from dsft.report.curves import write_curves
 from dsft.report.jsonl import read_metrics
-from dsft.setup.job import Log
+from dsft.setup.run import Run
 from dsft.spec.schema import Spec
 
 
-def finish(spec: Spec, folder: Path, checkpoint: Path, log: Log) -> None:
+def finish(run: Run, checkpoint: Path) -> None:
     """Export the last checkpoint, unless the export is of it already, and print the outcome of the run."""
+    spec, folder, log = run.spec, run.folder, run.log
     export = folder / "export"
     exported = export_checkpoint(checkpoint, export)
     log(exported)

@@ -1,7 +1,7 @@
 """Train: run the optimizer steps, report their records, evaluate and save on schedule.
 
-The loop knows no ZeRO stage, no pipeline and no file: what differs is behind `Engine`,
-`StepSource` and `LoopHooks`.
+The loop knows no ZeRO stage, no pipeline and no file: what differs is behind `Engine`, `StepSource` and
+`Trainer`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,6 @@ from dsft.report.experts import expert_record
 from dsft.report.hosts import HostWatch
 
 Record = dict[str, float]
-LoopPhase = Literal["data", "step", "evaluate", "save"]
 
 
 class StepSource(Protocol):
@@ -79,7 +78,7 @@ class Progress:
 @dataclass(frozen=True)
 class Schedule:
     """When to log, evaluate and save, in optimizer steps; None: never. learning_rate: from applied steps to
-    the rate."""
+    the rate; evaluates: whether rows are held out."""
 
     total_steps: int
     log_every: int
@@ -88,56 +87,32 @@ class Schedule:
     learning_rate: Callable[[int], float]
     max_nonfinite_in_a_row: int
     seed: int
+    evaluates: bool = True
     evaluate_saved: bool = False  # evaluate at each checkpoint's step, whatever eval_every is
     evaluate_first: bool = False  # before step 1
 
 
-class LoopHooks:
-    """What the loop needs besides the engine. By default nothing is evaluated, watched or saved; a real run's
-    methods are in `dsft.run.hooks`. evaluates: whether rows are held out; routing: of a mixture of
-    experts."""
+class Trainer(Protocol):
+    """What the loop needs of a run beside its engine and its steps. All methods are collectives."""
 
-    evaluates = False
-    routing: Routing | None = None
-    watch: HostWatch | None = None
-    replicas: Replicas | None = None
+    @property
+    def rank(self) -> int: ...
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def evaluate(self, step: int) -> Record:
-        """Return the metrics of the held-out rows, with eval/loss."""
-        raise NotImplementedError
-
-    def report(self, record: Record) -> None: ...
-
-    def save(self, progress: Progress, held_out_loss: float | None) -> None:
-        """Commit a checkpoint with the eval/loss of its step (None: not evaluated). A collective."""
-
-    def mfu(self, tokens: int, squared: int, seconds: float) -> float | None:
-        """Return the model FLOPs utilization from Σ lengths and Σ lengths² of the examples and from seconds;
-        None where the peak of the device is not known."""
-        return None
-
-    def trace(self, step: int) -> AbstractContextManager[object]:
-        """Return a context for a step and the fetching of its data."""
-        return nullcontext()
+    def step(self, done: int) -> AbstractContextManager[Callable[[], str | None]]:
+        """Return the context of the step after `done` steps, with the fetching of its data. It begins to
+        agree, over all ranks, on whether the run should stop; the function that it gives waits for the
+        reason, or None."""
 
     def annotate(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Fill in what the objective needs beside the policy's log-probabilities. A collective."""
-        return micro_batches
+        """Fill in what the objective needs beside the policy's log-probabilities."""
 
-    def ask(self) -> Callable[[], str | None]:
-        """Start a collective on whether the run should stop. The returned function waits for the reason, or
-        None."""
-        return lambda: None
+    def record(self, window: Window, progress: Progress, *, saves: bool, pauses: bool) -> str:
+        """Report what a window has trained. Return the rows of a step that was not applied, if the loss scale
+        alone is not to blame. saves: a checkpoint follows; pauses: the next step does not follow at once."""
 
-    def mark(self, phase: LoopPhase, step: int) -> None:
-        """Record which phase begins now, and how many steps are done."""
-
-    def skipped(self, step: int, batch: GlobalStep, micro_batches: Sequence[MicroBatch], loss: float) -> str:
-        """Name the rows of a step that was not applied. loss: of its window. A collective."""
-        return f"examples {list(batch.example_ids)[:8]}"
+    def checkpoint(self, progress: Progress, *, evaluates: bool, saves: bool) -> str | None:
+        """Evaluate the held-out rows, then commit a checkpoint with their loss, as far as asked for. Since a
+        save takes long, return the reason to stop that a rank has after it, or None."""
 
 
 @dataclass
@@ -145,11 +120,13 @@ class Window:
     """What has happened since the last log record.
 
     last      the last step's result, and its learning rate
+    skipped   a step that was not applied, and its annotated micro-batches
     computed  this rank's positions, padding included
     sources   figures by metric name, where the data has several sources
     """
 
     last: tuple[StepResult, float] | None = None
+    skipped: tuple[GlobalStep, Sequence[MicroBatch]] | None = None
     sums: Tensor | None = None
     experts: Tensor | None = None
     counts: Counter[str] = field(default_factory=Counter)
@@ -162,6 +139,7 @@ class Window:
     began: float = field(default_factory=time.perf_counter)
 
     def add(self, batch: GlobalStep, result: StepResult, learning_rate: float, waited: float) -> None:
+        """Add a step. waited: seconds for its data."""
         self.last = result, learning_rate
         self.sums = result.sums if self.sums is None else self.sums + result.sums
         if result.experts is not None:
@@ -179,99 +157,60 @@ class Window:
             self.sources[f"data/{name}/epoch"] = share.epoch
 
 
-@dataclass
-class Late:
-    """Reports each record before that of a later step begins. On a GPU a record is read once the next step is
-    launched, so that the device is not idle while the host writes."""
-
-    report: Callable[[Record], None]
-    unread: Callable[[], Record] | None = None  # waits for sums that are being copied to the host
-
-    def read(self) -> Record:
-        """Report the pending record and return it; return {} if none is pending."""
-        if self.unread is None:
-            return {}
-        read, self.unread = self.unread, None
-        record = read()
-        self.report(record)
-        return record
-
-
 def fit(
-    engine: Engine,
-    objective: Objective,
-    steps: StepSource,
-    schedule: Schedule,
-    run: LoopHooks,
-    progress: Progress,
+    engine: Engine, steps: StepSource, schedule: Schedule, trainer: Trainer, progress: Progress
 ) -> Progress:
     """Train from `progress` to the schedule's last step, which is always evaluated and saved.
 
     Raises NonFiniteError after max_nonfinite_in_a_row steps in a row whose gradient was not finite;
     StoppedError after saving a checkpoint of the step at which the run was asked to stop.
     """
-    if run.evaluates and (progress.owes_evaluation or (schedule.evaluate_first and progress.step == 0)):
-        evaluate(run, progress)
-    late = Late(run.report)
-    try:
-        return _fit(engine, objective, steps, schedule, run, replace(progress, owes_evaluation=False), late)
-    finally:
-        late.read()  # if a step has failed: the record of the one before it
-
-
-def _fit(
-    engine: Engine,
-    objective: Objective,
-    steps: StepSource,
-    schedule: Schedule,
-    run: LoopHooks,
-    progress: Progress,
-    late: Late,
-) -> Progress:
+    owed = progress.owes_evaluation or (schedule.evaluate_first and progress.step == 0)
+    if schedule.evaluates and owed:
+        trainer.checkpoint(progress, evaluates=True, saves=False)
+    progress = replace(progress, owes_evaluation=False)
     window, is_checked = Window(), False
     while progress.step < schedule.total_steps:
-        agree_on_stop = run.ask()  # runs during the step
         learning_rate = schedule.learning_rate(progress.applied_steps)
-        with run.trace(progress.step + 1), run.watch.counted() if run.watch else nullcontext():
-            run.mark("data", progress.step)
+        with trainer.step(progress.step) as agree_on_stop:
             fetched = time.perf_counter()
             batch = steps.step(progress.step)
             waited = time.perf_counter() - fetched
 
-            run.mark("step", progress.step)
-            micro_batches = run.annotate(batch.micro_batches)
-            seed_step(schedule.seed, progress.step, run.world.rank)
+            micro_batches = trainer.annotate(batch.micro_batches)
+            seed_step(schedule.seed, progress.step, trainer.rank)
             given = micro_batches, batch.counts, learning_rate
             result = engine.step(*given) if is_checked else engine.first_step(*given, progress.applied_steps)
             is_checked = is_checked or (result.applied and learning_rate > 0)
             stop = agree_on_stop()
-        late.read()  # the record of the step before
         progress = progress.after(batch, result)
         window.add(batch, result, learning_rate, waited)
 
-        planned = plan(schedule, progress.step)
+        last, evaluates, saves = plan(schedule, progress.step)
+        saves = saves or stop is not None
         # A window never spans a checkpoint, so that a resumed run reports the same windows.
-        if planned.saves or stop or due(progress.step, schedule.log_every) or not result.applied:
-            saves = bool(planned.saves or stop)
-            pauses = saves or planned.evaluates or not result.applied
-            late.unread, can_wait = training_record(
-                window, objective, run, progress, saves=saves, pauses=pauses
-            )
-            # In fp16 overflows with a finite loss are normal: the loss scale is found by them.
-            loss = math.nan if can_wait else late.read()["train/loss"]
-            if not result.applied and (progress.nonfinite_in_a_row or not math.isfinite(loss)):
-                named = run.skipped(progress.step, batch, micro_batches, loss)
+        if saves or due(progress.step, schedule.log_every) or not result.applied:
+            if not result.applied:
+                window.skipped = batch, micro_batches
+            pauses = saves or evaluates or not result.applied
+            rows = trainer.record(window, progress, saves=saves, pauses=pauses)
             window = Window()
-        if progress.nonfinite_in_a_row >= schedule.max_nonfinite_in_a_row:
-            raise NonFiniteError(
-                f"step {progress.step}: the gradient was not finite in {progress.nonfinite_in_a_row} steps "
-                f"in a row, the last on {named}; nothing was applied. Lower "
-                "optim.learning_rate, look at those rows, or move the checkpoints after step "
-                f"{progress.step - progress.nonfinite_in_a_row} away, to resume from an older one."
-            )
+            if progress.nonfinite_in_a_row >= schedule.max_nonfinite_in_a_row:
+                raise NonFiniteError(
+                    f"step {progress.step}: the gradient was not finite in {progress.nonfinite_in_a_row} "
+                    f"steps in a row, the last on {rows}; nothing was applied. Lower optim.learning_rate, "
+                    "look at those rows, or move the checkpoints after step "
+                    f"{progress.step - progress.nonfinite_in_a_row} away, to resume from an older one."
+                )
 
+        if not (evaluates or saves):
+            continue
         paused = time.perf_counter()
-        if stop := pause(planned, stop, run, progress):
+        # On a stop the evaluation is put off until the run is resumed, except after the last step.
+        owes = evaluates and stop is not None and not last
+        saved = replace(progress, owes_evaluation=owes)
+        came = trainer.checkpoint(saved, evaluates=evaluates and not owes, saves=saves)
+        if stop := stop or came:
             raise StoppedError(
                 f"stopped at step {progress.step} of {schedule.total_steps} by {stop}, and saved; the same "
                 "command continues from there."
@@ -280,51 +219,127 @@ def _fit(
     return progress
 
 
-@dataclass(frozen=True)
-class Planned:
-    """What follows a step. last: it is the last step."""
-
-    last: bool
-    evaluates: bool
-    saves: bool
-
-
-def plan(schedule: Schedule, step: int) -> Planned:
+def plan(schedule: Schedule, step: int) -> tuple[bool, bool, bool]:
+    """Return whether `step` is the last, and whether an evaluation and a checkpoint follow it."""
     last = step == schedule.total_steps
     saves = last or due(step, schedule.save_every)
     evaluates = last or due(step, schedule.eval_every) or (saves and schedule.evaluate_saved)
-    return Planned(last, evaluates, saves)
-
-
-def pause(planned: Planned, stop: str | None, run: LoopHooks, progress: Progress) -> str | None:
-    """Evaluate and save as planned. On a stop save at once and put the evaluation off until the run is
-    resumed, except after the last step. Since a save takes long, ask again after it whether to stop. Return
-    the reason to stop, or None."""
-    held_out_loss = None
-    owes = run.evaluates and planned.evaluates
-    if owes and (planned.last or not stop):
-        held_out_loss, owes = evaluate(run, progress), False
-    if planned.saves or stop:
-        run.mark("save", progress.step)
-        run.save(replace(progress, owes_evaluation=owes), held_out_loss)
-        stop = stop or run.ask()()
-    return stop
-
-
-def evaluate(run: LoopHooks, progress: Progress) -> float:
-    """Evaluate, report all metrics and return eval/loss."""
-    run.mark("evaluate", progress.step)
-    record = run.evaluate(progress.step)
-    run.report(record | position(progress))
-    return record["eval/loss"]
-
-
-def loss_scale_record(result: StepResult) -> Record:
-    return {} if result.loss_scale is None else {"train/loss_scale": result.loss_scale.scale}
+    return last, schedule.evaluates and evaluates, saves
 
 
 def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed the random numbers (dropout) by a pure function of seed, step and rank, so that a resumed run
+    draws the same ones and no generator's state is saved."""
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+# --- records ----------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Recorder:
+    """Makes a record of each window and reports it, before that of a later step begins. On a GPU a record is
+    read once the next step is launched, so that the device is not idle while the host writes.
+
+    skipped   names, by the ranks that computed them, the rows of a step that was not applied; called with the
+              step, its batch, its micro-batches and the loss of its window. A collective
+    watch     watches for stragglers
+    replicas  compares replicated weights between ranks
+    routing   of a mixture of experts
+    mfu       computes the model FLOPs utilization from Σ lengths and Σ lengths² of the examples and from
+              seconds; None where the peak of the device is not known
+    """
+
+    objective: Objective
+    world: World
+    report: Callable[[Record], None]
+    skipped: Callable[[int, GlobalStep, Sequence[MicroBatch], float], str]
+    watch: HostWatch | None = None
+    replicas: Replicas | None = None
+    routing: Routing | None = None
+    mfu: Callable[[int, int, float], float] | None = None
+    _unread: Callable[[], Record] | None = None  # waits for sums that are being copied to the host
+
+    def record(self, window: Window, progress: Progress, *, saves: bool, pauses: bool) -> str:
+        """Begin the record of a window, by one collective, and report it, or leave that to the next call of
+        `read`. Return what `Trainer.record` does."""
+        self._unread, can_wait = self._begin(window, progress, saves=saves, pauses=pauses)
+        if can_wait:
+            return ""
+        loss = self.read()["train/loss"]
+        # In fp16 overflows with a finite loss are normal: the loss scale is found by them.
+        if window.skipped is None or (math.isfinite(loss) and not progress.nonfinite_in_a_row):
+            return ""
+        return self.skipped(progress.step, *window.skipped, loss)
+
+    def read(self) -> Record:
+        """Report the record that has begun and return it; return {} if there is none."""
+        if self._unread is None:
+            return {}
+        read, self._unread = self._unread, None
+        record = read()
+        self.report(record)
+        return record
+
+    def _begin(
+        self, window: Window, progress: Progress, *, saves: bool, pauses: bool
+    ) -> tuple[Callable[[], Record], bool]:
+        """Begin the one collective of a record. Return a function that waits for it and returns the record:
+        the window's loss and metrics (its sums ÷ its counts) and its speed, the last step's gradient norm and
+        learning rate; and whether nothing before the next step depends on it. The function raises WorldError
+        if replicated weights differ between ranks."""
+        assert window.sums is not None and window.last is not None, "a record is made after a step"
+        watch, replicas, none = self.watch, self.replicas, window.sums.new_zeros(0)
+        parts = (
+            window.sums,
+            watch.mine(window.steps, window.began, window.data_wait, window.computed) if watch else none,
+            replicas.mine(progress.step, saves=saves) if replicas else none,
+            none if window.experts is None else window.experts.flatten(),
+        )
+        summed = to_host(self.world.sum(torch.cat(parts)))
+        result, learning_rate = window.last
+        norm = to_host(torch.as_tensor(result.grad_norm, dtype=torch.float64))
+        can_wait = on_gpu(window.sums) and not pauses and not len(parts[2])
+        launched = time.perf_counter() if can_wait else None
+
+        def read() -> Record:
+            sums, spent, digests, experts = torch.split(summed(), [len(part) for part in parts])
+            if replicas:
+                replicas.check(digests, progress.step)
+            figures = means(self.objective, sums, window.counts, "train")
+            figures |= watch.record(spent) if watch else {}
+            if self.routing is not None and len(experts):
+                figures |= expert_record(self.routing, experts, window.steps)
+            seconds = (launched or time.perf_counter()) - window.began
+            tokens_per_second = window.num_tokens / seconds
+            mfu = None if self.mfu is None else self.mfu(window.num_tokens, window.squared, seconds)
+            return (
+                position(progress)
+                | ({} if mfu is None else {"perf/mfu": mfu})
+                | window.sources
+                | figures
+                | {
+                    "perf/step_time": seconds / window.steps,
+                    "perf/tokens_per_second": tokens_per_second,
+                    "perf/tokens_per_second_per_gpu": tokens_per_second / self.world.world_size,
+                    "perf/data_wait_fraction": window.data_wait / seconds,
+                    "train/grad_norm": float(norm()),
+                    "train/learning_rate": learning_rate,
+                }
+                | loss_scale_record(result)
+            )
+
+        return read, can_wait
+
+
+def on_gpu(sums: Tensor) -> bool:
+    """Whether the sums are computed on a GPU, so that the host runs ahead of them."""
+    return sums.is_cuda
 
 
 def position(progress: Progress) -> Record:
@@ -335,66 +350,5 @@ def position(progress: Progress) -> Record:
     }
 
 
-def training_record(
-    window: Window, objective: Objective, run: LoopHooks, progress: Progress, *, saves: bool, pauses: bool
-) -> tuple[Callable[[], Record], bool]:
-    """Begin the one collective of a record. Return a function that waits for it and returns the record: the
-    window's loss and metrics (its sums ÷ its counts) and its speed, the last step's gradient norm and
-    learning rate; and whether nothing before the next step depends on it.
-
-    saves: a checkpoint follows; pauses: the next step does not follow at once. The function raises WorldError
-    if replicated weights differ between ranks.
-    """
-    assert window.sums is not None and window.last is not None, "a record is made after a step"
-    watch, replicas, none = run.watch, run.replicas, window.sums.new_zeros(0)
-    parts = (
-        window.sums,
-        watch.mine(window.steps, window.began, window.data_wait, window.computed) if watch else none,
-        replicas.mine(progress.step, saves=saves) if replicas else none,
-        none if window.experts is None else window.experts.flatten(),
-    )
-    summed = to_host(run.world.sum(torch.cat(parts)))
-    result, learning_rate = window.last
-    norm = to_host(torch.as_tensor(result.grad_norm, dtype=torch.float64))
-    can_wait = on_gpu(window.sums) and not pauses and not len(parts[2])
-    launched = time.perf_counter() if can_wait else None
-
-    def read() -> Record:
-        sums, spent, digests, experts = torch.split(summed(), [len(part) for part in parts])
-        if replicas:
-            replicas.check(digests, progress.step)
-        figures = means(objective, sums, window.counts, "train") | (watch.record(spent) if watch else {})
-        if run.routing is not None and len(experts):
-            figures |= expert_record(run.routing, experts, window.steps)
-        seconds = (launched or time.perf_counter()) - window.began
-        tokens_per_second = window.num_tokens / seconds
-        mfu = run.mfu(window.num_tokens, window.squared, seconds)
-        return (
-            position(progress)
-            | ({} if mfu is None else {"perf/mfu": mfu})
-            | window.sources
-            | figures
-            | {
-                "perf/step_time": seconds / window.steps,
-                "perf/tokens_per_second": tokens_per_second,
-                "perf/tokens_per_second_per_gpu": tokens_per_second / run.world.world_size,
-                "perf/data_wait_fraction": window.data_wait / seconds,
-                "train/grad_norm": float(norm()),
-                "train/learning_rate": learning_rate,
-            }
-            | loss_scale_record(result)
-        )
-
-    return read, can_wait
-
-
-def on_gpu(sums: Tensor) -> bool:
-    """Whether the sums are computed on a GPU, so that the host runs ahead of them."""
-    return sums.is_cuda
-
-
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed the random numbers (dropout) by a pure function of seed, step and rank, so that a resumed run
-    draws the same ones and no generator's state is saved."""
-    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+def loss_scale_record(result: StepResult) -> Record:
+    return {} if result.loss_scale is None else {"train/loss_scale": result.loss_scale.scale}

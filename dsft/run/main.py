@@ -17,15 +17,16 @@ from typing import NoReturn
 
 import torch
 
-from dsft.checkpoint.compare import check_same_run
-from dsft.checkpoint.read import CheckpointReader, find
 from dsft.dist.world import Ring, World
+from dsft.engine.api import Engine, LossScale
 from dsft.engine.initialize import check_precision, set_tf32
 from dsft.engine.join import join
 from dsft.engine.ops import prepare_ops
+from dsft.engine.self_check import check_around, check_rows
 from dsft.errors import DsftError, StoppedError, WorldError
 from dsft.plan.ds_entries import HostFacts
 from dsft.plan.reference import reference_layout
+from dsft.plan.schedule import total_steps
 from dsft.rank.heartbeat import Heartbeat
 from dsft.rank.launched import Launched, counted
 from dsft.rank.places import RANKS, check_places, devices_lines, rank_map, rank_map_json
@@ -36,18 +37,24 @@ from dsft.reference.precomputed import precompute
 from dsft.reference.score import micro_batch_size
 from dsft.report.folder import check_folder
 from dsft.report.jsonl import STEP, read_metrics
+from dsft.report.profile import traced_step
 from dsft.report.sinks import check_installed
+from dsft.run.build import build, describe
 from dsft.run.finish import finish
 from dsft.run.loop import Progress
-from dsft.run.train import train
+from dsft.run.trainer import Trainer, schedule
 from dsft.setup.identity import build_identity, file_digests, input_identity, process_identity
-from dsft.setup.inputs import read_inputs
-from dsft.setup.job import Job, Log
-from dsft.setup.resolve import swap_folders
+from dsft.setup.inputs import Inputs, longest, read_inputs
+from dsft.setup.memory_probe import explain_out_of_memory, open_memory, probe_memory
+from dsft.setup.read import read, resume_point
+from dsft.setup.resolve import resolve, swap_folders
+from dsft.setup.run import Job, Log, Run
 from dsft.spec.schema import Spec
 from dsft.system.files import write_error
 from dsft.system.lock import lock_folder
 from dsft.system.process import is_verbose
+from dsft.tasks.api import Model, Task
+from dsft.tasks.registry import task_of
 
 GRACE = 2.0
 """Seconds that a process has, after another has ended, to end by itself and report its own error."""
@@ -56,8 +63,7 @@ _MOMENT = 0.5  # seconds by which a failed collective may be noticed earlier tha
 
 def run(job: Job) -> None:
     """Train, from the newest whole checkpoint if there is one, and export the model. Raises DsftError."""
-    spec = job.spec
-    log = log_of(job.launched)
+    spec, folder, log = job.spec, job.folder, log_of(job.launched)
     job.heartbeat.mark("load")
     values, notes = (job.file.values, job.file.notes) if job.file else ({}, ())
     world = join(job.launched, job.layout, log, process_identity(spec, values), spec.accelerator)
@@ -66,27 +72,24 @@ def run(job: Job) -> None:
         world.each(lambda: check_precision(spec.train.precision))
         set_tf32(spec.train.tf32, world.device)
         world.first(lambda: check_installed(spec))
-        world.first(lambda: check_folder(job.folder))
-        lock = world.first(lambda: locks.enter_context(lock_folder(job.folder)))
-        check_shared_folder(job.folder, world)
-        world.first(lambda: _written(job.folder / RANKS, rank_map_json(world.places)))
+        world.first(lambda: check_folder(folder))
+        lock = world.first(lambda: locks.enter_context(lock_folder(folder)))
+        check_shared_folder(folder, world)
+        world.first(lambda: _written(folder / RANKS, rank_map_json(world.places)))
         batch = job.batch.equation()
         for line in (*notes, f"batch: {batch if is_verbose() else batch.partition(';')[0]}"):
             log(line)
-        start = resume_point(job, world, log)
-        progress = Progress(**start.state["progress"]) if start else Progress()
-        progress = replace(progress, owes_evaluation=is_evaluation_missing(progress, job.folder, world))
+        run = Run(**vars(job), world=world, log=log, lock=lock)
+        run = replace(run, start=resume_point(run))
+        progress = Progress(**run.start.state["progress"]) if run.start else Progress()
+        progress = replace(progress, owes_evaluation=is_evaluation_missing(progress, run))
         # If the spec gives the number of steps, no rows need to be read to see that all are done.
         done = progress.step >= (spec.train.max_steps or math.inf)
-        saved = None
-        if not done:
-            with swap_folders(job, world, log) as swap:
-                found = HostFacts(swap=swap, cpu_adam=prepare_ops(spec, world, log))
-                saved = train(job, world, start, progress, log, lock, found)
+        saved = None if done else train(run, progress)
         job.stopping.stage = "end"
         if saved is None:
-            assert start is not None, "a run has at least one step"
-            saved = start.path
+            assert run.start is not None, "a run has at least one step"
+            saved = run.start.path
             log(
                 f"{spec.name} is finished at step {progress.step}; raise train.max_steps or "
                 "train.num_train_epochs to train further."
@@ -95,7 +98,83 @@ def run(job: Job) -> None:
         world.close()
         job.heartbeat.mark("export")
         if world.rank == 0:  # alone, after the group is closed: a large model takes long
-            finish(spec, job.folder, saved, log)
+            finish(run, saved)
+
+
+def train(run: Run, progress: Progress) -> Path | None:
+    """Read the data, build the engine, load the run's start into it, and train to the last step. Return the
+    checkpoint that the last step wrote, or None where no step is left. A collective. Raises what `lock.check`
+    does where another job may write into the run's folder."""
+    with swap_folders(run) as swap:
+        facts = HostFacts(swap=swap, cpu_adam=prepare_ops(run.spec, run.world, run.log))
+        inputs = read(run)
+        if progress.step >= inputs.total_steps:
+            return None
+        if run.profile is not None:
+            traced = traced_step(run.profile or None, progress.step + 1, inputs.total_steps)
+            run = replace(run, profile=traced)
+        plan = resolve(run, inputs, facts)
+        for line in run.world.first(lambda: describe(run, inputs, plan.keys)):
+            run.log(line)
+        task = task_of(run.spec)
+        largest, held_out = longest(run, inputs)
+        memory = open_memory(run, plan, largest.shape.numel())
+        with explain_out_of_memory(memory.meter):
+            model = build(run, inputs, plan, memory, task)
+        held_out = held_out and task.for_probe(held_out)
+        probe_memory(model.engine, task.for_probe(largest), held_out, memory.meter)
+        memory.enter("load")
+        load(run, model.engine, progress)
+        for line in (*resume_warnings(run, inputs, progress), *checks(run, inputs, model, task)):
+            run.log(line)
+        return Trainer(run, inputs, model, task, progress).fit()
+
+
+def load(run: Run, engine: Engine, progress: Progress) -> None:
+    """Load the checkpoint that the run resumes from into the engine, if there is one. A collective."""
+    start = run.start
+    if start is None:
+        run.log(f"starting at step 0: {run.folder} has no checkpoint")
+        return
+    run.world.each(lambda: engine.load(start.read, progress.applied_steps))
+    if progress.loss_scale is not None:
+        engine.set_loss_scale(LossScale(progress.loss_scale, progress.loss_scale_steps))
+    run.log(f"going on from step {progress.step}: {start.path}")
+
+
+def checks(run: Run, inputs: Inputs, model: Model, task: Task) -> Iterator[str]:
+    """Run the checks on real rows that must pass before training, and yield a line for each. A collective."""
+    around, world = inputs.around, run.world
+    if around is not None:
+        yield world.first(lambda: check_around(around, inputs.train))
+    yield from check_rows(model.engine, model.policy, model.plan.spec, inputs.train, world, inputs.pad_id)
+    if run.start is None:
+        yield from task.start_check(run, inputs, model)
+
+
+def resume_warnings(run: Run, inputs: Inputs, progress: Progress) -> Iterator[str]:
+    """Yield a warning where the learning rate does not go on as it was scheduled when the run's start was
+    saved, or where a run that has trained before has no checkpoint."""
+    spec, batch = run.spec, run.batch
+    if run.start is None:
+        if read_metrics(run.folder / "metrics.jsonl"):
+            yield (
+                f"warning: {run.folder} has the metrics of an earlier start but no checkpoint, so training "
+                "starts again at step 0 and these metrics are replaced"
+            )
+        return
+    train = run.start.state["spec"]["train"]
+    lengths = {key: train[key] for key in ("max_steps", "num_train_epochs")}
+    then = total_steps(spec.train.model_copy(update=lengths), len(inputs.train), batch.global_batch_size)
+    was, now = (
+        schedule(spec, batch, steps).learning_rate(progress.applied_steps)
+        for steps in (then, inputs.total_steps)
+    )
+    if was != now:
+        yield (
+            f"warning: the run now has {inputs.total_steps} steps instead of {then}, so the learning rate "
+            f"goes on at {now:.3g} instead of {was:.3g}"
+        )
 
 
 def score_only(spec: Spec, launched: Launched, stopping: Stopping, heartbeat: Heartbeat, way_on: str) -> None:
@@ -145,15 +224,15 @@ def log_places(job: Job, world: World, log: Log) -> None:
             log(f"warning: {hosts} of cluster.hosts {are} missing, as cluster.min_hosts allows")
 
 
-def is_evaluation_missing(progress: Progress, folder: Path, world: World) -> bool:
+def is_evaluation_missing(progress: Progress, run: Run) -> bool:
     """Return whether an evaluation that a stop postponed is still missing, i.e. no later start reported it. A
     collective."""
 
     def is_reported() -> bool:
-        records = read_metrics(folder / "metrics.jsonl")
+        records = read_metrics(run.folder / "metrics.jsonl")
         return any(record[STEP] == progress.step and "eval/loss" in record for record in records)
 
-    return progress.owes_evaluation and not world.first(is_reported)
+    return progress.owes_evaluation and not run.world.first(is_reported)
 
 
 def check_shared_folder(folder: Path, world: World) -> None:
@@ -182,22 +261,6 @@ def _read(path: Path) -> str | None:
         return path.read_text(encoding="ascii")
     except (OSError, ValueError):
         return None
-
-
-def resume_point(job: Job, world: World, log: Log) -> CheckpointReader | None:
-    """Return the checkpoint that checkpoint.resume selects, verified by rank 0; None to start at step 0.
-    Raises CheckpointError where it is of another run."""
-
-    def choose() -> Path | None:
-        found = find(job.folder, job.spec.checkpoint.resume)
-        for note in found.notes:
-            log(f"warning: {note}")
-        if found.path is not None:
-            check_same_run(CheckpointReader.open(found.path), job.spec, job.batch, None)
-        return found.path
-
-    path = world.first(choose)
-    return world.each(lambda: CheckpointReader.open(path)) if path else None
 
 
 @contextmanager

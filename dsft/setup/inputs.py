@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -23,16 +24,23 @@ from dsft.model.split_check import check_can_split
 from dsft.model.vocabulary import NewRows
 from dsft.plan.reference import dpo_of, needs_reference, reference_model
 from dsft.report.console import task_progress
-from dsft.spec.batch import BatchSizes
-from dsft.spec.schema import Spec, Train
+from dsft.setup.run import Run
+from dsft.spec.schema import Spec
 
 SAMPLE_ROWS = 200
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run, the same on every rank. rows: the new rows of the embeddings; None where there are
-    none. around: the config of the multimodal model whose text model is trained; None for a text model."""
+    """The inputs of a run, the same on every rank.
+
+    rows         the new rows of the embeddings; None where there are none
+    around       the config of the multimodal model whose text model is trained; None for a text model
+    files        of a training run: the SHA-256 of each weight file, by `dsft.setup.identity.file_digests`
+    built_from   and `build_identity`
+    software     and `software_identity`, with the kind of device
+    total_steps  from the run's first step to its last
+    """
 
     tokenizer: PreTrainedTokenizerBase
     facts: TokenFacts
@@ -40,6 +48,10 @@ class Inputs:
     config: PreTrainedConfig
     loaded: RunData
     around: PreTrainedConfig | None = None
+    files: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    built_from: Mapping[str, Any] = field(default_factory=dict)
+    software: Mapping[str, Any] = field(default_factory=dict)
+    total_steps: int = 0
 
     @property
     def train(self) -> Dataset:
@@ -93,15 +105,13 @@ def read_inputs(spec: Spec, log: Callable[[str], None], *, first: bool = True) -
     return Inputs(tokenizer, facts, rows, config, loaded, around)
 
 
-def longest(
-    inputs: Inputs, sizes: BatchSizes, train: Train, total_steps: int
-) -> tuple[MicroBatch, MicroBatch | None]:
+def longest(run: Run, inputs: Inputs) -> tuple[MicroBatch, MicroBatch | None]:
     """Return the largest micro-batch of training, and that of the held-out rows if it is larger."""
-    pad, seed = inputs.pad_id, train.seed
-    trained = longest_micro_batch(inputs.train, sizes, pad, seed, total_steps)
+    sizes, train, pad = run.batch, run.spec.train, inputs.pad_id
+    trained = longest_micro_batch(inputs.train, sizes, pad, train.seed, inputs.total_steps)
     if train.neftune_alpha is not None:
         trained = replace(trained, tokens=trained.tokens._replace(noise_scale=torch.zeros(trained.shape)))
     as_one_step = [(rows.data, replace(sizes, global_batch_size=len(rows.data))) for rows in inputs.held_out]
-    held_out = [longest_micro_batch(rows, batch, pad, seed, 1) for rows, batch in as_one_step]
+    held_out = [longest_micro_batch(rows, batch, pad, train.seed, 1) for rows, batch in as_one_step]
     larger = [found for found in held_out if found.shape.numel() > trained.shape.numel()]
     return trained, max(larger, key=lambda found: found.shape.numel(), default=None)

@@ -1,5 +1,5 @@
-"""Run a step on the longest micro-batch before step 1, so that a run that does not fit into memory fails in
-its first minute and names the sizes that would fit."""
+"""Open the file of the run's memory, and run a step on the longest micro-batch before step 1, so that a run
+that does not fit into memory fails in its first minute and names the sizes that would fit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from dsft.data.steps.batch import MicroBatch
 from dsft.engine.api import Engine
 from dsft.errors import OutOfMemoryError
-from dsft.plan.memory.sizes import GIB
-from dsft.report.memory import MemoryMeter, Phase, is_out_of_memory, room
+from dsft.plan.memory.ranks import memory as memory_plan
+from dsft.plan.memory.reference import with_reference
+from dsft.plan.memory.sizes import GIB, with_device
+from dsft.report.memory import PHASES, MemoryFile, MemoryMeter, Peaks, Phase, is_out_of_memory, room
+from dsft.setup.resolve import Plan
+from dsft.setup.run import Run
 
 PARTS = (4, 2, 1)  # divisors of the longest micro-batch: two smaller ones are measured first
 LESS = (
@@ -19,6 +23,29 @@ LESS = (
     "parallel.offload_optimizer"
 )
 MARGIN = 64  # 1/64 of the memory is not counted on: allocators round to pages
+
+
+def open_memory(run: Run, plan: Plan, tokens: int) -> MemoryFile:
+    """Open the memory file, which shows the planned bytes of the fullest rank beside the measured ones.
+    tokens: of one micro-batch."""
+    world, counted, layout = run.world, plan.counted, run.layout
+    on_gpu = world.device.type != "cpu"
+    spec = with_device(plan.spec, world.device.type, world.places[world.rank].device.memory)
+    alone = memory_plan(counted, spec, layout, {}, tokens)
+    ranks = with_reference(alone, counted, spec, layout, {}, tokens)[0].stages
+    figures: dict[Phase, Peaks] = {}
+    for phase in PHASES:
+        if on_gpu:
+            figures[phase] = {
+                "device_allocated": max(rank.phase(phase) for rank in ranks),
+                "host_rss": max(rank.offloaded for rank in ranks),
+            }
+        else:
+            figures[phase] = {
+                "host_rss": max(rank.phase(phase) + rank.offloaded + rank.retained for rank in ranks)
+            }
+    folder = run.folder if world.rank == 0 else None
+    return MemoryFile(folder, MemoryMeter(world.device), world.gather, figures)
 
 
 @dataclass(frozen=True)

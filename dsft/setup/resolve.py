@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from dsft.dist.world import World
 from dsft.errors import StorageError
 from dsft.model.census import take_census
 from dsft.model.files import weight_files
@@ -38,7 +37,7 @@ from dsft.plan.memory.sizes import runs_on_cpu, saved_bytes, with_device
 from dsft.rank.swap import remove_stale_folders, shared_swap_folder
 from dsft.report.memory import room
 from dsft.setup.inputs import Inputs
-from dsft.setup.job import Job, Log
+from dsft.setup.run import Job, Run
 from dsft.spec.schema import Model, Spec
 from dsft.system.disk import check_disk, check_locked, check_swap_space, size_text
 from dsft.system.host import host_memory
@@ -46,7 +45,7 @@ from dsft.system.run_folder import step_folders
 
 
 @dataclass(frozen=True)
-class Resolved:
+class Plan:
     """The settings that follow from the hosts and the size of the model. spec: with the keys of `model` that
     the plan decides; keys: those of the DeepSpeed configuration; counted: the model's parameters; cut: the
     pipeline stage of each layer; tokens: that a rank has of the largest micro-batch."""
@@ -63,44 +62,45 @@ class Resolved:
         return nested(self.keys)
 
 
-def resolve(job: Job, inputs: Inputs, world: World, log: Log, found: HostFacts) -> Resolved:
+def resolve(run: Run, inputs: Inputs, found: HostFacts) -> Plan:
     """Count the model, bind this process to its own cores, and write the DeepSpeed configuration. found: the
     facts that are known before the model is counted. A collective, before the model is built. Raises
     DsftError."""
-    cuts = job.layout.pipeline_stages > 1
-    counted = world.first(lambda: census_from(take_census(job.spec.model, inputs.facts, cuts=cuts)))
-    world.first(lambda: check_room(job, counted, inputs.around))
+    given, world, log = run.spec, run.world, run.log
+    cuts = run.layout.pipeline_stages > 1
+    counted = world.first(lambda: census_from(take_census(given.model, inputs.facts, cuts=cuts)))
+    world.first(lambda: check_room(run, counted, inputs.around))
     if counted.trained < counted.numel:
         share = counted.trained / counted.numel
         log(f"trainable parameters: {counted.trained:,} of {counted.numel:,} ({share:.2%})")
-    for line in untrained_rows(job.spec.model, inputs, counted):
+    for line in untrained_rows(given.model, inputs, counted):
         log(line)
-    cut = cut_of(job.spec.parallel, counted)
+    cut = cut_of(given.parallel, counted)
     if cut.stages > 1:
         log(f"pipeline cut: {', '.join(map(str, cut.counts))} layers")
-    if job.cores is not None:
-        log(job.cores.bind())
+    if run.cores is not None:
+        log(run.cores.bind())
     facts = replace(
         found,
         elements=counted.elements,
-        largest_part=largest_part(counted, job.layout.shards),
-        pin=pinning(job, counted, cut, world),
+        largest_part=largest_part(counted, run.layout.shards),
+        pin=pinning(run, counted, cut),
     )
-    keys = entries(job.spec, job.batch, facts, job.file)
+    keys = entries(given, run.batch, facts, run.file)
     if facts.pin is not None and facts.pin[1] in {entry.reason for entry in keys}:
         log(f"pin_memory: {str(facts.pin[0]).lower()}, {facts.pin[1]}")
-    for line in kept_sizes(job.file, counted.elements):
+    for line in kept_sizes(run.file, counted.elements):
         log(line)
-    spec = with_checkpointing(job, counted, world, log)
-    tokens = job.layout.part(most_tokens(job.spec, job.layout))
+    spec = with_checkpointing(run, counted)
+    tokens = run.layout.part(most_tokens(given, run.layout))
     chunks = mlp_chunks(spec, counted, tokens)
     if chunks > 1:
         log(f"MLPs: computed in {chunks} chunks of up to {-(-tokens // chunks):,} tokens")
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"mlp_chunks": chunks})})
-    resolved = Resolved(spec, keys, counted, cut, tokens)
+    plan = Plan(spec, keys, counted, cut, tokens)
     if facts.swap:
-        check_swap(job, resolved, facts.swap, world)
-    return resolved
+        check_swap(run, plan, facts.swap)
+    return plan
 
 
 def kept_sizes(file: UserConfig | None, elements: Elements) -> Iterator[str]:
@@ -111,24 +111,25 @@ def kept_sizes(file: UserConfig | None, elements: Elements) -> Iterator[str]:
             yield f"{key}: the DeepSpeed JSON's {given:,} is used; the model's size would give {size:,}"
 
 
-def with_checkpointing(job: Job, counted: Census, world: World, log: Log) -> Spec:
+def with_checkpointing(run: Run, counted: Census) -> Spec:
     """Return the spec with the share of layers that model.gradient_checkpointing: auto means, by what the
     fullest of all ranks can still allocate. A collective."""
-    if job.spec.model.gradient_checkpointing != "auto":
-        return job.spec
+    world = run.world
+    if run.spec.model.gradient_checkpointing != "auto":
+        return run.spec
     found = world.gather((socket.gethostname(), room(world.device)))
     hosts = Counter(host for host, _ in found)
     if world.device.type != "cpu":
         limits = Limits(min(free for _, free in found), None)
-    elif runs_on_cpu(job.spec):  # the plan then counts the ranks' memory as that of their hosts
+    elif runs_on_cpu(run.spec):  # the plan then counts the ranks' memory as that of their hosts
         limits = Limits(None, min(free for _, free in found))
     else:
         limits = Limits(min(free // hosts[host] for host, free in found), None)
-    planned = with_device(job.spec, world.device.type, world.places[0].device.memory)
-    model = decided(planned, counted, counted, job.layout, hosts, limits).model
-    spec = job.spec.model_copy(update={"model": model})
+    planned = with_device(run.spec, world.device.type, world.places[0].device.memory)
+    model = decided(planned, counted, counted, run.layout, hosts, limits).model
+    spec = run.spec.model_copy(update={"model": model})
     layers = sum(map(spec.model.checkpoints, range(counted.num_layers)))
-    log(f"gradient checkpointing: {layers} of {counted.num_layers} layers")
+    run.log(f"gradient checkpointing: {layers} of {counted.num_layers} layers")
     return spec
 
 
@@ -168,15 +169,15 @@ def untrained_rows(model: Model, inputs: Inputs, counted: Census) -> Iterator[st
         )
 
 
-def pinning(job: Job, counted: Census, cut: Cut, world: World) -> tuple[bool, str] | None:
+def pinning(run: Run, counted: Census, cut: Cut) -> tuple[bool, str] | None:
     """Return whether offloaded states in host memory are pinned, and why: if every host has room for all that
     its ranks would pin, and there is a GPU. None where nothing is offloaded to host memory. A collective."""
-    parallel = job.spec.parallel
+    parallel, world = run.spec.parallel, run.world
     if "cpu" not in (parallel.offload_optimizer.device, parallel.offload_parameters.device):
         return None
     if world.device.type == "cpu":
         return False, "there is no GPU to copy to"
-    mine = locked_bytes(counted, job.spec, job.layout, world.stage, cut)
+    mine = locked_bytes(counted, run.spec, run.layout, world.stage, cut)
     return may_pin(world.gather((socket.gethostname(), mine, host_memory())))
 
 
@@ -184,16 +185,16 @@ def pinning(job: Job, counted: Census, cut: Cut, world: World) -> tuple[bool, st
 
 
 @contextmanager
-def swap_folders(job: Job, world: World, log: Log) -> Iterator[dict[str, str]]:
+def swap_folders(run: Run) -> Iterator[dict[str, str]]:
     """Yield the run's own swap folders where it offloads to NVMe, by the key of `parallel`. Before anything
     is read or built, the disks are checked on every host and stale folders of dead runs removed; at the end,
     this run's folders are removed. Raises DsftError."""
-    parallel = job.spec.parallel
-    paths = {key: Path(getattr(parallel, key).nvme_path).absolute() for key in swap_keys(job.spec)}
+    parallel, world = run.spec.parallel, run.world
+    paths = {key: Path(getattr(parallel, key).nvme_path).absolute() for key in swap_keys(run.spec)}
     if not paths:
         yield {}
         return
-    nonce = world.broadcast(f"{job.spec.name}-{secrets.token_hex(4)}")
+    nonce = world.broadcast(f"{run.spec.name}-{secrets.token_hex(4)}")
     leads = world.local_rank == 0  # the first rank of its host
 
     def check() -> list[str]:
@@ -203,12 +204,12 @@ def swap_folders(job: Job, world: World, log: Log) -> Iterator[dict[str, str]]:
 
     for lines in world.gather(world.each(lambda: check() if leads else [])):
         for line in lines:
-            log(line)
+            run.log(line)
     with ExitStack() as locks:
 
         def lock() -> dict[Path, str]:
             return {
-                path: str(locks.enter_context(shared_swap_folder(path, nonce, job.folder.absolute())))
+                path: str(locks.enter_context(shared_swap_folder(path, nonce, run.folder.absolute())))
                 for path in sorted(set(paths.values()))
             }
 
@@ -216,11 +217,12 @@ def swap_folders(job: Job, world: World, log: Log) -> Iterator[dict[str, str]]:
         yield {key: folders[path] for key, path in paths.items()}
 
 
-def check_swap(job: Job, resolved: Resolved, swap: Mapping[str, str], world: World) -> None:
+def check_swap(run: Run, plan: Plan, swap: Mapping[str, str]) -> None:
     """Check that disk space and pinnable memory suffice for what the run offloads to NVMe. A collective.
     swap: as `swap_folders` yields it. Raises StorageError."""
-    sub_group = resolved.config["zero_optimization"]["sub_group_size"]
-    needs = swapped(resolved.counted, job.spec, job.layout.shards, sub_group)
+    sub_group = plan.config["zero_optimization"]["sub_group_size"]
+    needs = swapped(plan.counted, run.spec, run.layout.shards, sub_group)
+    world = run.world
     hosts = world.gather(socket.gethostname())
     bytes_of = {"offload_optimizer": needs.states, "offload_parameters": needs.parameters}
     disks: dict[int, list[str]] = {}

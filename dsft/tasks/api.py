@@ -4,48 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from dsft.checkpoint.read import CheckpointReader
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import evaluation
-from dsft.dist.world import World
 from dsft.engine.api import Engine
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective, evaluation_record
 from dsft.reference.refer import Annotate
 from dsft.report.memory import MemoryFile
 from dsft.setup.inputs import Inputs
-from dsft.spec.batch import BatchSizes
+from dsft.setup.resolve import Plan
+from dsft.setup.run import Run
 from dsft.spec.schema import Spec
 
 Record = dict[str, float]
 Evaluation = Callable[[int], Record]
 """A function step -> metrics of the held-out rows, with eval/loss. A collective."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run on this rank, once its data are read.
-
-    checkpoint  the one that it resumes from
-    memory      measures the phases of the run
-    """
-
-    spec: Spec
-    batch: BatchSizes
-    world: World
-    inputs: Inputs
-    checkpoint: CheckpointReader | None
-    memory: MemoryFile
-    log: Callable[[str], None]
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.spec.output_dir, self.spec.name)
 
 
 @dataclass(frozen=True)
@@ -64,43 +41,66 @@ class Annotator:
     prefetched: bool = False
 
 
+@dataclass(frozen=True)
+class Model:
+    """The model that a run trains, on this rank: its policy, or a stage of it, and the policy's engine.
+
+    annotator  fills in what the objective needs; None where it needs the policy alone
+    plan       the settings that follow from the hosts and the size of the model
+    memory     measures the phases of the run
+    files      on rank 0, the contents of the run's model folder, read when it was written: every checkpoint
+               gets these, even if the files in the folder are overwritten during the run
+    """
+
+    policy: Policy
+    engine: Engine
+    objective: Objective
+    annotator: Annotator | None
+    plan: Plan
+    memory: MemoryFile
+    files: Mapping[str, bytes]
+
+
 class Task:
-    """A task. Its methods are called in the order in which they stand here; all are collectives."""
+    """A task. Its methods but `for_probe` are called in the order in which they stand here, and are
+    collectives. Until the model is built, `run.spec` has the keys of `model` that the plan decides."""
 
     def objective(self, spec: Spec) -> Objective:
         """Return the objective that the engine minimizes."""
         raise NotImplementedError
 
-    def before_policy(self, run: Run) -> Any:
+    def before_policy(self, run: Run, inputs: Inputs, memory: MemoryFile) -> Any:
         """Do what has to be done while the policy is not in memory yet, and return what `annotator` needs of
         it."""
         return None
 
-    def annotator(self, run: Run, policy: Policy, engine: Engine, prepared: Any) -> Annotator | None:
+    def annotator(
+        self, run: Run, inputs: Inputs, policy: Policy, engine: Engine, prepared: Any
+    ) -> Annotator | None:
         """Return what fills in micro-batches, before any step or checkpoint has changed the policy. prepared:
         from `before_policy`."""
         return None
 
-    def start_check(
-        self, run: Run, policy: Policy, engine: Engine, annotator: Annotator | None
-    ) -> Iterator[str]:
+    def for_probe(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch with any values in place of an annotator's, for the memory probe."""
+        return micro_batch
+
+    def start_check(self, run: Run, inputs: Inputs, model: Model) -> Iterator[str]:
         """Check on rows of the first step that the untrained policy is as the objective needs it; yield a
         line for each check. Raises SpecError."""
         yield from ()
 
-    def evaluation(
-        self, run: Run, engine: Engine, objective: Objective, annotator: Annotator | None
-    ) -> Evaluation:
+    def evaluation(self, run: Run, inputs: Inputs, model: Model) -> Evaluation:
         """Return what evaluates the held-out sets, of which there is at least one."""
-        sets, batch = run.inputs.held_out, run.batch
-        assigned = [evaluation(one.data, batch, run.world.data_rank, run.inputs.pad_id) for one in sets]
+        sets, world, objective = inputs.held_out, run.world, model.objective
+        assigned = [evaluation(one.data, run.batch, world.data_rank, inputs.pad_id) for one in sets]
         counts, names = [count for _, count in assigned], [one.name for one in sets]
-        annotate = annotator.annotate[1:] if annotator else [unchanged] * len(sets)
+        annotate = model.annotator.annotate[1:] if model.annotator else [unchanged] * len(sets)
 
         def evaluate(step: int) -> Record:
             filled = [fill(batches) for fill, (batches, _) in zip(annotate, assigned, strict=True)]
-            sums = torch.stack([engine.evaluate(batches) for batches in filled])
-            return evaluation_record(objective, run.world.sum(sums), counts, names)
+            sums = torch.stack([model.engine.evaluate(batches) for batches in filled])
+            return evaluation_record(objective, world.sum(sums), counts, names)
 
         return evaluate
 

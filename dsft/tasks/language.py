@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dsft.engine.api import Engine
 from dsft.objective.api import Objective, with_perplexity
 from dsft.objective.next_token import next_token
+from dsft.setup.inputs import Inputs
+from dsft.setup.run import Run
 from dsft.spec.schema import Spec
-from dsft.tasks.api import Annotator, Evaluation, Run, Task
+from dsft.tasks.api import Evaluation, Model, Task
 
 
 class LanguageModeling(Task):
     def objective(self, spec: Spec) -> Objective:
         return next_token(spec.train.label_smoothing)
 
-    def evaluation(
-        self, run: Run, engine: Engine, objective: Objective, annotator: Annotator | None
-    ) -> Evaluation:
+    def evaluation(self, run: Run, inputs: Inputs, model: Model) -> Evaluation:
         """Add the perplexity to each loss per token."""
-        evaluate = super().evaluation(run, engine, objective, annotator)
+        evaluate = super().evaluation(run, inputs, model)
         return lambda step: with_perplexity(evaluate(step))

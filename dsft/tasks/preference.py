@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from dsft.checkpoint.read import CheckpointReader
+from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import TrainSteps, evaluation, micro_batches_of
 from dsft.engine.api import Engine
 from dsft.errors import CheckpointError
@@ -21,9 +25,12 @@ from dsft.reference.key import Key, differences, key_of
 from dsft.reference.model import open_reference, proven
 from dsft.reference.precomputed import PrecomputedReference, precompute
 from dsft.reference.refer import adapter_off, refer_to_engine, refer_to_start
+from dsft.report.memory import MemoryFile
+from dsft.setup.inputs import Inputs
+from dsft.setup.run import Run
 from dsft.spec.schema import Spec
 from dsft.system.files import atomic_write, write_error
-from dsft.tasks.api import Annotator, Evaluation, Run, Task
+from dsft.tasks.api import Annotator, Evaluation, Model, Task
 
 FILE = "reference.json"
 """File in a run's folder that identifies the run's reference."""
@@ -33,30 +40,35 @@ class Preference(Task):
     def objective(self, spec: Spec) -> Objective:
         return preference(dpo_of(spec))
 
-    def before_policy(self, run: Run) -> PrecomputedReference | None:
+    def before_policy(self, run: Run, inputs: Inputs, memory: MemoryFile) -> PrecomputedReference | None:
         """Score the pairs that the store of a precomputed reference lacks, and return its values. Some stored
         values are scored once more, unless `check_start` compares them with the policy."""
         spec = run.spec
         if not needs_reference(spec) or dpo_of(spec).reference != "precomputed":
             return None
-        run.memory.enter("reference")
+        memory.enter("reference")
         found = precompute(
             spec,
             run.batch.micro_batch_size,
-            run.inputs,
+            inputs,
             run.world,
             run.log,
-            recheck=run.checkpoint is not None or dpo_of(spec).reference_model is not None,
-            check_key=partial(check_same_reference, run.checkpoint),
+            recheck=run.start is not None or dpo_of(spec).reference_model is not None,
+            check_key=partial(check_same_reference, run.start),
         )
         run.world.first(lambda: record_reference(run.folder, found.key, found.folder))
         return found
 
     def annotator(
-        self, run: Run, policy: Policy, engine: Engine, prepared: PrecomputedReference | None
+        self,
+        run: Run,
+        inputs: Inputs,
+        policy: Policy,
+        engine: Engine,
+        prepared: PrecomputedReference | None,
     ) -> Annotator | None:
         """Open the reference. Raises CheckpointError where the run began with another one."""
-        spec, inputs, world = run.spec, run.inputs, run.world
+        spec, world = run.spec, run.world
         if not needs_reference(spec):
             return None
         if prepared is not None:
@@ -66,7 +78,7 @@ class Preference(Task):
 
         def checked_key() -> Key:
             key = key_of(spec, reference_model(spec), inputs)
-            check_same_reference(run.checkpoint, key)
+            check_same_reference(run.start, key)
             record_reference(run.folder, key)
             return key
 
@@ -80,13 +92,18 @@ class Preference(Task):
             annotate = refer_to_engine(opened.engine)
         return Annotator([annotate] * (1 + len(inputs.held_out)), key.as_json())
 
-    def start_check(
-        self, run: Run, policy: Policy, engine: Engine, annotator: Annotator | None
-    ) -> Iterator[str]:
+    def for_probe(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Fill in zeros as the reference's values."""
+        answers = micro_batch.answers
+        assert answers is not None, "pairs are compared"
+        zeros = torch.zeros(answers.num_targets.shape, dtype=torch.float64)
+        return replace(micro_batch, answers=replace(answers, reference=zeros))
+
+    def start_check(self, run: Run, inputs: Inputs, model: Model) -> Iterator[str]:
         """Check on pairs of the first step that the untrained policy equals its reference. For a precomputed
         reference, check random pairs too, different ones at each start."""
-        spec, inputs, data_rank = run.spec, run.inputs, run.world.data_rank
-        dpo = dpo_of(spec)
+        spec, data_rank = run.spec, run.world.data_rank
+        dpo, annotator, policy = dpo_of(spec), model.annotator, model.policy
         if annotator is None or dpo.reference_model is not None:
             return
         steps = TrainSteps(inputs.train, run.batch, data_rank, spec.train.seed, inputs.pad_id)
@@ -98,19 +115,17 @@ class Preference(Task):
         # Not under ZeRO 3, where every pass must use the same modules as the one before.
         bare = partial(adapter_off, policy) if spec.model.lora and spec.parallel.zero_stage < 3 else None
         first = StartCheck(dpo, inputs.train, annotator.annotate[0](checked), inputs.pad_id, bare)
-        yield check_start(first, engine, policy, run.world)
+        yield check_start(first, model.engine, policy, run.world)
 
-    def evaluation(
-        self, run: Run, engine: Engine, objective: Objective, annotator: Annotator | None
-    ) -> Evaluation:
+    def evaluation(self, run: Run, inputs: Inputs, model: Model) -> Evaluation:
         """Compare the answers of each pair too, and write the margins of all pairs to a file."""
-        held_out, world = run.inputs.held_out, run.world
+        held_out, world, annotator = inputs.held_out, run.world, model.annotator
         annotate = annotator.annotate[1:] if annotator else [None] * len(held_out)
         sets = [
-            PairSet(one, *evaluation(one.data, run.batch, world.data_rank, run.inputs.pad_id), fill)
+            PairSet(one, *evaluation(one.data, run.batch, world.data_rank, inputs.pad_id), fill)
             for one, fill in zip(held_out, annotate, strict=True)
         ]
-        return pair_evaluation(sets, objective, dpo_of(run.spec), engine, world, run.folder)
+        return pair_evaluation(sets, model.objective, dpo_of(run.spec), model.engine, world, run.folder)
 
 
 def check_same_reference(checkpoint: CheckpointReader | None, key: Key) -> None:

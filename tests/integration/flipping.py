@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-import dsft.run.train
+import dsft.run.trainer
 from dsft.engine.api import Engine
 from dsft.run.loop import fit
 from dsft.train import main
@@ -53,5 +53,5 @@ def flipping_fit(engine: Engine, *given: Any) -> Any:
 
 if __name__ == "__main__":
     if name != "-":
-        dsft.run.train.fit = flipping_fit
+        dsft.run.trainer.fit = flipping_fit
     sys.exit(main(arguments))

@@ -35,12 +35,13 @@ from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.rank.environment import detect
 from dsft.report import hosts
-from dsft.run.hooks import watch_hosts
-from dsft.run.loop import LoopHooks, Progress, Record, Schedule, fit
+from dsft.run.loop import Progress, Record, Schedule, fit
+from dsft.run.trainer import watch_hosts
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from tests.make import make_micro_batch
+from tests.trainers import PlainTrainer
 
 SECONDS = 1.0  # that a verdict rests on, in place of 10
 VOCABULARY, LENGTH, ROWS, SLOWED_RANK = 128, 64, 2, 1
@@ -156,11 +157,10 @@ def outcome(case: Case, world: World, healthy: int, slowed: int) -> dict[str, An
     watch = watch_hosts(world, lambda line: said.append((len(records) + 1, line)))
     watch._detector._seconds = 0.0 if case.stages > 1 else SECONDS  # its usual parts are of the healthy steps
     hosts.JUDGED_EVERY = 0.0
-    run = LoopHooks(world)
-    run.report, run.watch = records.append, watch  # type: ignore[method-assign]
+    trainer = PlainTrainer(objective, world, records.append, watch=watch)
     schedule = Schedule(healthy + slowed, 1, None, None, lambda step: 1e-4, 3, seed=1)
     with ended(Steps(case, world, 4, healthy)) as steps:
-        fit(engine, objective, steps, schedule, run, Progress())
+        fit(engine, steps, schedule, trainer, Progress())
     engine._engine.destroy()  # type: ignore[attr-defined]
     ratios = [record["rel/straggler_ratio"] for record in records if "rel/straggler_ratio" in record]
     return {"said": said, "ratios": ratios, "last": records[-1]}

@@ -29,14 +29,15 @@ from dsft.model.config import TokenFacts
 from dsft.objective.next_token import next_token
 from dsft.plan.ds_config import deepspeed_config
 from dsft.rank.environment import detect
-from dsft.run.hooks import watch_hosts
-from dsft.run.loop import LoopHooks, Progress, Schedule, fit
+from dsft.run.loop import Progress, Schedule, fit
+from dsft.run.trainer import watch_hosts
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from tests.make import make_micro_batch
 from tests.standin import inside
 from tests.standin.step_worker import Counting
+from tests.trainers import PlainTrainer
 
 VOCABULARY, TOKENS, HIDDEN = 64, 380, 64
 LAYERS = (2, 4)
@@ -88,15 +89,12 @@ def step(world: World, layers: int, micro_batches: int, segments: int, checkpoin
     config, facts = deepspeed_config(spec, batch_sizes(spec.train, 1)), TokenFacts(VOCABULARY, 1, 2, None)
     policy = build_model(spec.model, facts, 1, torch.bfloat16, sharding=sharding_for(config, world))
     attend_per_segment(policy.causal_lm, "auto", TOKENS, world.device)
-    engine, counting, run = (
-        build_engine(policy, spec, config, world, next_token()),
-        Counting(),
-        LoopHooks(world),
-    )
-    run.mark, run.watch = counting.mark, watch_hosts(world, print)  # type: ignore[method-assign]
+    engine, counting = build_engine(policy, spec, config, world, next_token()), Counting()
+    trainer = PlainTrainer(next_token(), world, lambda record: None, watch=watch_hosts(world, print))
+    trainer.ask = counting.ask  # type: ignore[method-assign]
     rows = Rows(world.device, micro_batches, segments)
     schedule = Schedule(LAST, 1, None, None, lambda step: 1e-3, 3, seed=1)
-    fit(engine, next_token(), rows, schedule, run, Progress(applied_steps=1))
+    fit(engine, rows, schedule, trainer, Progress(applied_steps=1))
     given = rows.step(LAST)
     with inside.Moved() as moved:
         engine.step(given.micro_batches, given.counts, 1e-3)

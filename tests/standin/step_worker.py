@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,13 +34,14 @@ from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
 from dsft.plan.ds_config import deepspeed_config
 from dsft.rank.environment import detect
-from dsft.run.hooks import watch_hosts
-from dsft.run.loop import LoopHooks, Progress, Record, Schedule, fit
+from dsft.run.loop import Progress, Record, Schedule, fit
+from dsft.run.trainer import watch_hosts
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Dpo, Spec
 from tests.make import make_micro_batch
 from tests.standin import inside
+from tests.trainers import PlainTrainer
 
 VOCABULARY, LENGTH, SEGMENTS, MICRO_BATCHES = 64, 8, 4, 2
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -96,15 +98,14 @@ class Counting:
     seconds: list[float] = field(default_factory=list)
     open: Any = None
 
-    def mark(self, doing: str, step: int) -> None:
-        if doing != "data":
-            return
+    def ask(self) -> Callable[[], None]:
         if self.open is not None:
             self.open.__exit__(None, None, None)
             self.seconds[-1] += time.perf_counter()
         self.open = inside.counted()
         self.steps.append(self.open.__enter__())
         self.seconds.append(-time.perf_counter())
+        return lambda: None
 
 
 def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[str, Any]:
@@ -127,16 +128,15 @@ def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[st
     engine = build_engine(policy, spec, config, world, objective)
     counting = Counting()
     records: list[Record] = []
-    run = LoopHooks(world)
-    run.report, run.mark = records.append, counting.mark  # type: ignore[method-assign]
-    run.watch = watch_hosts(world, lambda line: None)
-    run.replicas = Replicas(engine.replicated, world, NEVER)
+    watch, replicas = watch_hosts(world, lambda line: None), Replicas(engine.replicated, world, NEVER)
+    trainer = PlainTrainer(objective, world, records.append, watch=watch, replicas=replicas)
+    trainer.ask = counting.ask  # type: ignore[method-assign]
     schedule = Schedule(LAST, log_every, None, None, lambda step: 1e-3, 3, seed=1)
     steps = Steps(world.device, task == "dpo")
     engine.first_step = lambda *given: engine.step(*given[:3])  # type: ignore[method-assign]
     with inside.waits() as places:
         # The check of a start's first steps waits for the device, and is not counted.
-        fit(engine, objective, steps, schedule, run, Progress(applied_steps=1))
+        fit(engine, steps, schedule, trainer, Progress(applied_steps=1))
     moved = bytes_beside_autograd(engine, policy, steps.step(LAST))
     engine._engine.destroy()  # type: ignore[attr-defined]
     groups.mpu = None

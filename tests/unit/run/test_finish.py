@@ -13,16 +13,13 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from dsft.commands.chat import Sampling, load
 from dsft.data.tokenizer.load import byte_level_tokenizer
-from dsft.rank.environment import Launched
-from dsft.run.artifacts import describe
+from dsft.run.build import describe
 from dsft.run.finish import outcome, what_next
 from dsft.run.loop import Progress
-from dsft.run.train import resume_warnings
+from dsft.run.main import resume_warnings
 from dsft.setup.inputs import read_inputs
-from dsft.setup.job import Job
-from dsft.spec.batch import batch_sizes
-from dsft.spec.layout import layout_of
 from dsft.spec.schema import Spec
+from tests.make import make_run
 
 EXPORT, CHECKPOINT = Path("runs/a/export"), Path("runs/a/checkpoints/step-9")
 
@@ -63,16 +60,9 @@ def described(base: Path, rows: dict[str, Any], out: Path) -> tuple[list[str], A
     """The lines that a run over the base prints, and eos_token_id of what an export of it will have."""
     (base.parent / "rows.jsonl").write_text(json.dumps(rows) + "\n")
     made = spec("sft", {"name_or_path": str(base)}).model_copy(update={"output_dir": str(out)})
-    launched = Launched("dsft", 0, 1, 0, "127.0.0.1", 1)
-    job = Job(
-        spec=made,
-        batch=batch_sizes(made.train, 1, made.data, made.task),
-        launched=launched,
-        layout=layout_of(made.parallel, 1),
-        command=["train.py"],
-    )
-    lines = describe(job, (), read_inputs(made, lambda text: None), None)
-    return lines, GenerationConfig.from_pretrained(job.model_folder).eos_token_id
+    run = make_run(made, None)
+    lines = describe(run, read_inputs(made, lambda text: None), ())
+    return lines, GenerationConfig.from_pretrained(run.model_folder).eos_token_id
 
 
 @pytest.mark.parametrize("listed", [False, True])
@@ -142,12 +132,13 @@ def test_a_resume_says_that_the_learning_rate_jumps_and_a_fresh_start_that_metri
 ) -> None:
     given = spec("sft", {"from_config": {"model_type": "llama"}})
     given = given.model_copy(update={"train": given.train.model_copy(update={"max_steps": 60})})
-    batch = batch_sizes(given.train, 1, given.data, given.task)
-    job: Any = SimpleNamespace(spec=given, batch=batch, folder=tmp_path)
+    given = given.model_copy(update={"output_dir": str(tmp_path.parent), "name": tmp_path.name})
     saved: Any = SimpleNamespace(state={"spec": {"train": {"max_steps": 80, "num_train_epochs": 1.0}}})
+    inputs: Any = SimpleNamespace(train=range(100), total_steps=60)
 
     def warnings(start: Any) -> list[str]:
-        return list(resume_warnings(job, start, Progress(step=20, applied_steps=20), 100, 60))
+        progress = Progress(step=20, applied_steps=20)
+        return list(resume_warnings(make_run(given, None, start=start), inputs, progress))
 
     assert warnings(saved) == [
         "warning: the run now has 60 steps instead of 80, so the learning rate goes on at 0.667 instead of "

@@ -17,7 +17,8 @@ from dsft.engine.api import StepResult
 from dsft.errors import NonFiniteError, StoppedError
 from dsft.objective.api import Objective, Term, evaluation_record, with_perplexity
 from dsft.run import loop
-from dsft.run.loop import LoopHooks, Progress, Record, Schedule, fit, seed_step
+from dsft.run.loop import Progress, Record, Schedule, fit, position, seed_step
+from tests.trainers import PlainTrainer
 
 OBJECTIVE = Objective((Term("tokens"),), lambda logps, micro_batch: (-logps.double().sum(),))
 
@@ -51,7 +52,7 @@ class FakeEngine:
         return self.step(*given[:3])
 
     def _never(self, *given: Any, **named: Any) -> Any:
-        raise AssertionError("the loop does this through the functions of its hooks")
+        raise AssertionError("the loop does this through its trainer")
 
     evaluate = load = owned_fragments = probe = snapshot = replicated = score = set_loss_scale = shapes = (
         _never
@@ -64,11 +65,11 @@ class Log:
     saved: list[Progress] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
 
-    def run(self, evaluate: bool = True, **methods: Any) -> LoopHooks:
-        """methods: in place of the run's own."""
-        run = Logged(self, evaluate)
+    def run(self, objective: Objective = OBJECTIVE, **changes: Any) -> Logged:
+        """changes: of the trainer's methods, or of its recorder."""
+        methods = {name: changes.pop(name) for name in ("annotate", "ask") if name in changes}
+        run = Logged(self, objective, changes)
         for name, method in methods.items():
-            assert hasattr(run, name), name
             setattr(run, name, method)
         return run
 
@@ -83,16 +84,21 @@ class Log:
         return [(record["train/global_step"], record[key]) for record in self.records if key in record]
 
 
-class Logged(LoopHooks):
-    """On the first of two ranks, of which the other one has nothing."""
+class Logged(PlainTrainer):
+    """On the first of two ranks, of which the other one has nothing. Every evaluation gives a loss of 1."""
 
-    def __init__(self, log: Log, evaluates: bool) -> None:
-        world: Any = SimpleNamespace(rank=0, world_size=2, sum=lambda sums: sums)
-        super().__init__(world)
-        self.evaluates, self.report, self.save = evaluates, log.report, log.save  # type: ignore[method-assign]
+    def __init__(self, log: Log, objective: Objective, parts: dict[str, Any]) -> None:
+        world = SimpleNamespace(rank=0, world_size=2, sum=lambda sums: sums)
+        super().__init__(objective, world, log.report, **parts)
+        self.log = log
 
-    def evaluate(self, step: int) -> Record:
-        return {"eval/loss": 1.0}
+    def checkpoint(self, progress: Progress, *, evaluates: bool, saves: bool) -> str | None:
+        if evaluates:
+            self.log.report({"eval/loss": 1.0} | position(progress))
+        if not saves:
+            return None
+        self.log.save(progress, 1.0 if evaluates else None)
+        return self.ask()()
 
 
 def schedule(**changes: object) -> Schedule:
@@ -105,30 +111,30 @@ def schedule(**changes: object) -> Schedule:
 
 def test_steps_are_checked_until_one_is_applied_whose_learning_rate_is_not_0() -> None:
     warming = schedule(learning_rate=lambda step: 0.1 * step)
-    fit(started := FakeEngine(nonfinite={1}), OBJECTIVE, Steps(), warming, Log().run(), Progress())
+    fit(started := FakeEngine(nonfinite={1}), Steps(), warming, Log().run(), Progress())
     assert started.checked == [0, 1, 1]
-    fit(resumed := FakeEngine(), OBJECTIVE, Steps(), warming, Log().run(), Progress(step=2, applied_steps=2))
+    fit(resumed := FakeEngine(), Steps(), warming, Log().run(), Progress(step=2, applied_steps=2))
     assert resumed.checked == [2]
 
 
 def test_an_evaluation_before_the_first_step_is_reported_once() -> None:
     whole, resumed = Log(), Log()
-    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(evaluate_first=True), whole.run(), Progress())
+    fit(FakeEngine(), Steps(), schedule(evaluate_first=True), whole.run(), Progress())
     assert whole.of("eval/loss")[0] == (0, 1.0)
-    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(evaluate_first=True), resumed.run(), whole.saved[0])
+    fit(FakeEngine(), Steps(), schedule(evaluate_first=True), resumed.run(), whole.saved[0])
     assert resumed.of("eval/loss")[0][0] > 0
 
 
 def test_a_step_is_trained_on_what_the_reference_said_of_it() -> None:
     said: list[Sequence[MicroBatch]] = []
     run = Log().run(annotate=lambda micro_batches: said.append(micro_batches) or ())
-    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(), run, Progress())
+    fit(FakeEngine(), Steps(), schedule(), run, Progress())
     assert said == [()] * 5
 
 
 def test_every_step_is_reported_and_the_end_is_evaluated_and_saved_once() -> None:
     log = Log()
-    end = fit(FakeEngine(), OBJECTIVE, Steps(), schedule(), log.run(), Progress())
+    end = fit(FakeEngine(), Steps(), schedule(), log.run(), Progress())
     assert log.of("train/loss") == [(1, 5.0), (2, 4.0), (3, 3.0), (4, 2.0), (5, 1.0)]
     assert [step for step, _ in log.of("eval/loss")] == [2, 4, 5]
     assert [progress.step for progress in log.saved] == [3, 5]
@@ -140,7 +146,6 @@ def test_each_checkpoint_is_evaluated_where_the_best_are_kept() -> None:
     log = Log()
     fit(
         FakeEngine(),
-        OBJECTIVE,
         Steps(),
         schedule(evaluate_saved=True, eval_every=None),
         log.run(),
@@ -154,10 +159,9 @@ def test_a_window_of_steps_is_the_sum_over_the_count() -> None:
     log = Log()
     fit(
         FakeEngine(),
-        OBJECTIVE,
         Steps(),
-        schedule(log_every=2, save_every=None),
-        log.run(evaluate=False),
+        schedule(log_every=2, save_every=None, evaluates=False),
+        log.run(),
         Progress(),
     )
     # steps 1 and 2: (10·5 + 20·4) ÷ 30, not the mean of 5 and 4
@@ -176,7 +180,7 @@ class FromSources(Steps):
 
 def test_a_window_says_what_was_trained_on_of_each_source() -> None:
     log = Log()
-    fit(FakeEngine(), OBJECTIVE, FromSources(), schedule(log_every=2, save_every=None), log.run(), Progress())
+    fit(FakeEngine(), FromSources(), schedule(log_every=2, save_every=None), log.run(), Progress())
     assert log.of("data/a/tokens") == [(2, 150), (4, 100), (5, 50)]
     assert log.of("data/b/tokens") == [(2, 50), (4, 100), (5, 50)]
     assert log.of("data/b/examples") == [(2, 5), (4, 10), (5, 5)]
@@ -186,23 +190,23 @@ def test_a_window_says_what_was_trained_on_of_each_source() -> None:
 def test_a_resumed_run_goes_on_where_it_was_with_the_same_random_numbers() -> None:
     whole, part = FakeEngine(), FakeEngine()
     log = Log()
-    fit(whole, OBJECTIVE, Steps(), schedule(), Log().run(), Progress())
-    fit(part, OBJECTIVE, Steps(), schedule(), log.run(), Progress(step=3, applied_steps=3, num_tokens=300))
+    fit(whole, Steps(), schedule(), Log().run(), Progress())
+    fit(part, Steps(), schedule(), log.run(), Progress(step=3, applied_steps=3, num_tokens=300))
     assert log.of("train/loss") == [(4, 2.0), (5, 1.0)]
     assert part.draws == whole.draws[3:] and part.rates == whole.rates[3:]
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_reports_the_same_windows() -> None:
     whole, part = Log(), Log()
-    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(log_every=5), whole.run(), Progress())
-    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(log_every=5), part.run(), whole.saved[0])
+    fit(FakeEngine(), Steps(), schedule(log_every=5), whole.run(), Progress())
+    fit(FakeEngine(), Steps(), schedule(log_every=5), part.run(), whole.saved[0])
     assert [step for step, _ in whole.of("train/loss")] == [3, 5]
     assert part.of("train/loss") == whole.of("train/loss")[1:]
 
 
 def test_a_step_that_is_not_finite_is_told_and_does_not_move_the_learning_rate() -> None:
     engine, log = FakeEngine(nonfinite={1}), Log()
-    end = fit(engine, OBJECTIVE, Steps(), schedule(log_every=5, save_every=None), log.run(), Progress())
+    end = fit(engine, Steps(), schedule(log_every=5, save_every=None), log.run(), Progress())
     assert (end.step, end.applied_steps, end.nonfinite_in_a_row) == (5, 4, 0)
     assert engine.rates == pytest.approx([0.1, 0.2, 0.2, 0.3, 0.4])
     assert [step for step, _ in log.of("train/loss")] == [2, 5] and math.isnan(log.of("train/loss")[0][1])
@@ -212,9 +216,7 @@ def test_several_in_a_row_stop_the_run_with_the_examples_named() -> None:
     log = Log()
     said = r"step 4: .* 3 steps in a row, the last on examples \[3\].* move the checkpoints after step 1 away"
     with pytest.raises(NonFiniteError, match=said):
-        fit(
-            FakeEngine(nonfinite={1, 2, 3}), OBJECTIVE, Steps(), schedule(save_every=1), log.run(), Progress()
-        )
+        fit(FakeEngine(nonfinite={1, 2, 3}), Steps(), schedule(save_every=1), log.run(), Progress())
     assert [progress.step for progress in log.saved] == [1, 2, 3]
 
 
@@ -227,11 +229,11 @@ def test_each_step_that_is_not_finite_has_its_rows_named_when_it_happens() -> No
 
     log = Log()
     engine, run = FakeEngine(nonfinite={1, 3}), log.run(skipped=named)
-    fit(engine, OBJECTIVE, Steps(), schedule(log_every=5, save_every=None), run, Progress())
+    fit(engine, Steps(), schedule(log_every=5, save_every=None), run, Progress())
     assert [step for step, _ in asked] == [2, 4] and all(math.isnan(loss) for _, loss in asked)
     with pytest.raises(NonFiniteError, match=r"2 steps in a row, the last on a\.jsonl:3 \(rank 1\);"):
         engine = FakeEngine(nonfinite={2, 3})
-        fit(engine, OBJECTIVE, Steps(), schedule(max_nonfinite_in_a_row=2), run, Progress())
+        fit(engine, Steps(), schedule(max_nonfinite_in_a_row=2), run, Progress())
 
 
 @dataclass
@@ -267,9 +269,9 @@ def test_on_a_gpu_a_record_is_read_after_the_next_step_is_launched_and_before_wh
 ) -> None:
     at_once, late = Told(), Told()
     when = schedule(total_steps=6, eval_every=3, save_every=4)
-    fit(at_once.engine(), OBJECTIVE, Steps(), when, at_once.run(), Progress())
+    fit(at_once.engine(), Steps(), when, at_once.run(), Progress())
     monkeypatch.setattr(loop, "on_gpu", lambda sums: True)
-    fit(late.engine(), OBJECTIVE, Steps(), when, late.run(), Progress())
+    fit(late.engine(), Steps(), when, late.run(), Progress())
     assert late.happened == [
         ("step", 1), ("step", 2), ("record", 1), ("step", 3), ("record", 2), ("record", 3), ("evaluated", 3),
         ("step", 4), ("record", 4), ("saved", 4), ("step", 5), ("step", 6), ("record", 5), ("record", 6),
@@ -292,7 +294,6 @@ def test_a_step_that_is_not_applied_and_one_that_fails_leave_no_record_unread(
     with pytest.raises(NonFiniteError, match="step 3"):
         fit(
             named.engine(nonfinite={1, 2}),
-            OBJECTIVE,
             Steps(),
             schedule(eval_every=None, save_every=None, max_nonfinite_in_a_row=2),
             run,
@@ -311,7 +312,7 @@ def test_a_step_that_is_not_applied_and_one_that_fails_leave_no_record_unread(
 
     failed = Told()
     with pytest.raises(StoppedError, match="the disk is gone"):
-        fit(failed.engine(), OBJECTIVE, Failing(), schedule(eval_every=None), failed.run(), Progress())
+        fit(failed.engine(), Failing(), schedule(eval_every=None), failed.run(), Progress())
     assert failed.happened == [("step", 1), ("step", 2), ("record", 1), ("record", 2)]
 
 
@@ -329,7 +330,7 @@ def test_a_comparison_of_ranks_is_read_before_the_next_step(monkeypatch: pytest.
 
     monkeypatch.setattr(loop, "on_gpu", lambda sums: True)
     when = schedule(total_steps=3, eval_every=None, save_every=None)
-    fit(checked.engine(), OBJECTIVE, Steps(), when, checked.run(replicas=Every2()), Progress())
+    fit(checked.engine(), Steps(), when, checked.run(replicas=Every2()), Progress())
     assert checked.happened[:7] == [
         ("step", 1), ("step", 2), ("record", 1), ("checked", 2), ("record", 2), ("step", 3), ("record", 3),
     ]  # fmt: skip
@@ -337,7 +338,7 @@ def test_a_comparison_of_ranks_is_read_before_the_next_step(monkeypatch: pytest.
 
 def test_speed_counts_all_ranks_tokens() -> None:
     log = Log()
-    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(), log.run(evaluate=False), Progress())
+    fit(FakeEngine(), Steps(), schedule(evaluates=False), log.run(), Progress())
     for record in log.records:
         assert record["perf/tokens_per_second"] == pytest.approx(100 / record["perf/step_time"])
         assert record["perf/tokens_per_second_per_gpu"] == pytest.approx(record["perf/tokens_per_second"] / 2)
@@ -404,7 +405,7 @@ def test_training_reports_the_metrics_of_a_window() -> None:
             return GlobalStep((), {"examples": 2 + index, "chosen_tokens": 20}, 100, 0.0, (0, 1))
 
     log = Log()
-    fit(PairEngine(), PREFERENCES, PairSteps(), schedule(total_steps=2, log_every=2), log.run(), Progress())
+    fit(PairEngine(), PairSteps(), schedule(total_steps=2, log_every=2), log.run(PREFERENCES), Progress())
     assert log.of("train/loss") == [(2, pytest.approx(4 / 5 + 0.5 * 20 / 40))]
     assert log.of("train/nll_loss") == [(2, 0.5)]
     assert log.of("train/rewards/margins") == [(2, pytest.approx(8 / 5))]
@@ -433,18 +434,18 @@ def asks(*reasons: str | None) -> tuple[Callable[[], Callable[[], str | None]], 
 def stopped(log: Log, reasons: tuple[str | None, ...], **changes: object) -> str:
     run = log.run(ask=asks(*reasons)[0])
     with pytest.raises(StoppedError) as raised:
-        fit(FakeEngine(), OBJECTIVE, Steps(), schedule(**changes), run, Progress())
+        fit(FakeEngine(), Steps(), schedule(**changes), run, Progress())
     return str(raised.value)
 
 
 def test_a_stop_saves_at_the_end_of_its_step_and_the_run_goes_on_as_if_there_was_none() -> None:
     whole, log = Log(), Log()
-    end = fit(FakeEngine(), OBJECTIVE, Steps(), schedule(eval_every=2), whole.run(), Progress())
+    end = fit(FakeEngine(), Steps(), schedule(eval_every=2), whole.run(), Progress())
     said = stopped(log, (None, "SIGTERM"), eval_every=2)
     assert said.startswith("stopped at step 2 of 5 by SIGTERM, and saved; the same command continues")
     assert [(progress.step, progress.owes_evaluation) for progress in log.saved] == [(2, True)]
     assert log.losses == [None], "it is saved before the evaluation, for which there may be no time"
-    assert fit(FakeEngine(), OBJECTIVE, Steps(), schedule(eval_every=2), log.run(), log.saved[-1]) == end
+    assert fit(FakeEngine(), Steps(), schedule(eval_every=2), log.run(), log.saved[-1]) == end
     for key in ("train/loss", "eval/loss"):
         assert log.of(key) == whole.of(key), key
     assert [progress.step for progress in log.saved] == [2, 3, 5]
@@ -457,7 +458,7 @@ def test_the_question_is_asked_before_a_step_and_answered_after_it() -> None:
     engine = FakeEngine()
     step = engine.step
     engine.step = lambda *arguments: done.append("step") or step(*arguments)  # type: ignore[method-assign]
-    fit(engine, OBJECTIVE, Steps(), schedule(save_every=None), Log().run(ask=ask), Progress())
+    fit(engine, Steps(), schedule(save_every=None), Log().run(ask=ask), Progress())
     assert done == ["asked", "step", "answered"] * 5 + ["asked", "answered"]
 
 
@@ -472,12 +473,3 @@ def test_a_stop_at_the_end_leaves_a_finished_run() -> None:
     log = Log()
     assert "stopped at step 5 of 5" in stopped(log, (None,) * 4 + (None, "SIGINT"), save_every=None)
     assert log.losses == [1.0] and not log.saved[-1].owes_evaluation
-
-
-def test_the_loop_says_what_it_begins() -> None:
-    said: list[tuple[str, int]] = []
-    run = Log().run(mark=lambda doing, step: said.append((doing, step)))
-    fit(FakeEngine(), OBJECTIVE, Steps(), schedule(total_steps=2, save_every=None), run, Progress())
-    assert said == [
-        ("data", 0), ("step", 0), ("data", 1), ("step", 1), ("evaluate", 2), ("save", 2),
-    ]  # fmt: skip

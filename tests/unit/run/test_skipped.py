@@ -15,7 +15,7 @@ from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import MicroBatch
 from dsft.data.steps.steps import TrainSteps
 from dsft.engine.api import ScoreOutput, log_probabilities
-from dsft.run.hooks import skipped_rows
+from dsft.run.trainer import skipped_rows
 from dsft.spec.batch import BatchSizes
 from tests.examples import dataset_of
 

@@ -11,19 +11,16 @@ import torch
 
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import Cut
-from dsft.rank.environment import Launched
 from dsft.setup import resolve
-from dsft.setup.job import Job
 from dsft.setup.resolve import pinning
-from dsft.spec.batch import batch_sizes
-from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
+from tests.make import make_run
 
 COUNTED = Census("X", 1, None, (Parameter("w", (1000, 1000), 0, False, ()),))  # 10 MB locked at ZeRO 1
 
 
-def job(offload: dict[str, Any]) -> Job:
-    spec = Spec.model_validate(
+def spec(offload: dict[str, Any]) -> Spec:
+    return Spec.model_validate(
         {
             "name": "small",
             "task": "pretrain",
@@ -34,29 +31,26 @@ def job(offload: dict[str, Any]) -> Job:
             "optim": {"learning_rate": 1e-3},
         }
     )
-    batch = batch_sizes(spec.train, 1)
-    launched = Launched("python", 0, 1, 0, "127.0.0.1", 1)
-    return Job(spec=spec, batch=batch, launched=launched, layout=Layout(1, 1))
 
 
-def decide(job: Job, device: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, str] | None:
+def decide(spec: Spec, device: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, str] | None:
     monkeypatch.setattr(resolve, "host_memory", lambda: memory)
     world: Any = SimpleNamespace(stage=0, device=torch.device(device), gather=lambda mine: [mine])
-    return pinning(job, COUNTED, Cut((1,)), world)
+    return pinning(make_run(spec, world), COUNTED, Cut((1,)))
 
 
 @pytest.mark.parametrize(("memory", "expected"), [(20_000_000, True), (19_000_000, False)])
 def test_half_of_the_hosts_memory_may_be_locked(
     memory: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = decide(job({"device": "cpu"}), "cuda", memory, monkeypatch)
+    found = decide(spec({"device": "cpu"}), "cuda", memory, monkeypatch)
     assert found is not None and found[0] is expected and "0.0 GiB of" in found[1]
 
 
 def test_nothing_is_locked_where_nothing_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = decide(job({"device": "cpu"}), "cpu", 2**40, monkeypatch)
+    found = decide(spec({"device": "cpu"}), "cpu", 2**40, monkeypatch)
     assert found == (False, "there is no GPU to copy to")
 
 
 def test_there_is_nothing_to_say_without_offload(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decide(job({"device": "none"}), "cuda", 1, monkeypatch) is None
+    assert decide(spec({"device": "none"}), "cuda", 1, monkeypatch) is None

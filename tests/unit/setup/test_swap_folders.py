@@ -13,22 +13,19 @@ from dsft.errors import StorageError
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import Cut
 from dsft.plan.ds_config import entries
-from dsft.rank.environment import Launched
 from dsft.setup import resolve
-from dsft.setup.job import Job
-from dsft.spec.batch import batch_sizes
-from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
+from tests.make import make_run
 
 COUNTED = Census("X", 1, None, (Parameter("w", (5000, 5000), 0, False, ()),))
 STATES, PARAMETERS = 16 * 5000**2, 2 * 5000**2  # bytes: fp32 value, two moments, gradient; bf16
 
 
-def job(folder: Path) -> Job:
+def spec(folder: Path) -> Spec:
     offload = {key: {"device": "nvme", "nvme_path": str(folder / key)} for key in ("states", "parameters")}
     for section in offload.values():
         Path(section["nvme_path"]).mkdir()
-    spec = Spec.model_validate(
+    return Spec.model_validate(
         {
             "name": "small",
             "task": "pretrain",
@@ -43,9 +40,6 @@ def job(folder: Path) -> Job:
             "optim": {"learning_rate": 1e-3},
         }
     )
-    batch = batch_sizes(spec.train, 1)
-    launched = Launched("python", 0, 1, 0, "127.0.0.1", 1)
-    return Job(spec=spec, batch=batch, launched=launched, layout=Layout(1, 1))
 
 
 @pytest.mark.parametrize(("free", "fits"), [(STATES + PARAMETERS, True), (STATES + PARAMETERS - 1, False)])
@@ -55,11 +49,11 @@ def test_two_folders_of_one_disk_share_its_space(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     monkeypatch.setattr(resolve, "check_locked", lambda needed: None)
     world: Any = SimpleNamespace(rank=0, local_rank=0, gather=lambda mine: [mine], each=lambda work: work())
-    made = job(tmp_path)
-    resolved = resolve.Resolved(made.spec, entries(made.spec, made.batch), COUNTED, Cut((1,)), 1)
+    run = make_run(spec(tmp_path), world)
+    plan = resolve.Plan(run.spec, entries(run.spec, run.batch), COUNTED, Cut((1,)), 1)
     swap = {"offload_optimizer": str(tmp_path / "states"), "offload_parameters": str(tmp_path / "parameters")}
     if fits:
-        resolve.check_swap(made, resolved, swap, world)
+        resolve.check_swap(run, plan, swap)
         return
     with pytest.raises(StorageError, match="offload_optimizer and offload_parameters"):
-        resolve.check_swap(made, resolved, swap, world)
+        resolve.check_swap(run, plan, swap)

@@ -1,4 +1,5 @@
-"""Define `Job`, the description of a run that is complete before torch is imported."""
+"""Define `Job`, what one process knows of a run at its start, and `Run`, the same once its process group is
+up."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dsft.checkpoint.read import CheckpointReader
+from dsft.dist.world import World
 from dsft.plan.ds_entries import UserConfig
 from dsft.rank.cores import Share
 from dsft.rank.environment import Launched
@@ -15,6 +18,7 @@ from dsft.rank.stopping import Stopping
 from dsft.spec.batch import BatchSizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
+from dsft.system.lock import FolderLock
 
 Log = Callable[[str], None]
 
@@ -51,3 +55,18 @@ class Job:
     @property
     def model_folder(self) -> Path:
         return self.folder / "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Job):
+    """A run on this rank, in its process group.
+
+    log    prints a line on rank 0
+    lock   of the run's folder, which rank 0 has
+    start  the checkpoint that the run resumes from; None: it starts at step 0
+    """
+
+    world: World
+    log: Log
+    lock: FolderLock
+    start: CheckpointReader | None = None

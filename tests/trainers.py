@@ -1,0 +1,48 @@
+"""A trainer for the loop without a run: tests replace what they look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from dsft.data.steps.batch import GlobalStep, MicroBatch
+from dsft.objective.api import Objective
+from dsft.run.loop import Progress, Record, Recorder, Window
+
+
+class PlainTrainer:
+    """Annotates, evaluates and saves nothing, and is never asked to stop. parts: of `Recorder`."""
+
+    def __init__(
+        self, objective: Objective, world: Any, report: Callable[[Record], None], **parts: Any
+    ) -> None:
+        self.rank = world.rank
+        fields: dict[str, Any] = {"objective": objective, "world": world, "report": report}
+        self.recorder = Recorder(**{**fields, "skipped": named, **parts})
+
+    @contextmanager
+    def step(self, done: int) -> Iterator[Callable[[], str | None]]:
+        watch = self.recorder.watch
+        try:
+            with watch.counted() if watch else nullcontext():
+                yield self.ask()
+        finally:
+            self.recorder.read()
+
+    def ask(self) -> Callable[[], str | None]:
+        return lambda: None
+
+    def annotate(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        return micro_batches
+
+    def record(self, window: Window, progress: Progress, *, saves: bool, pauses: bool) -> str:
+        return self.recorder.record(window, progress, saves=saves, pauses=pauses)
+
+    def checkpoint(self, progress: Progress, *, evaluates: bool, saves: bool) -> str | None:
+        return None
+
+
+def named(step: int, batch: GlobalStep, micro_batches: Sequence[MicroBatch], loss: float) -> str:
+    """Name examples as `dsft.run.trainer.skipped_rows` names rows."""
+    return f"examples {list(batch.example_ids)[:8]}"
