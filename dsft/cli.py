@@ -329,7 +329,7 @@ def launch(  # noqa: PLR0913, PLR0917  an argument is an option
     spec: SpecPath,
     overrides: Overrides = None,
     launcher: Annotated[
-        str | None, typer.Option(help="dsft, deepspeed, torchrun or slurm; by default cluster.launcher.")
+        str | None, typer.Option(help="dsft (by ssh) or slurm (by srun); by default cluster.launcher.")
     ] = None,
     restarts: Annotated[
         int, typer.Option(min=0, help="Number of restarts from the last checkpoint after a failure.")

@@ -4,11 +4,10 @@ to, or when the supervisor falls silent.
 python -m dsft.launcher.agent    a module of `dsft.remote`, which exchanges messages with the supervisor
 
 To it:    {"command": HostCommand} once, then {"ping": 1} each second, {"signal": n}, {"stacks": 1},
-          {"end": seconds}; or only {"sweep": job}: kill the processes that a lost agent has left.
+          {"end": seconds}.
 From it:  {"hello": {addresses, port}}, {"started": {rank: pid}}, {"heartbeats": [heartbeat, …]} each second
           and at a rank's first one, {"lines": [text, …]} of rank 0, {"died": rank, "code", "heartbeat": its
-          last, "lines": the end of its log}, {"exit_code": of all that was started, "lines"},
-          {"fault": text}, and last {"end": number of processes that are left}.
+          last, "lines": the end of its log}, {"all_ended": true}, {"fault": text}, and last {"end": true}.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import psutil
 
 from dsft.launcher.launch_plan import HostCommand
 from dsft.launcher.output import PATIENCE, OutputLog
-from dsft.launcher.processes import JOB, code_of_ended, is_alive, is_stopped, job_processes, kill_job, send
+from dsft.launcher.processes import JOB, is_stopped, job_processes, kill_job, send
 from dsft.launcher.verdict import shown_lines
 from dsft.rank.heartbeat import LOGS, SOCKET
 from dsft.remote import Lines, Message, own_connection
@@ -82,7 +81,9 @@ class Agent:
         await self._finish.wait()
         for task in tasks:
             task.cancel()
-        connection.send({"end": len(await self._processes.end()) if self._processes else 0})
+        if self._processes:
+            await self._processes.end()
+        connection.send({"end": True})
         await connection.flush(1.0)
 
     async def _receive(self, connection: Lines) -> None:
@@ -95,9 +96,6 @@ class Agent:
             self._finish.set()
 
     def _handle(self, message: Message, connection: Lines) -> None:
-        if "sweep" in message:
-            connection.send({"end": len(kill_job(str(message["sweep"])))})
-            self._finish.set()
         if "command" in message:
             self._processes = HostProcesses(
                 HostCommand(**message["command"]), self._scratch, connection, self._finish
@@ -177,69 +175,51 @@ def read_heartbeat(datagram: bytes, now: float) -> ReceivedHeartbeat | None:
 
 @dataclass
 class LocalRank:
-    """A rank of this host.
-
-    process  None if a launcher that the agent started has started the rank in turn (as torchrun does); the
-             rank is then known from its first heartbeat
-    """
+    """A rank of this host."""
 
     output: OutputLog
-    process: subprocess.Popen[bytes] | None = None
-    pid: int | None = None
+    process: subprocess.Popen[bytes]
     heartbeat: ReceivedHeartbeat | None = None
     signalled: bool = False
     ended: bool = False
 
 
 class HostProcesses:
-    """The processes of one run on this host: one per rank or, if the command says so, a launcher that starts
-    them, whose ranks are known from their heartbeats."""
+    """The ranks of one run on this host."""
 
     def __init__(self, command: HostCommand, scratch: Path, connection: Lines, finish: asyncio.Event) -> None:
         self._command, self._connection, self._finish = command, connection, finish
         self._scratch, self._path = scratch, str(scratch / "heartbeat")
         self.ranks: dict[int, LocalRank] = {}
-        self._launcher_output: OutputLog | None = None
         self._loop = asyncio.get_running_loop()
         self._signal_to_send: int | None = None  # the signal to send to every rank
-        self._processes: list[subprocess.Popen[bytes]] = []
         self._ending: asyncio.Task[None] | None = None
 
-    @property
-    def _outputs(self) -> list[OutputLog]:
-        launchers = [self._launcher_output] if self._launcher_output else []
-        return [*launchers, *(rank.output for rank in self.ranks.values())]
-
     def start(self) -> None:
-        """Start the processes. Raises OSError if one cannot be started or a file cannot be written."""
+        """Start the ranks. Raises OSError if one cannot be started or a file cannot be written."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.bind(self._path)
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._take_heartbeats)
         logs = Path(self._command.logs)
         logs.mkdir(parents=True, exist_ok=True)
-        for number in self._command.ranks:
+        for local, number in enumerate(self._command.ranks):
             (self._scratch / f"rank-{number}.stack").symlink_to(logs / f"rank-{number}.stack")
             name, shown = f"rank-{number}.log", (self._show,) if number == 0 else ()
-            self.ranks[number] = LocalRank(OutputLog(self._scratch / name, logs / name, *shown))
-        if self._command.starts_ranks:
-            name = f"launcher-{self._command.host}.log"
-            self._launcher_output = OutputLog(self._scratch / name, logs / name)
-            self._start(self._launcher_output, {})
-        else:
-            for local, (number, rank) in enumerate(self.ranks.items()):
-                rank.process = self._start(rank.output, {"RANK": str(number), "LOCAL_RANK": str(local)})
-                rank.pid = rank.process.pid
-                self._watch(rank.pid, number)
-            self._connection.send({"started": {number: rank.pid for number, rank in self.ranks.items()}})
-        for output in self._outputs:
-            output.start()
+            output = OutputLog(self._scratch / name, logs / name, *shown)
+            process = self._start(output, {"RANK": str(number), "LOCAL_RANK": str(local)})
+            self.ranks[number] = LocalRank(output, process)
+            descriptor = os.pidfd_open(process.pid)  # readable once the process has ended
+            self._loop.add_reader(descriptor, self._died, number, descriptor)
+        self._connection.send({"started": {number: each.process.pid for number, each in self.ranks.items()}})
+        for rank in self.ranks.values():
+            rank.output.start()
         self._ending = asyncio.create_task(self._until_ended())
 
     def _start(self, output: OutputLog, place: dict[str, str]) -> subprocess.Popen[bytes]:
         own = {JOB: self._command.job, LOGS: str(self._scratch), SOCKET: self._path}
         parent = os.getpid()
-        process = subprocess.Popen(
+        return subprocess.Popen(
             self._command.argv,
             cwd=self._command.folder,
             env={**os.environ, **self._command.environ, **place, **own},
@@ -249,31 +229,14 @@ class HostProcesses:
             start_new_session=True,
             preexec_fn=lambda: die_with(parent),  # safe: this process has no other threads yet
         )
-        self._processes.append(process)
-        return process
 
-    def _watch(self, pid: int, number: int) -> None:
-        """Call `_died` as soon as the kernel reports the process's end."""
-        with suppress(OSError):  # a rank of a launcher that has just ended
-            descriptor = os.pidfd_open(pid)
-            self._loop.add_reader(descriptor, self._died, number, descriptor)
-
-    def _died(self, number: int, descriptor: int | None = None) -> None:
-        if descriptor is not None:
-            self._loop.remove_reader(descriptor)
-            os.close(descriptor)
+    def _died(self, number: int, descriptor: int) -> None:
+        self._loop.remove_reader(descriptor)
+        os.close(descriptor)
         self._take_heartbeats()
         rank = self.ranks[number]
-        if rank.ended:
-            return
-        rank.ended = True
-        if rank.process is not None:
-            code: int | None = rank.process.wait()
-        else:
-            code = code_of_ended(rank.pid) if rank.pid else None
+        rank.ended, code = True, rank.process.wait()
         last = rank.heartbeat.as_message() if rank.heartbeat else None
-        if code is None and rank.heartbeat:
-            code = rank.heartbeat.ended
         lines = rank.output.last_lines() if code != 0 else []
         self._connection.send({"died": number, "code": code, "heartbeat": last, "lines": lines})
 
@@ -291,15 +254,12 @@ class HostProcesses:
                 heartbeat = replace(heartbeat, ended=last.ended, message=last.message)
             rank.heartbeat = heartbeat
             if is_first:
-                if rank.pid is None:
-                    rank.pid = heartbeat.pid
-                    self._watch(heartbeat.pid, heartbeat.rank)
                 self._connection.send({"heartbeats": [heartbeat.as_message()]})
         self._pass_on()
 
     def signal(self, number: int) -> None:
         """Send a signal once to every rank, after the rank's first heartbeat: before that it does not handle
-        signals. A launcher does not get it, since each launcher reacts differently."""
+        signals."""
         self._signal_to_send = number
         self._pass_on()
 
@@ -314,10 +274,10 @@ class HostProcesses:
         that waits for a stopped process is taken by any of its threads, and the main one, which then runs
         on, has no readable stack."""
         for rank in self.ranks.values():
-            if rank.heartbeat and rank.pid and not rank.ended:
-                if is_stopped(rank.pid):
-                    send(rank.pid, signal.SIGCONT)
-                send(rank.pid, signal.SIGUSR2)
+            if rank.heartbeat and not rank.ended:
+                if is_stopped(rank.process.pid):
+                    send(rank.process.pid, signal.SIGCONT)
+                send(rank.process.pid, signal.SIGUSR2)
 
     def _show(self, lines: list[str]) -> None:
         """Send lines of rank 0, but for its error, which its last heartbeat has and the supervisor prints at
@@ -333,42 +293,35 @@ class HostProcesses:
             self._loop.call_soon_threadsafe(send)
 
     async def _until_ended(self) -> None:
-        """Wait for the processes started here, then for those that they have started (W&B's service)."""
-        while any(process.poll() is None for process in self._processes):
-            for number, rank in self.ranks.items():  # where the kernel gave no pidfd
-                if rank.pid is not None and not rank.ended and not is_alive(rank.pid):
-                    self._died(number)
+        """Wait for the ranks, then for the processes that they have started (W&B's service)."""
+        while not all(rank.ended for rank in self.ranks.values()):
             await asyncio.sleep(TICK)
-        for number, rank in self.ranks.items():
-            if rank.pid is not None:
-                self._died(number)
         if 0 in self.ranks:
             await asyncio.to_thread(self.ranks[0].output.last_lines)
             await asyncio.sleep(0)  # let the callbacks of its thread run
-        codes = [process.returncode for process in self._processes]
-        code = next((code for code in codes if code), 0)
-        lines = self._launcher_output.last_lines() if self._launcher_output and code else []
-        self._connection.send({"exit_code": code, "lines": lines})
+        self._connection.send({"all_ended": True})
         while job_processes(self._command.job):
             await asyncio.sleep(TICK)
         self._finish.set()
 
-    async def end(self) -> list[int]:
-        """Kill all processes of the job on this host. Returns the pids that could not be killed."""
+    async def end(self) -> None:
+        """Kill all processes of the job on this host."""
         if self._ending is not None:
             self._ending.cancel()
-        left = kill_job(self._command.job, [each.pid for each in self._processes if each.poll() is None])
-        for process in self._processes:
+        ranks = self.ranks.values()
+        left = kill_job(
+            self._command.job, [each.process.pid for each in ranks if each.process.poll() is None]
+        )
+        for each in ranks:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(0 if left else 1)
+                each.process.wait(0 if left else 1)
         if self._ending is not None:
             until = time.monotonic() + PATIENCE
-            for output in self._outputs:
-                output.close()
-            while not all(output.ended.is_set() for output in self._outputs) and time.monotonic() < until:
+            for each in ranks:
+                each.output.close()
+            while not all(each.output.ended.is_set() for each in ranks) and time.monotonic() < until:
                 await asyncio.sleep(TICK / 10)
             await asyncio.sleep(0)  # let the callbacks of their threads run
-        return left
 
 
 if __name__ == "__main__":

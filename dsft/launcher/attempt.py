@@ -79,7 +79,6 @@ class _Host:
     """A host and its agent.
 
     received_at  time of its last message
-    code   exit code of the processes that its agent started
     over   its agent has ended or is lost
     """
 
@@ -88,7 +87,6 @@ class _Host:
     received_at: float = 0.0
     hello: Message | None = None
     greeted: asyncio.Event = field(default_factory=asyncio.Event)
-    code: int | None = None
     over: bool = False
     lost: bool = False
 
@@ -201,47 +199,36 @@ class Attempt:
             rank = self.ranks[message["died"]]
             rank.heartbeat, rank.received_at = message["heartbeat"] or rank.heartbeat, time.monotonic()
             self._died(message["died"], message["code"], message["lines"])
-        elif "exit_code" in message:
-            self._host_ended(host, int(message["exit_code"]), message["lines"])
+        elif "all_ended" in message:
+            if self.state != "ending":
+                host.send({"end": LINGER})
         elif "lines" in message:
             for line in message["lines"]:
                 self.log(line)
         elif "fault" in message:
             self._fail(Failure("host", host.name, None, str(message["fault"])))
 
-    def _died(self, number: int, code: int | None, lines: list[str]) -> None:
+    def _died(self, number: int, code: int, lines: list[str]) -> None:
         rank = self.ranks[number]
-        rank.died, rank.code = True, code
-        if code is None or code == 0:  # 0 or unseen: its launcher's exit code counts
+        rank.died, rank.code = True, shell_code(code)
+        if code == 0:
             return
-        code = rank.code = shell_code(code)
-        if code == 128 + signal.SIGTERM and rank.heartbeat is None and (self._last_signal or self._stopped):
-            code = rank.code = STOPPED  # ended by its launcher with the others, during its imports
         if code == STOPPED:
             if not self._stopped:
                 self._stopped = True
                 asyncio.get_running_loop().call_later(TOGETHER, self._end_stragglers)
             return
-        if self.state == "ending" and code in (128 + signal.SIGKILL, 128 + signal.SIGTERM):
-            return  # killed by us or by its launcher
+        code = rank.code
+        if self.state == "ending" and code == 128 + signal.SIGKILL:
+            return  # killed by its agent
         message = (rank.heartbeat or {}).get("message") or (error_in(lines) if code < 128 else None)
         if code == 128 + signal.SIGTERM and self._last_signal:
             message = "was asked to stop before it could save"
         self._fail(Failure("rank", rank.host, code, message, number, rank.step, tuple(lines)))
 
-    def _host_ended(self, host: _Host, code: int, lines: list[str]) -> None:
-        host.code = code
-        # Ranks that have saved do not explain a launcher that passes on the signal of another one.
-        ignored = (None, 0) if shell_code(code) < 128 or self._last_signal else (None, 0, STOPPED)
-        explained = any(self.ranks[number].code not in ignored for number in self.plan.ranks[host.name])
-        if code != 0 and not explained and self.state != "ending":
-            self._fail(Failure("launcher", host.name, shell_code(code), error_in(lines), lines=tuple(lines)))
-        elif self.state != "ending":
-            host.send({"end": LINGER})
-
     def _lose(self, host: _Host, why: str) -> None:
         host.over = host.lost = True
-        if host.code is None or host.code != 0:
+        if any(self.ranks[number].code != 0 for number in self.plan.ranks[host.name]):
             errors = tuple(host.channel.errors) if host.channel else ()
             self._fail(Failure("host", host.name, None, why, lines=errors[-20:]))
 
@@ -373,7 +360,7 @@ class Attempt:
             code = STOPPED
         if self._ended_by_signal is not None:
             failure, code = None, self._ended_by_signal
-        elif failure is None and code == 0 and not all(host.code == 0 for host in self._hosts.values()):
+        elif failure is None and code == 0 and any(rank.code != 0 for rank in self.ranks.values()):
             code = 128 + self._requests.signal
         lost = tuple(host.name for host in self._hosts.values() if host.lost)
         is_hung = any(each.kind == "hang" for each in self.failures)

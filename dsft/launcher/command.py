@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from dsft.errors import MissingInputError, Problem, SpecError, StorageError, Wor
 from dsft.generate.hostfile import read_hostfile
 from dsft.launcher.agent import SILENCE
 from dsft.launcher.attempt import Attempt, AttemptSettings, Log, Requests
-from dsft.launcher.launch_plan import LAUNCHERS, TRAIN, LaunchPlan
+from dsft.launcher.launch_plan import TRAIN, LaunchPlan
 from dsft.launcher.output import LineWriter, StatusWriter, now
 from dsft.launcher.verdict import STOPPED, Outcome, may_succeed, shown_lines
 from dsft.rank.launched import counted, master_port
@@ -38,7 +38,7 @@ from dsft.system.run_folder import newest_checkpoint
 PAUSE = 3.0  # seconds before a restart: ports close, the kernel frees the devices' memory
 RETURN = 60.0  # seconds that a lost host has to answer again
 SHOWN = 12  # lines of the failed rank's log
-SWEEP = 12.0  # seconds to reach a lost host again, of which ssh may take 5 to connect
+ANSWER = 12.0  # seconds that a lost host's agent may take to answer, of which ssh may take 5 to connect
 EVERY = 2.0  # seconds between two writes of status.json
 OF_OTHER_STARTS = frozenset({"port", "programs", "hostfile"})
 """The doctor's checks that do not concern `dsft launch`: pdsh, its hostfile, and a fixed port (here rank 0's
@@ -114,18 +114,19 @@ def run(settings: LaunchSettings) -> int:
 
 def prepared(path: Path, overrides: tuple[str, ...], options: Options) -> LaunchSettings:
     spec = load_spec(path, overrides)
-    named = spec.cluster.launcher if spec.cluster and not options.only_here else "dsft"
-    launcher = options.launcher or named
-    if launcher not in LAUNCHERS:
-        raise SpecError(
-            "The command line cannot be used.",
-            [Problem("--launcher", f"{launcher!r} is none of {', '.join(LAUNCHERS)}; give one of these")],
+    if options.launcher not in (None, "dsft", "slurm"):
+        what = (
+            f"{options.launcher!r} is neither dsft nor slurm: dsft launch starts the ranks itself, by ssh or "
+            "srun; give one of the two, or type deepspeed or torchrun yourself (dsft generate writes scripts)"
         )
-    hosts = hosts_of(spec, options, slurm=launcher == "slurm")
+        raise SpecError("The command line cannot be used.", [Problem("--launcher", what)])
+    named = spec.cluster.launcher if spec.cluster and not options.only_here else "dsft"
+    slurm = (options.launcher or named) == "slurm"
+    hosts = hosts_of(spec, options, slurm=slurm)
     batch_on(spec, layout_of(spec.parallel, sum(hosts.values())))  # ranks would find it only after imports
     program = (str(TRAIN), str(path), *overrides)
     logs = Path(spec.output_dir, spec.name, "logs").absolute()
-    plan = LaunchPlan(launcher, hosts, program, str(Path.cwd()), str(logs), "")
+    plan = LaunchPlan("srun" if slurm else "ssh", hosts, program, str(Path.cwd()), str(logs), "")
     again = shlex.join(redact_command(["dsft", *sys.argv[1:]], os.environ))
     environ = forwarded(os.environ, spec.cluster) | ({EVERY_STEP: "1"} if sys.stdout.isatty() else {})
     return LaunchSettings(spec, path, overrides, options, plan, environ, again, master_port(os.environ))
@@ -226,9 +227,8 @@ def dry_run(settings: LaunchSettings) -> Iterator[str]:
         yield f"  agent   {shlex.join(settings.plan.agent(host))}"
         yield f"  folder  {settings.plan.folder}"
         yield f"  runs    {shlex.join(redact_command(list(command.argv), hidden))}"
-        if command.environ:
-            place = {"RANK": ranks, "LOCAL_RANK": f"0 to {slots - 1}", **command.environ}
-            yield f"  each    {', '.join(f'{name}={value}' for name, value in place.items())}"
+        place = {"RANK": ranks, "LOCAL_RANK": f"0 to {slots - 1}", **command.environ}
+        yield f"  each    {', '.join(f'{name}={value}' for name, value in place.items())}"
     for name, value in sorted(settings.environ.items()):
         yield f"  sets    {redact(f'{name}={value}', hidden)}"
     yield f"logs: {settings.logs}"
@@ -239,7 +239,8 @@ async def supervised(settings: LaunchSettings, log: Log) -> int:
     requests, status = listen(), StatusWriter(settings.logs)
     common: dict[str, object] = {
         "pid": os.getpid(), "host": socket.gethostname(), "command": settings.typed,
-        "launcher": settings.plan.launcher, "started": now(), "restarts": settings.options.restarts,
+        "launcher": "slurm" if settings.plan.through == "srun" else "dsft", "started": now(),
+        "restarts": settings.options.restarts,
     }  # fmt: skip
     attempt, hosts = 1, dict(settings.plan.hosts)
     try:
@@ -247,7 +248,7 @@ async def supervised(settings: LaunchSettings, log: Log) -> int:
             plan = replace(settings.plan, job=secrets.token_hex(8), hosts=hosts)
             running = Attempt(plan, attempt_settings(settings), requests, log)
             facts = common | {"job": plan.job, "hosts": hosts, "attempt": attempt}
-            outcome, left = await one_attempt(settings, running, status, facts)
+            outcome = await one_attempt(settings, running, status, facts)
             again = wants_another(outcome, attempt, settings, requests)
             found = await reachable(settings, outcome, requests) if again else None
             if found is None:
@@ -257,7 +258,7 @@ async def supervised(settings: LaunchSettings, log: Log) -> int:
             hosts, attempt = found, attempt + 1
             log(f"starting again from the last checkpoint, on {', '.join(hosts)} ({count})")
             await asyncio.sleep(PAUSE)
-        for line in ending(settings, outcome, left):
+        for line in ending(settings, outcome):
             log(line)
         error = outcome.error and redact(outcome.error, os.environ)
         end = {"state": "ended", "exit_code": outcome.code, "error": error}
@@ -286,8 +287,7 @@ def attempt_settings(settings: LaunchSettings) -> AttemptSettings:
 
 async def one_attempt(
     settings: LaunchSettings, running: Attempt, status: StatusWriter, facts: Mapping[str, object]
-) -> tuple[Outcome, list[str]]:
-    """Run one attempt. Returns its outcome, and what may be left on lost hosts."""
+) -> Outcome:
     plan = running.plan
 
     async def report() -> None:
@@ -297,14 +297,13 @@ async def one_attempt(
 
     where = ", ".join(f"{host} {slots}" for host, slots in plan.hosts.items())
     count = counted(sum(plan.hosts.values()), "process")
-    by = "" if plan.launcher == "dsft" else f" by {plan.launcher}"
+    by = " by slurm" if plan.through == "srun" else ""
     running.log(f"launching {settings.spec.name}: {count} ({where}){by}; logs: {plan.logs}")
     reporting = asyncio.create_task(report())
     try:
-        outcome = await running.run()
+        return await running.run()
     finally:
         reporting.cancel()
-    return outcome, await sweep(plan, outcome.lost)
 
 
 def wants_another(outcome: Outcome, attempt: int, settings: LaunchSettings, requests: Requests) -> bool:
@@ -322,8 +321,10 @@ async def reachable(settings: LaunchSettings, outcome: Outcome, requests: Reques
     fewest = (cluster.min_hosts if cluster else None) or len(promised)
     until = time.monotonic() + RETURN
     while True:
-        silent = await absent(settings.plan)
-        answering = {host: slots for host, slots in promised.items() if host not in silent}
+        answers = await asyncio.gather(*(does_answer(settings.plan.agent(host)) for host in promised))
+        answering = {
+            host: promised[host] for host, is_there in zip(promised, answers, strict=True) if is_there
+        }
         if len(answering) >= fewest:
             return answering
         if time.monotonic() > until or requests.stops:
@@ -331,54 +332,30 @@ async def reachable(settings: LaunchSettings, outcome: Outcome, requests: Reques
         await asyncio.sleep(PAUSE)
 
 
-async def sweep(plan: LaunchPlan, hosts: Iterable[str]) -> list[str]:
-    """Kill the processes of a job on lost hosts, by a second agent. Returns a sentence for each host on which
-    some may still run."""
-    names = list(hosts)
-    left = await asyncio.gather(*(_left(plan.agent(host), plan.job_of(host)) for host in names))
-    unknown = (
-        "does not answer, so processes may be left there; they end by themselves "
-        f"{SILENCE:.0f} seconds after the last message from here"
-    )
-    return [
-        f"{host}: {unknown if count is None else counted(count, 'process') + ' could not be killed'}"
-        for host, count in zip(names, left, strict=True)
-        if count != 0
-    ]
-
-
-async def absent(plan: LaunchPlan) -> list[str]:
-    """Return the hosts whose agent does not answer."""
-    left = await asyncio.gather(*(_left(plan.agent(host), "none") for host in plan.hosts))
-    return [host for host, count in zip(plan.hosts, left, strict=True) if count is None]
-
-
-async def _left(argv: list[str], job: str) -> int | None:
-    """Return the number of processes of the job that could not be killed; None if the host does not
-    answer."""
+async def does_answer(agent: list[str]) -> bool:
+    """Return whether an agent, started for this question only, says hello."""
     try:
-        async with asyncio.timeout(SWEEP), await Channel.open(argv, {}) as channel:
-            channel.send({"sweep": job})
-            while (message := await channel.receive()) is not None:
-                if "end" in message:
-                    return int(message["end"])
+        async with asyncio.timeout(ANSWER), await Channel.open(agent, {}) as channel:
+            return await channel.receive() is not None
     except (NoAnswer, TimeoutError):
-        pass
-    return None
+        return False
 
 
-def ending(settings: LaunchSettings, outcome: Outcome, left: Sequence[str]) -> Iterator[str]:
-    """Yield the lines printed at the end of a run. left: sentences about processes that may still run on lost
-    hosts."""
-    yield from (f"warning: {text}" for text in left)
+def ending(settings: LaunchSettings, outcome: Outcome) -> Iterator[str]:
+    """Yield the lines printed at the end of a run."""
+    for host in outcome.lost:
+        yield (
+            f"warning: {host} is lost; processes that are left there end by themselves {SILENCE:.0f} seconds "
+            "after the last message from here"
+        )
     failure = outcome.failure
     if failure is not None:
         where = f"{failure.host}:{failure.rank}" if failure.rank is not None else failure.host
         if failure.rank != 0 or failure.kind != "rank":  # else they have been shown
             lines = shown_lines(failure.lines, failure.message)
             yield from (f"[{where}] {line}" for line in lines[-SHOWN:])
-        log = f"rank-{failure.rank}.log" if failure.rank is not None else f"launcher-{failure.host}.log"
-        own = f"its log: {settings.logs / log}; " if (settings.logs / log).exists() else ""
+        log = settings.logs / f"rank-{failure.rank}.log"
+        own = f"its log: {log}; " if log.exists() else ""
         yield f"{own}all logs: {settings.logs}"
         if outcome.stacks:
             yield f"stacks: {', '.join(f'{settings.logs}/rank-{rank}.stack' for rank in outcome.stacks)}"

@@ -1,14 +1,10 @@
-"""Build each host's command from the hosts and their slots, the launcher, and train.py's own arguments. Pure.
+"""Build each host's command from the hosts and their slots and train.py's own arguments. Pure.
 
-By default the agent of a host starts its ranks itself, with torch's variables (RANK, WORLD_SIZE, …). Under
-`--launcher deepspeed` or `torchrun` it starts that launcher's program for one host, the same one that the
-commands `deepspeed` and `torchrun` start there (deepspeed/launcher/multinode_runner.py:94 active_workers).
+The agent of a host starts its ranks itself, with torch's variables (RANK, WORLD_SIZE, …).
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +12,15 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
-from dsft.generate.torchrun import SIGNALS
 from dsft.remote import module_command
 
 AGENT = "dsft.launcher.agent"
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
-LAUNCHERS = ("dsft", "deepspeed", "torchrun", "slurm")
 
 
 @dataclass(frozen=True)
 class HostCommand:
-    """What one host runs: argv in `folder`, once per rank, or once if it is a launcher that starts the ranks
-    (starts_ranks). Its processes are recognized by `DSFT_JOB=job`.
+    """What one host runs: argv in `folder`, once per rank. Its processes are recognized by `DSFT_JOB=job`.
 
     environ  variables of every rank, beside the host's own
     logs     folder of rank-N.log
@@ -41,21 +34,20 @@ class HostCommand:
     folder: str
     logs: str
     ranks: tuple[int, ...]
-    starts_ranks: bool = False
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
     """All hosts and ranks of a run.
 
-    launcher  one of LAUNCHERS; slurm: as dsft, but through srun
+    through   what reaches other hosts
     hosts     host -> slots, in the order of the ranks
     program   train.py with its arguments
     folder    working folder, the same on every host
     logs      folder of the run's logs
     """
 
-    launcher: str
+    through: Literal["ssh", "srun"]
     hosts: Mapping[str, int]
     program: tuple[str, ...]
     folder: str
@@ -77,44 +69,17 @@ class LaunchPlan:
 
     def agent(self, host: str) -> list[str]:
         """Return the command that starts the host's agent."""
-        through: Literal["ssh", "srun"] = "srun" if self.launcher == "slurm" else "ssh"
-        return module_command(host, AGENT, through)
+        return module_command(host, AGENT, self.through)
 
     def command_of(self, host: str, address: str, port: int | str) -> HostCommand:
         """Return the host's command. address, port: rank 0's."""
-        place = self.job_of(host), self._argv(host, address, port), self._environ(host, address, port)
-        starts_ranks = self.launcher in {"deepspeed", "torchrun"}
-        return HostCommand(host, *place, self.folder, self.logs, self.ranks[host], starts_ranks)
-
-    def _environ(self, host: str, address: str, port: int | str) -> dict[str, str]:
-        if self.launcher in {"deepspeed", "torchrun"}:
-            return {}
         numbers = {
             "WORLD_SIZE": sum(self.hosts.values()), "LOCAL_WORLD_SIZE": self.hosts[host],
             "GROUP_WORLD_SIZE": len(self.hosts), "MASTER_ADDR": address, "MASTER_PORT": port,
         }  # fmt: skip
-        return {name: str(value) for name, value in numbers.items()}
-
-    def _argv(self, host: str, address: str, port: int | str) -> tuple[str, ...]:
-        node = list(self.hosts).index(host)
-        rendezvous = (f"--node_rank={node}", f"--master_addr={address}", f"--master_port={port}")
-        python = (sys.executable, "-u")
-        if self.launcher == "deepspeed":
-            devices = json.dumps({each: list(range(slots)) for each, slots in self.hosts.items()})
-            info = f"--world_info={base64.urlsafe_b64encode(devices.encode()).decode()}"
-            return (
-                *python,
-                "-m",
-                "deepspeed.launcher.launch",
-                info,
-                "--no_local_rank",
-                *rendezvous,
-                *self.program,
-            )
-        if self.launcher == "torchrun":
-            counts = (f"--nnodes={len(self.hosts)}", f"--nproc_per_node={self.hosts[host]}")
-            return *python, "-m", "torch.distributed.run", SIGNALS, *counts, *rendezvous, *self.program
-        return *python, *self.program
+        environ = {name: str(value) for name, value in numbers.items()}
+        argv = (sys.executable, "-u", *self.program)
+        return HostCommand(host, self.job_of(host), argv, environ, self.folder, self.logs, self.ranks[host])
 
 
 def address_of(host: str, addresses: Mapping[str, Sequence[str]], interface: str | None) -> str:

@@ -58,13 +58,6 @@ def is_stopped(pid: int) -> bool:
     return _stat(pid)[:1] == ["T"]
 
 
-def code_of_ended(pid: int) -> int | None:
-    """Return the exit code, or the negative signal number, of an ended child of another process: the last
-    field of its `stat` (proc(5)). None if its parent has already reaped it."""
-    fields = _stat(pid)
-    return os.waitstatus_to_exitcode(int(fields[-1])) if fields and fields[0] == "Z" else None
-
-
 def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the third (the state) on; empty if there is no such
     process."""

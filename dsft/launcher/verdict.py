@@ -14,7 +14,7 @@ HUNG = 124
 WORLD = 69
 HEADING = "--- rank "  # begins a start in a rank's log: dsft/rank/heartbeat.py
 
-Kind = Literal["rank", "launcher", "host", "hang"]
+Kind = Literal["rank", "host", "hang"]
 
 NO_RESTART = frozenset({0, 2, 65, 66, 72, 73, STOPPED, 76, 77, 78})
 """Exit codes for which a restart is useless, since it would end the same way: see dsft/errors.py."""
@@ -67,7 +67,7 @@ class Failure:
 
     def headline(self) -> str:
         """Return what is said at once; `text` has the reason, and is said at the end."""
-        what = {"host": "is lost", "hang": "hangs", "launcher": "has a launcher that has failed"}
+        what = {"host": "is lost", "hang": "hangs"}
         return f"{self.where()} {what.get(self.kind, 'has failed')}"
 
     def text(self) -> str:
@@ -103,8 +103,7 @@ class Outcome:
 
 def first_cause(failures: Sequence[Failure]) -> Failure | None:
     """Return the most likely cause; None without failures. In this order: a hang, an error that a rank
-    reported, a lost host, a rank that ended without a message, a launcher, and last a failure that is only a
-    consequence."""
+    reported, a lost host, a rank that ended without a message, and last a failure that is a consequence."""
     order = [
         [each for each in failures if each.kind == "hang"],
         [
@@ -114,14 +113,13 @@ def first_cause(failures: Sequence[Failure]) -> Failure | None:
         ],
         [each for each in failures if each.kind == "host"],
         [each for each in failures if each.kind == "rank" and not each.is_consequence()],
-        [each for each in failures if each.kind == "launcher" and not each.is_consequence()],
         list(failures),
     ]
     return next((found[0] for found in order if found), None)
 
 
 def _is_explained(failure: Failure) -> bool:
-    """Return whether the rank reported an error, or was killed by a signal that no launcher sends."""
+    """Return whether the rank reported an error, or was killed by a signal other than SIGTERM."""
     return failure.message is not None or (
         failure.code is not None and failure.code > 128 and failure.code != 128 + signal.SIGTERM
     )
@@ -146,16 +144,11 @@ def may_succeed(failure: Failure, code: int) -> bool:
 
 
 def shell_code(code: int) -> int:
-    """Of a process's own: a signal's negative number becomes 128 + it, also as a launcher hands it on
-    (sys.exit(-9) ends with 247)."""
-    if code < 0:
-        return 128 - code
-    return 128 + 256 - code if code > 256 - 32 else code
+    """Return a process's exit code as a shell reports it: 128 + the signal that killed it."""
+    return 128 - code if code < 0 else code
 
 
-def ended_with(code: int | None) -> str:
-    if code is None:
-        return "ended with an unknown exit code"
+def ended_with(code: int) -> str:
     return f"was killed by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
 
 

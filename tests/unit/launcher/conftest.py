@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,14 +23,12 @@ HERE = Path(__file__).parent
 class Started:
     """An attempt in a thread. `hosts`: names of this machine, each with its ranks."""
 
-    def __init__(
-        self, folder: Path, program: list[str], hosts: dict[str, int], hang_timeout: float | None, by: str
-    ):
+    def __init__(self, folder: Path, program: list[str], hosts: dict[str, int], hang_timeout: float | None):
         self.job = f"test{os.getpid()}{id(self):x}"
         self.lines: list[str] = []
         self.requests = Requests()
         words = (str(HERE / "fake_rank.py"), *program)
-        self.plan = LaunchPlan(by, hosts, words, str(folder), str(folder / "logs"), self.job)
+        self.plan = LaunchPlan("ssh", hosts, words, str(folder), str(folder / "logs"), self.job)
         terms = AttemptSettings({"CANARY_TOKEN": "s3cr3t-s3cr3t"}, hang_timeout)
         agent = module_command("localhost", AGENT)
         self.attempt = Attempt(self.plan, terms, self.requests, self.lines.append, lambda host: agent)
@@ -61,26 +58,11 @@ Start = Callable[..., Started]
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    own = LaunchPlan._argv
-
-    def argv(plan: LaunchPlan, host: str, address: str, port: int | str) -> tuple[str, ...]:
-        if plan.launcher == "dsft":
-            return own(plan, host, address, port)
-        ranks = plan.ranks[host]
-        counts = (ranks[0], len(ranks), sum(plan.hosts.values()))
-        return sys.executable, str(HERE / "fake_launcher.py"), *map(str, counts), *plan.program
-
-    monkeypatch.setattr(LaunchPlan, "_argv", argv)
+def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Started] = []
 
-    def begin(
-        *program: str,
-        hosts: dict[str, int] | None = None,
-        hang_timeout: float | None = None,
-        by: str = "dsft",
-    ) -> Started:
-        started.append(Started(tmp_path, list(program), hosts or {"one": 1, "two": 2}, hang_timeout, by))
+    def begin(*program: str, hang_timeout: float | None = None) -> Started:
+        started.append(Started(tmp_path, list(program), {"one": 1, "two": 2}, hang_timeout))
         return started[-1]
 
     yield begin

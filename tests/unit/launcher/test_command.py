@@ -19,7 +19,6 @@ from dsft.doctor.results import CheckResult
 from dsft.errors import SpecError, WorldError
 from dsft.launcher import command
 from dsft.launcher.attempt import Requests
-from dsft.launcher.launch_plan import LaunchPlan
 from dsft.launcher.verdict import Failure, Outcome
 from tests.launching import LATE
 
@@ -27,7 +26,7 @@ ONE, TWO = "specs/one_node.yaml", "specs/two_nodes.yaml"
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         ([TWO, "--processes", "4"], 2, "--processes: 4 has no effect, since cluster.hosts gives"),
         (["specs/zero2.yaml", "--processes", "4", "--hostfile", "two"], 2, "since --hostfile gives"),
@@ -38,11 +37,12 @@ ONE, TWO = "specs/one_node.yaml", "specs/two_nodes.yaml"
         ),
         ([TWO, "--hostfile", "binary"], 2, "The hostfile cannot be used."),
         ([TWO, "--hostfile", "/dev/zero"], 66, "--hostfile /dev/zero cannot be read (it is a device, not a"),
+        ([TWO, "--launcher", "torchrun"], 2, "'torchrun' is neither dsft nor slurm: dsft launch starts"),
         ([TWO, "--hostfile", "uneven"], 69, "16 processes (node1 8 + node2 8) but --hostfile uneven has 16"),
     ],
 )  # fmt: skip
-def test_what_would_go_unheard_or_break_the_promise_is_refused(
-    words: list[str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_options_without_effect_or_against_the_spec_are_refused(
+    words: list[str], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "specs").symlink_to(Path("specs").absolute())
     (tmp_path / "two").write_text("a slots=8\nb slots=8\n")
@@ -51,7 +51,7 @@ def test_what_would_go_unheard_or_break_the_promise_is_refused(
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["launch", *words, "--dry-run"])
     error = done.exception
-    assert getattr(error, "exit_code", None) == code and said in str(error), done.output
+    assert getattr(error, "exit_code", None) == code and message in str(error), done.output
 
 
 def test_train_uses_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,44 +73,56 @@ def test_train_uses_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         command.prepared(Path("specs/zero2.yaml"), (), here)
 
 
-def test_a_hostfile_of_other_names_with_the_same_numbers_is_taken(tmp_path: Path) -> None:
+def test_hostfile_with_other_names_and_the_same_numbers_is_accepted(tmp_path: Path) -> None:
     hostfile = tmp_path / "two"
     hostfile.write_text("a slots=8\nb slots=8\n")
     done = CliRunner().invoke(app, ["launch", TWO, "--hostfile", str(hostfile), "--dry-run"])
     assert done.exit_code == 0 and "b: 8 processes, ranks 8 to 15" in done.output, done.output
 
 
-def test_a_stop_ends_the_wait_for_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_ends_the_wait_for_a_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
     start = command.prepared(Path(TWO), (), command.Options(restarts=1))
     lost = Outcome(69, Failure("host", "node2", None, "was lost"), ("node2",), 1.0)
     asked = Requests(stops=1)
 
-    async def absent(plan: LaunchPlan) -> list[str]:
-        return ["node2"]
+    async def no_answer(agent: list[str]) -> bool:
+        return False
 
-    monkeypatch.setattr(command, "absent", absent)
+    monkeypatch.setattr(command, "does_answer", no_answer)
     began = time.monotonic()
     assert asyncio.run(command.reachable(start, lost, asked)) is None
     assert time.monotonic() < began + command.PAUSE
 
 
-def test_the_end_of_a_run_says_its_error_once_and_last(tmp_path: Path) -> None:
+def test_error_of_a_run_is_printed_once_and_last(tmp_path: Path) -> None:
     start = command.prepared(Path(TWO), (f"output_dir={tmp_path}",), command.Options())
     lines = ("--- rank 1 of 2", "reading", "error: rank 1: no row is left.", "  a.jsonl:3: empty")
     failure = Failure("rank", "node2", 65, "no row is left.\n  a.jsonl:3: empty", 1, None, lines)
-    said = list(command.ending(start, Outcome(65, failure, (), 3.2), []))
-    assert said == [
+    lines = list(command.ending(start, Outcome(65, failure, (), 3.2)))
+    assert lines == [
         "[node2:1] reading",
         f"all logs: {start.logs}",
         "error: rank 1 on node2: no row is left.\n  a.jsonl:3: empty",
         "failed after 3 seconds, exit code 65",
     ]
-    said = list(command.ending(start, Outcome(75, None, (), 3.2), []))
-    assert said[0] == f"stopped; there is no checkpoint; start again with {start.typed}"
-    assert said[1:] == ["ended after 3 seconds, exit code 75"]
+    lines = list(command.ending(start, Outcome(75, None, (), 3.2)))
+    assert lines[0] == f"stopped; there is no checkpoint; start again with {start.typed}"
+    assert lines[1:] == ["ended after 3 seconds, exit code 75"]
+    (warning, *_) = command.ending(start, Outcome(69, None, ("node2",), 3.2))
+    assert warning.startswith(
+        "warning: node2 is lost; processes that are left there end by themselves 15 seconds"
+    )
 
 
-def test_a_refused_start_names_an_option_that_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("launcher", ["dsft", "deepspeed", "torchrun", "slurm"])
+def test_launcher_of_the_spec(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spec that is meant for deepspeed or torchrun is launched by dsft's own agents."""
+    monkeypatch.setattr(command, "of_slurm", lambda spec, environ: {"a": 8, "b": 8})
+    plan = command.prepared(Path(TWO), (f"cluster.launcher={launcher}",), command.Options()).plan
+    assert plan.through == ("srun" if launcher == "slurm" else "ssh")
+
+
+def test_refused_start_names_an_existing_option(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = CheckResult(
         "space", "localhost", "failure", "the disk is full", "the run writes there", "free some"
     )
@@ -132,19 +144,17 @@ def test_a_refused_start_names_an_option_that_there_is(monkeypatch: pytest.Monke
         (signal.SIGTERM, "step"),
     ],
 )
-def test_a_signal_from_the_first_line_on_ends_it_with_75(
-    tmp_path: Path, asked: signal.Signals, at: str
-) -> None:
+def test_signal_after_the_first_line_ends_with_75(tmp_path: Path, asked: signal.Signals, at: str) -> None:
     words = [ONE, "cluster.hosts={localhost: 2}", f"output_dir={tmp_path}"]
     with subprocess.Popen(
         [sys.executable, "-u", "tests/lab/fake_launch.py", *words], stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     ) as command:  # fmt: skip
         assert command.stdout is not None
-        said = iter(command.stdout.readline, "")
-        assert any(line.startswith(at) for line in said)
+        lines = iter(command.stdout.readline, "")
+        assert any(line.startswith(at) for line in lines)
         command.send_signal(asked)
-        rest = list(said)
+        rest = list(lines)
         assert command.wait(LATE) == 75, rest
     saves = "saved\n" in rest
     if asked == signal.SIGUSR1 or at == "step":
@@ -153,25 +163,25 @@ def test_a_signal_from_the_first_line_on_ends_it_with_75(
         assert not saves or any(line.startswith("step") for line in rest), rest
 
 
-def test_a_terminal_that_is_closed_does_not_end_what_nohup_started(tmp_path: Path) -> None:
+def test_closed_terminal_does_not_end_a_run_under_nohup(tmp_path: Path) -> None:
     words = [ONE, "cluster.hosts={localhost: 2}", f"output_dir={tmp_path}"]
     with subprocess.Popen(
         ["nohup", sys.executable, "-u", "tests/lab/fake_launch.py", *words], text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     ) as command:  # fmt: skip
         assert command.stdout is not None
-        said = iter(command.stdout.readline, "")
-        assert any(line.startswith("step") for line in said)
+        lines = iter(command.stdout.readline, "")
+        assert any(line.startswith("step") for line in lines)
         command.send_signal(signal.SIGHUP)
-        assert all(next(said).startswith("step") for _ in range(5))
+        assert all(next(lines).startswith("step") for _ in range(5))
         command.send_signal(signal.SIGTERM)
-        rest = list(said)
+        rest = list(lines)
         assert command.wait(LATE) == 75, rest
     assert "saved\n" in rest
 
 
 @pytest.mark.parametrize("port", ["junk", "99999"])
-def test_a_port_that_is_none_is_refused_and_not_replaced(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_port_is_refused(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", port)
     with pytest.raises(WorldError, match="MASTER_PORT"):
         command.prepared(Path(TWO), (), command.Options(doctor=False))

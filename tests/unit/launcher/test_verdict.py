@@ -22,8 +22,6 @@ PEER = Failure("rank", "one", 1, "RuntimeError: [gloo/pair.cc:547] Connection cl
 NCCL = Failure("rank", "one", 1, "ncclRemoteError: A call failed possibly due to a network error", 0)
 KILLED = Failure("rank", "two", 137, None, 1, 7)
 RAISED = Failure("rank", "two", 65, "rows.jsonl:7: no such column", 1)
-LAUNCHER = Failure("launcher", "one", 1, "ChildFailedError")
-UNSEEN = Failure("launcher", "one", 137)
 LOST = Failure("host", "two", None, "has sent no heartbeat for 15 seconds")
 HUNG = Failure("hang", "two", None, "has sent no heartbeat for 60 seconds", 1, 7)
 ENDED = Failure("rank", "one", 143, None, 0)
@@ -36,24 +34,22 @@ ENDED = Failure("rank", "one", 143, None, 0)
         ((NCCL, PEER, RAISED), RAISED, 65),
         ((PEER, LOST), LOST, 69),
         ((ENDED, KILLED), KILLED, 137),
-        ((LAUNCHER, PEER, RAISED), RAISED, 65),
         ((PEER,), PEER, 1),
-        ((PEER, UNSEEN), UNSEEN, 137),
         ((PEER, HUNG, LOST), HUNG, 124),
         ((), None, 0),
     ],
 )
-def test_the_first_cause(failures: tuple[Failure, ...], first: Failure | None, code: int) -> None:
+def test_first_cause(failures: tuple[Failure, ...], first: Failure | None, code: int) -> None:
     assert first_cause(failures) is first
     assert exit_code(first) == code
 
 
-@pytest.mark.parametrize(("code", "shell"), [(-9, 137), (247, 137), (1, 1), (75, 75), (241, 143), (0, 0)])
+@pytest.mark.parametrize(("code", "shell"), [(-9, 137), (1, 1), (75, 75), (-15, 143), (0, 0)])
 def test_shell_code(code: int, shell: int) -> None:
     assert shell_code(code) == shell
 
 
-def test_what_may_pass() -> None:
+def test_may_succeed() -> None:
     assert all(may_succeed(each, exit_code(each)) for each in (KILLED, LOST, HUNG, PEER))
     assert not may_succeed(RAISED, 65)
     assert not may_succeed(Failure("rank", "one", 69, "cluster.hosts expects 4 processes"), 69)
@@ -79,7 +75,7 @@ def test_error_in(lines: list[str], error: str | None) -> None:
     assert error_in(lines) == error
 
 
-def test_an_error_that_is_said_elsewhere_is_left_out() -> None:
+def test_error_printed_at_the_end_is_left_out() -> None:
     message = "The spec is wrong.\n  line 3: a\n  line 4: b"
     lines = ["--- rank 1 of 2", "x", "error: rank 1: The spec is wrong.", "  line 3: a", "  line 4: b", "y"]
     assert shown_lines(lines, message) == ["x", "y"]
@@ -95,12 +91,12 @@ def test_an_error_that_is_said_elsewhere_is_left_out() -> None:
         "BrokenPipeError: [Errno 32] Broken pipe",
     ],
 )
-def test_a_consequence(text: str) -> None:
+def test_consequences(text: str) -> None:
     assert is_consequence(text)
     assert not is_consequence("OutOfMemoryError: CUDA out of memory")
 
 
-def test_who_hangs() -> None:
+def test_hung_ranks() -> None:
     def seen(rank: int, step: int, silent: float, idle: float, phase: str = "step") -> RankActivity:
         return RankActivity(rank, "one", step, phase, silent, idle)
 
@@ -112,8 +108,8 @@ def test_who_hangs() -> None:
     assert hung_ranks([seen(0, 9, 0.2, 700, "export"), seen(1, 0, 0.2, 700, "load")], 60) == []
 
 
-def test_a_rank_that_misses_heartbeats_is_named_before_one_that_waits_for_it() -> None:
-    """Rank 0 stopped, rank 1 over the limit first, since the last word of rank 0 was a second old."""
+def test_silent_rank_is_named_before_one_that_waits_for_it() -> None:
+    """Rank 0 stopped, rank 1 over the limit first, since the last heartbeat of rank 0 was a second old."""
     waiting, stopped = (
         RankActivity(1, "two", 24, "step", 0.3, 5.4),
         RankActivity(0, "one", 24, "step", 4.4, 4.9),
