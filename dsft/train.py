@@ -46,7 +46,6 @@ from dsft.rank.heartbeat import Heartbeat
 from dsft.rank.launched import check_port
 from dsft.rank.process_setup import set_up_process
 from dsft.rank.promise import check_promise
-from dsft.rank.software import RANGES, outside, version_of
 from dsft.rank.stopping import Stopping, unblock_signals
 from dsft.rank.torchrun import flags, torchrun_argv
 from dsft.spec.layout import batch_on, layout_of
@@ -56,6 +55,7 @@ from dsft.spec.schema import Spec
 from dsft.system.process import VERBOSE, end, is_verbose
 from dsft.system.redact import print_fault, redact, redact_command, redact_values
 from dsft.system.run_folder import newest_checkpoint, step_of
+from dsft.system.software import RANGES, outside, version_of
 
 RANK_0_SPEAKS = 3.0
 """Seconds that other ranks wait before they exit with an error. A launcher kills all processes of a host when

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsft.doctor.results import CheckResult, passed
 from dsft.engine.toolchain import package_file
-from dsft.rank.software import decisive_versions, outside, version_of
+from dsft.system.software import decisive_versions, outside, version_of
 
 if TYPE_CHECKING:
     from dsft.doctor.results import ProbeResults

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 from dsft.rank.process_setup import has_ninja
-from dsft.rank.software import version_of
+from dsft.system.software import version_of
 
 if TYPE_CHECKING:
     from dsft.spec.schema import Spec

@@ -35,7 +35,6 @@ CONSEQUENCES = (
     r"Application timeout caused pair closure",
     r"TCPStore",
     r"has ended too early",  # dsft/run/main.py
-    r"which started this run, is gone",  # dsft/rank/ancestors.py
 )
 """Messages of a rank whose peer or host is gone: from gloo, NCCL, torch's store, and dsft itself."""
 

@@ -40,7 +40,8 @@ def set_up_process(launched: Launched, environ: Mapping[str, str]) -> tuple[Hear
     stopping = Stopping(ends, prints=launched.rank == 0)
     stopping.listen()
     heartbeat.start()
-    watch(stopping)
+    if not environ.get(AGENT):  # else the kernel kills this process with the agent
+        watch(stopping)
     return heartbeat, stopping
 
 

@@ -13,7 +13,6 @@ the other hosts under torchrun, is compared once all ranks have met (`dsft.rank.
 
 from __future__ import annotations
 
-import argparse
 import base64
 import json
 from collections import Counter
@@ -151,11 +150,12 @@ def _cause(promise: Promise, launched: Launched) -> str:
 
 
 def _check_hostfile(launched: Launched) -> tuple[str | None, Mapping[str, int] | None]:
-    """Return the hostfile's text and the promised processes (host -> slots); (None, None) without a
-    hostfile."""
-    for arguments, folder in _deepspeed_commands():
-        named = arguments.hostfile
-        if named is None and not Path(DEFAULT_HOSTFILE).is_file():
+    """Return the hostfile's text and its hosts (host -> slots; None where options of deepspeed leave some
+    out); (None, None) without a hostfile."""
+    for command, folder in _parents():
+        options = deepspeed_options(command)
+        named = None if options is None else named_hostfile(options)
+        if options is None or (named is None and not Path(DEFAULT_HOSTFILE).is_file()):
             continue
         path = Path(folder, named or DEFAULT_HOSTFILE)
         if not path.is_file():
@@ -165,17 +165,17 @@ def _check_hostfile(launched: Launched) -> tuple[str | None, Mapping[str, int] |
                 "exists, or leave --hostfile out."
             )
         text = path.read_text(encoding="utf-8", errors="backslashreplace")
-        hosts = _promised(parse(text, str(path)), arguments)
+        hosts = parse(text, str(path))
+        if any(word.partition("=")[0] in CHOOSE for word in options):
+            return text, None
         if sum(hosts.values()) != launched.world_size:
             raise WorldError(
                 f"--hostfile {path} lists {counted(sum(hosts.values()), 'process')} but "
-                f"{launched.world_size} were started; check its slots and the launcher's --include, "
-                "--exclude, --num_nodes and --num_gpus."
+                f"{launched.world_size} were started; correct its slots."
             )
         (only, *others) = hosts
-        if launched.launcher == "deepspeed" and not (
-            others or arguments.force_multi or is_this_machine(only)
-        ):
+        is_elsewhere = not others and "--force_multi" not in options and not is_this_machine(only)
+        if launched.launcher == "deepspeed" and is_elsewhere:
             raise WorldError(
                 f"--hostfile {path} names {only} alone, which is not this machine, and deepspeed starts a "
                 "single host's processes here; give --force_multi too, or name this machine."
@@ -207,65 +207,27 @@ def _parents() -> Iterator[tuple[list[str], str]]:
             continue
 
 
-def _deepspeed_commands() -> Iterator[tuple[argparse.Namespace, str]]:
-    """Yield the parsed command and the working folder of each `deepspeed` launcher above this process."""
-    for command, folder in _parents():
-        arguments = deepspeed_arguments(command)
-        if arguments is not None:
-            yield arguments, folder
-
-
-def deepspeed_arguments(command: Sequence[str]) -> argparse.Namespace | None:
-    """Parse the launcher's own options in a command line such as `python …/deepspeed --hostfile F train.py
-    …`. Returns None if the command is not the `deepspeed` launcher."""
+def deepspeed_options(command: Sequence[str]) -> list[str] | None:
+    """Return the words of a command line such as `python …/deepspeed --hostfile F train.py …` between
+    `deepspeed` and the script, whose own options follow it. None if the command is not deepspeed's."""
     words = [Path(word).name == "deepspeed" or word == "deepspeed.launcher.runner" for word in command[:4]]
     if not any(words):
         return None
-    # Options that take a value, from deepspeed/launcher/runner.py; the others are flags. The first word that
-    # is neither is the script; options after it are the script's.
-    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    parser.add_argument("-H", "--hostfile")
-    parser.add_argument("-i", "--include", default="")
-    parser.add_argument("-e", "--exclude", default="")
-    parser.add_argument("--num_nodes", type=int, default=-1)
-    parser.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1)
-    for option in VALUED:
-        parser.add_argument(option)
-    for option in FLAGS:
-        parser.add_argument(option, action="store_true")
-    parser.add_argument("-q", "--quiet", action="store_true")
-    parser.add_argument("script", nargs=argparse.REMAINDER)
-    try:
-        return parser.parse_known_args(list(command[words.index(True) + 1 :]))[0]
-    except argparse.ArgumentError:  # deepspeed itself has refused or will refuse this command
-        return None
+    options = list(command[words.index(True) + 1 :])
+    script = next((place for place, word in enumerate(options) if word.endswith(".py")), len(options))
+    return options[:script]
 
 
-VALUED = (
-    "--master_port", "--master_addr", "--node_rank", "--launcher", "--launcher_args", "--autotuning",
-    "--enable_each_rank_log", "--bind_core_list", "--ssh_port", "--venv_script", "--log_level",
-)  # fmt: skip
-FLAGS = (
-    "--module", "--no_python", "--no_local_rank", "--no_ssh", "--no_ssh_check", "--force_multi", "--save_pid",
-    "--bind_cores_to_rank",
-)  # fmt: skip
+def named_hostfile(options: Sequence[str]) -> str | None:
+    """Return the hostfile that deepspeed's options name; None if they name none."""
+    for word, following in zip(options, [*options[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name in {"-H", "--hostfile"}:
+            return value or following
+    return None
 
 
-def _promised(hosts: Mapping[str, int], arguments: argparse.Namespace) -> dict[str, int]:
-    """Return the number of processes that the launcher starts on each of these hosts: with --include or
-    --exclude (`host:0,2@host2`) the hosts and slots these leave, else the first num_nodes hosts with num_gpus
-    slots each."""
-    if arguments.include or arguments.exclude:
-        slots = {host: set(range(count)) for host, count in hosts.items()}
-        named: dict[str, set[int]] = {}
-        for part in (arguments.include or arguments.exclude).split("@"):
-            host, _, numbers = part.partition(":")
-            chosen = {int(number) for number in numbers.split(",")} if numbers else slots.get(host, set())
-            named.setdefault(host, set()).update(chosen)
-        if arguments.include:
-            slots = {host: named[host] for host in slots if host in named}
-        else:
-            slots = {host: every - named.get(host, set()) for host, every in slots.items()}
-        return {host: len(every) for host, every in slots.items() if every}
-    first = list(hosts.items())[: arguments.num_nodes if arguments.num_nodes > 0 else None]
-    return {host: arguments.num_gpus if arguments.num_gpus > 0 else count for host, count in first}
+CHOOSE = frozenset({
+    "-i", "--include", "-e", "--exclude", "--num_nodes", "--num_gpus", "--num_accelerators",
+})  # fmt: skip
+"""Options by which deepspeed starts fewer processes than the hostfile lists."""

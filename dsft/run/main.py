@@ -31,7 +31,6 @@ from dsft.rank.heartbeat import Heartbeat
 from dsft.rank.launched import Launched, counted
 from dsft.rank.places import RANKS, check_places, devices_lines, rank_map, rank_map_json
 from dsft.rank.promise import check_groups
-from dsft.rank.software import versions_line
 from dsft.rank.stopping import Stopping
 from dsft.reference.precomputed import precompute
 from dsft.reference.score import micro_batch_size
@@ -53,6 +52,7 @@ from dsft.spec.schema import Spec
 from dsft.system.files import write_error
 from dsft.system.lock import lock_folder
 from dsft.system.process import is_verbose
+from dsft.system.software import versions_line
 from dsft.tasks.api import Model, Task
 from dsft.tasks.registry import task_of
 

@@ -26,11 +26,11 @@ from dsft.model.config import resolve_config
 from dsft.model.files import digest_folder, model_files, readable
 from dsft.model.lora import WEIGHTS
 from dsft.plan.reference import dpo_of, needs_reference, reference_model
-from dsft.rank.software import decisive_versions, switches
 from dsft.report.console import task_progress
 from dsft.setup.inputs import Inputs
 from dsft.spec.schema import Spec
 from dsft.system.digest import THREADS, FileState, HashProgress, content_digests, keep_digest, known_digest
+from dsft.system.software import decisive_versions, switches
 
 _NOT_DECISIVE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 

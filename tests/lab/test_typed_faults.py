@@ -39,8 +39,6 @@ def other_rank(lab: Lab) -> Seen:
         (command, signal.SIGTERM, True),
         # test_supervised_faults.py always kills one, and tests/integration/test_stopped.py launch.py.
         pytest.param(other_rank, signal.SIGKILL, False, marks=pytest.mark.long),
-        # On one host tests/integration/test_stopped.py always kills launch.py, which tells nobody either.
-        pytest.param(command, signal.SIGKILL, True, marks=pytest.mark.long),
     ],
 )
 def test_nothing_outlives_a_run_that_was_typed(

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in RENDEZVOUS})
-    monkeypatch.setattr("dsft.rank.promise._deepspeed_commands", lambda: iter(()))
+    monkeypatch.setattr("dsft.rank.promise._parents", lambda: iter(()))
     monkeypatch.setattr(
         "dsft.train.set_up_process", lambda *_: (Heartbeat(0, 0, None), Stopping())
     )  # no signal's handler

@@ -22,7 +22,7 @@ from dsft.doctor.network import listening, reach
 from dsft.doctor.software import cuda_of_torch
 from dsft.doctor.storage import nonce_file, sees
 from dsft.rank.process_setup import has_ninja
-from dsft.rank.software import version_of
+from dsft.system.software import version_of
 
 ROOT = Path(__file__).resolve().parents[3]
 

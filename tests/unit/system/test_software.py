@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from dsft.rank.software import RANGES, SWITCHES, code_digest, decisive_versions, outside, switches
+from dsft.system.software import RANGES, SWITCHES, code_digest, decisive_versions, outside, switches
 
 ROOT = Path(__file__).resolve().parents[3]
 
