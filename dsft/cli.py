@@ -515,7 +515,10 @@ def doctor(
     """Check every host for problems that would stop a run from starting (exit code 69 if any)."""
     from dsft.doctor.command import doctor as look
 
-    look(spec, overrides or (), as_json_text=as_json, with_network=network, expect_gbit=expect_gbit)
+    measure = None
+    if network:
+        from dsft.launcher.network import measure
+    look(spec, overrides or (), as_json_text=as_json, measure=measure, expect_gbit=expect_gbit)
 
 
 @command(START, "dsft schema > spec.schema.json")

@@ -3,7 +3,7 @@ and output. The only channel to other hosts: directly if the host is this machin
 Imports no torch.
 
 caller     `Channel.open(module_command(host, module), variables)`, on asyncio
-module     `serve(answer)` for questions and answers, `own_connection()` for a program on asyncio
+module     `own_connection()`, on asyncio
 
 The module ends when its input does, so nothing outlives a connection. The command line that ssh passes to the
 remote shell contains only the code's folder, the interpreter and the module's name, quoted. Everything else,
@@ -22,8 +22,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -298,48 +297,6 @@ async def own_connection() -> Lines:
     first = await connection.receive()
     set_environment((first or {}).get("environ", {}))
     return connection
-
-
-def serve(answer: Callable[[Message], Iterable[Message]], silence: float = 60.0) -> None:
-    """Answer the caller's messages one after the other, in a separate thread, with what `answer` returns or
-    yields; an exception is sent as {"fault": text}.
-
-    Returns when the input ends, or when no message arrived and none was worked on for `silence` seconds. An
-    answer may still be in progress when the input ends, so end the process with `os._exit` then.
-    """
-    asyncio.run(_serve(answer, silence))
-
-
-async def _serve(answer: Callable[[Message], Iterable[Message]], silence: float) -> None:
-    loop = asyncio.get_running_loop()
-    try:
-        connection = await asyncio.wait_for(own_connection(), silence)
-    except TimeoutError:
-        return
-
-    def work(message: Message) -> None:
-        try:
-            for each in answer(message):
-                json.dumps(each)  # in the loop, what is not JSON would be neither sent nor a fault
-                loop.call_soon_threadsafe(connection.send, each)
-        except Exception as error:  # a system that differs from the tested ones
-            loop.call_soon_threadsafe(connection.send, {"fault": f"{type(error).__name__}: {error}"})
-
-    worker, last_work = ThreadPoolExecutor(1, "answers"), asyncio.Future[None]()
-    last_work.set_result(None)
-    active = time.monotonic()
-    while True:
-        try:
-            message = await asyncio.wait_for(connection.receive(), min(1.0, silence))
-        except TimeoutError:
-            if last_work.done() and time.monotonic() >= active + silence:
-                return
-        else:
-            if message is None:
-                return
-            last_work = loop.run_in_executor(worker, work, message)
-        if not last_work.done():
-            active = time.monotonic()
 
 
 def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:

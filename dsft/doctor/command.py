@@ -7,12 +7,12 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 from dsft.doctor import devices, inputs, limits, network, ops, reach, software, storage
 from dsft.doctor.hosts import PROBE, ProbeAnswers, ask_probes
-from dsft.doctor.links import Network, measure, unreached
+from dsft.doctor.links import judged, network_of
 from dsft.doctor.needs import Needs, needs_of
 from dsft.doctor.results import CheckResult, ProbeResults, failures, listed
 from dsft.doctor.show import as_json, print_findings, progress
@@ -26,6 +26,12 @@ from dsft.spec.schema import Spec
 PORT = 29500
 """The port of rank 0 unless MASTER_PORT or the launcher sets another: the default of deepspeed and
 torchrun."""
+
+Measure = Callable[
+    [Mapping[str, int], Mapping[str, str], str | None, Literal["ssh", "srun"]], Mapping[str, Any]
+]
+"""Measure the network: takes host -> slots, the ranks' variables, cluster.interface and what reaches hosts;
+raises WorldError if the ranks fail."""
 
 CHECKS: tuple[Callable[[ProbeResults], Iterator[CheckResult]], ...] = (
     reach.reach, reach.folders, software.check, devices.check, reach.hostfile, reach.programs, network.names,
@@ -60,12 +66,13 @@ def doctor(
     overrides: Sequence[str],
     *,
     as_json_text: bool = False,
-    with_network: bool = False,
+    measure: Measure | None = None,
     expect_gbit: float | None = None,
 ) -> Sequence[CheckResult]:
-    """Run the checks and print the findings. with_network: measure the links too; expect_gbit: expected speed
-    of each link in Gbit/s, in place of the default. Raises WorldError if a run could not start."""
-    if expect_gbit is not None and not with_network:
+    """Run the checks and print the findings. measure: measures the links too, if no check has failed
+    (`dsft.launcher.network`); expect_gbit: least Gbit/s of a link, in place of half of the fastest one's.
+    Raises WorldError if a run could not start."""
+    if expect_gbit is not None and measure is None:
         what = f"{expect_gbit:g} has no effect without --network; give that too"
         raise SpecError("The command line cannot be used.", [Problem("--expect-gbit", what)])
     began = time.monotonic()
@@ -79,13 +86,24 @@ def doctor(
 
         show(f"waiting for {listed(waiting)} …")
         probed = look(needs, answered)
-        measured = _measured(probed, expect_gbit, show) if with_network else None
-    found = in_order([*findings_of(probed), *(measured.findings if measured else ())])
-    seconds = time.monotonic() - began
+        found, network = findings_of(probed), None
+        slots = {host: count or 1 for host, count in needs.hosts.items()}
+        if measure is not None and not failures(found) and sum(slots.values()) > 1:
+            show(f"measuring with {sum(slots.values())} processes …")
+            interface = needs.spec.cluster.interface if needs.spec.cluster else None
+            try:
+                network = network_of(list(slots), measure(slots, needs.environ, interface, needs.through))
+                found += judged(network, expect_gbit)
+            except WorldError as error:
+                found.append(CheckResult(
+                    "all-reduce", None, "failure", str(error), "a run's ranks would fail in the same way",
+                    "check cluster.interface and the backend's variables (NCCL_DEBUG=INFO)",
+                ))  # fmt: skip
+    found, seconds = in_order(found), time.monotonic() - began
     if as_json_text:
-        print(as_json(probed, found, seconds, measured))
+        print(as_json(probed, found, seconds, network))
     else:
-        print_findings(probed, found, seconds, measured)
+        print_findings(probed, found, seconds, network)
     bad = failures(found)
     if bad:
         checks = ", ".join(dict.fromkeys(finding.check for finding in bad))
@@ -122,23 +140,6 @@ def in_order(found: Sequence[CheckResult]) -> list[CheckResult]:
     """Sort the findings: failures first, then warnings, then passes."""
     order = {"failure": 0, "warning": 1, "pass": 2}
     return sorted(found, key=lambda finding: order[finding.level])
-
-
-def _measured(probed: ProbeResults, expect_gbit: float | None, progress: Callable[[str], None]) -> Network:
-    """Measure the links between the hosts that answer; report those of the others as dead."""
-    needs = probed.needs
-    cluster = needs.spec.cluster
-    found = measure(
-        {host: slots or 1 for host, slots in needs.hosts.items() if host in probed.answers.first},
-        interface=cluster.interface if cluster else None,
-        environ=needs.environ,
-        expect_gbit=expect_gbit,
-        through=needs.through,
-        progress=progress,
-    )
-    silent = {host: why for host, why in probed.answers.silent.items() if host not in probed.answers.first}
-    dead = [unreached(host, str(why)) for host, why in silent.items()]
-    return replace(found, findings=(*found.findings, *dead))
 
 
 def _broken_probes(answers: ProbeAnswers) -> Iterator[CheckResult]:

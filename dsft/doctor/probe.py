@@ -4,20 +4,37 @@ open and the nonce file in place until its input ends. Imports no training code.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from dsft.doctor import devices, inputs, limits, network, ops, software, storage
 from dsft.engine.toolchain import build_folder
-from dsft.remote import serve
+from dsft.remote import own_connection
+
+SILENCE = 60.0  # seconds without a question, or of a disk or a name service that does not answer
 
 
 def main() -> None:
-    with ExitStack() as resources:
-        serve(lambda order: [second(order) if "targets" in order else facts(order, resources)])
-    os._exit(0)  # do not wait for threads: a disk or the name service may hang
+    asyncio.run(serve())
+
+
+async def serve() -> None:
+    """Answer questions until the input ends, or nothing happens for SILENCE seconds."""
+    with ExitStack() as resources, suppress(TimeoutError):
+        connection = await asyncio.wait_for(own_connection(), SILENCE)
+        while (order := await asyncio.wait_for(connection.receive(), SILENCE)) is not None:
+            answer = second if "targets" in order else facts
+            working = asyncio.create_task(asyncio.to_thread(answer, order, resources))
+            end = asyncio.create_task(connection.receive())  # the next question comes after the answer
+            await asyncio.wait({working, end}, timeout=SILENCE, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                break
+            end.cancel()
+            connection.send(working.result())
+    os._exit(0)  # do not wait for threads that hang
 
 
 def facts(orders: Mapping[str, Any], resources: ExitStack) -> dict[str, Any]:
@@ -56,7 +73,7 @@ def is_on_cpu(found: Mapping[str, Any], cuda: str | None) -> bool:
     return cuda is None or not found.get("gpus")
 
 
-def second(wanted: Mapping[str, Any]) -> dict[str, Any]:
+def second(wanted: Mapping[str, Any], resources: ExitStack) -> dict[str, Any]:
     """Return the second answer. sees: "yes" or why the nonce file is not visible; reached: target -> seconds,
     or why it failed."""
     file = wanted["file"]

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from dsft.doctor.hosts import NoResponse
 from dsft.doctor.results import CheckResult, ProbeResults, passed
 from dsft.errors import SpecError
 from dsft.generate.hostfile import read_hostfile
+from dsft.remote import NoAnswer
 
 CHECK = "reach"
 WHY = "a run has to start processes there, and would hang or fail"
@@ -74,14 +74,14 @@ def _from_outside(probed: ProbeResults, finding: CheckResult) -> CheckResult:
     return replace(finding, level="warning", why="this host could not be examined", do=do)
 
 
-def fault(host: str, silence: NoResponse) -> CheckResult:
+def fault(host: str, silence: NoAnswer) -> CheckResult:
     last = (silence.output.splitlines() or ["no output"])[-1].strip()
     value, do = _meaning(silence, last)
     quoted = "" if last in value or not silence.output else f" ({last[:200]})"
     return CheckResult(CHECK, host, "failure", f"{value}{quoted}", WHY, do.replace("HOST", host))
 
 
-def _meaning(silence: NoResponse, last: str) -> tuple[str, str]:
+def _meaning(silence: NoAnswer, last: str) -> tuple[str, str]:
     if silence.code == 126:
         return "its Python cannot be started", "check the permissions of the interpreter there"
     for pattern, value, do in (*_PROGRAM, *_WORDS):

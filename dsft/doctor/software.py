@@ -62,62 +62,29 @@ def check(probed: ProbeResults) -> Iterator[CheckResult]:
     found = table(probed)
     different = differing(found)
     for name, by_host in different.items():
-        values = ", ".join(f"{host} {version}" for host, version in _grouped(by_host))
+        values = ", ".join(f"{host} {version}" for host, version in by_host.items())
+        kinds = {version.rpartition(".")[0] if name == "python" else version for version in by_host.values()}
+        why = "ranks that compute or communicate differently hang, or silently train another model"
+        if name in MILD or name == "python":
+            why = "one host may not be able to read what another writes"
         yield CheckResult(
-            CHECK,
-            None,
-            "warning" if name in MILD or _is_patch(name, by_host) else "failure",
-            f"{name} differs: {values}",
-            _why(name),
+            CHECK, None, "warning" if name in MILD or len(kinds) == 1 else "failure",
+            f"{name} differs: {values}", why,
             "install the same on every host (scripts/install), or use one environment on a shared disk",
-        )
+        )  # fmt: skip
     for name in NEEDED:
-        lacking = [host for host, version in found.get(name, {}).items() if version == "none"]
-        if lacking and name not in different:
+        if name not in different and "none" in found.get(name, {}).values():
             yield CheckResult(
-                CHECK,
-                None,
-                "failure",
-                f"{name} is not installed",
-                "no run works without it",
+                CHECK, None, "failure", f"{name} is not installed", "no run works without it",
                 "install it: scripts/install",
-            )
+            )  # fmt: skip
     if found and not different:
         alike = {name: next(iter(by_host.values())) for name, by_host in found.items()}
         for line in outside({name: version for name, version in alike.items() if version != "none"}):
             yield CheckResult(
-                CHECK,
-                None,
-                "warning",
-                line,
-                "dsft was not tested with it",
+                CHECK, None, "warning", line, "dsft was not tested with it",
                 "install a supported version: scripts/install",
-            )
+            )  # fmt: skip
         shown = ("python", "torch", "deepspeed", "transformers")
         summary = ", ".join(f"{name} {alike[name]}" for name in shown if name in alike)
         yield passed(CHECK, None, f"{summary}{' everywhere' if len(probed.slots) > 1 else ''}")
-
-
-def _grouped(by_host: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return (hosts, version) pairs, one per version; the rarest version last."""
-    groups: dict[str, list[str]] = {}
-    for host, version in by_host.items():
-        groups.setdefault(version, []).append(host)
-    ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
-    return [
-        (f"{hosts[0]} and {len(hosts) - 1} more" if len(hosts) > 3 else ", ".join(hosts), version)
-        for version, hosts in ordered
-    ]
-
-
-def _is_patch(name: str, by_host: Mapping[str, str]) -> bool:
-    """Return whether only Python's patch version differs, which affects nothing that hosts exchange."""
-    return name == "python" and len({version.rpartition(".")[0] for version in by_host.values()}) == 1
-
-
-def _why(name: str) -> str:
-    if name == "NCCL":
-        return "hosts with different NCCL versions wait for each other forever"
-    if name in MILD or name == "python":
-        return "one host may not be able to read what another writes"
-    return "ranks that compute or communicate differently hang, or silently train another model"

@@ -201,7 +201,7 @@ class HostProcesses:
         self._socket.bind(self._path)
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._take_heartbeats)
-        logs = Path(self._command.logs)
+        logs = Path(self._command.logs) if self._command.logs else self._scratch / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         for local, number in enumerate(self._command.ranks):
             (self._scratch / f"rank-{number}.stack").symlink_to(logs / f"rank-{number}.stack")

@@ -23,7 +23,7 @@ class HostCommand:
     """What one host runs: argv in `folder`, once per rank. Its processes are recognized by `DSFT_JOB=job`.
 
     environ  variables of every rank, beside the host's own
-    logs     folder of rank-N.log
+    logs     folder of rank-N.log; "": a temporary one
     ranks    global ranks on this host
     """
 

@@ -117,7 +117,7 @@ def test_many_faults_at_once(lab: Lab, spec: Path) -> None:
     folder = spec.parent
     metadata = Path(str(importlib.metadata.distribution("transformers")._path), "METADATA")  # type: ignore[attr-defined]
     (folder / "metadata").write_text(re.sub(r"(?m)^Version: .*$", "Version: 5.0.0", metadata.read_text()))
-    (folder / "other.jsonl").write_text((folder / "rows.jsonl").read_text().replace('"b"', '"c"'))
+    (folder / "other.jsonl").write_text((folder / "rows.jsonl").read_text().replace('"b"', '"bc"'))
     planted = {
         metadata: f"mount --bind {folder}/metadata {metadata}",
         folder / "rows.jsonl": f"mount --bind {folder}/other.jsonl {folder}/rows.jsonl",

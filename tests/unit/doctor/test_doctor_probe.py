@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -17,12 +18,13 @@ import pytest
 from dsft.doctor import devices, inputs, ops, storage
 from dsft.doctor.command import quick
 from dsft.doctor.hosts import PROBE, ask_probes
-from dsft.doctor.inputs import WHOLE
 from dsft.doctor.network import listening, reach
 from dsft.doctor.software import cuda_of_torch
 from dsft.doctor.storage import nonce_file, sees
 from dsft.rank.process_setup import has_ninja
+from dsft.remote import Channel
 from dsft.system.software import version_of
+from tests.launching import allowed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,8 +47,8 @@ def test_the_probe_imports_nothing_heavy() -> None:
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
-def test_hosts_that_answer_and_hosts_that_do_not(tmp_path: Path) -> None:
-    """At once, whatever a shell prints before; what gives no answer is told by its own words."""
+def test_hosts_with_and_without_answer(tmp_path: Path) -> None:
+    """At once, whatever a shell prints before; what gives no answer is reported in its own words."""
     noise = f"printf 'news {{: '; {sys.executable} -m {PROBE}"
     argv: dict[str, Sequence[str]] = {
         "good": [sys.executable, "-m", PROBE],
@@ -64,9 +66,7 @@ def test_hosts_that_answer_and_hosts_that_do_not(tmp_path: Path) -> None:
     assert found.silent["absent"].code == 127 and found.silent["torn"].code == 0
 
 
-def test_a_host_that_hangs_is_given_up_and_its_process_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_of_a_hanging_host_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsft.doctor.hosts.ANSWER", 0.5)
     number = str(time.time_ns() % 10**6 + 10**6)
     found = ask_probes({"hanging": orders(tmp_path)}, nothing, lambda host: ["sleep", number], {})
@@ -74,7 +74,7 @@ def test_a_host_that_hangs_is_given_up_and_its_process_ended(
     assert subprocess.run(["pgrep", "-f", f"sleep {number}"], capture_output=True).stdout == b""
 
 
-def test_the_quickstart_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quickstart_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A spec without a cluster: this machine alone, and nothing is left of it."""
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("", 0)) as taken:
@@ -88,14 +88,14 @@ def test_the_quickstart_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ports_and_who_has_them() -> None:
+def test_ports_and_their_holders() -> None:
     with listening(None) as first, listening(first["free"]) as second:
         assert "process " in second["port"] or "cannot be seen" in second["port"]
         found = reach({"near": ("127.0.0.1", first["free"]), "no": ("127.0.0.1", 1)})
     assert isinstance(found["near"], float) and found["no"] == "Connection refused"
 
 
-def test_a_shared_folder_by_its_nonce(tmp_path: Path) -> None:
+def test_shared_folder_is_found_by_its_nonce(tmp_path: Path) -> None:
     shared = tmp_path / "a" / "b"
     with nonce_file(str(shared), "xyz") as file:
         assert file is not None
@@ -120,28 +120,44 @@ def test_folders(tmp_path: Path) -> None:
     assert "is in memory (tmpfs)" in nvme["parallel.offload_optimizer.nvme_path"]["refused"]
 
 
-def test_digests(tmp_path: Path) -> None:
-    small, large = tmp_path / "rows.jsonl", tmp_path / "model.safetensors"
-    small.write_bytes(b"a\n")
-    large.write_bytes(bytes(WHOLE + 1))
+def test_files_and_their_sizes(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(b"a\n")
+    (tmp_path / "model.safetensors").write_bytes(bytes(9))
     wanted = [
-        {"key": "data", "path": str(small), "kind": "data"},
+        {"key": "data", "path": str(rows), "kind": "data"},
         {"key": "model", "path": str(tmp_path), "kind": "folder"},
         {"key": "none", "path": str(tmp_path / "no.jsonl"), "kind": "data"},
     ]
-    before = inputs.look(wanted)
-    small.write_bytes(b"b\n")
-    with large.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"x")
-    after = inputs.look(wanted)
-    for key, path in (("data", small), ("model", large)):
-        assert before[key]["files"][str(path)][0] == after[key]["files"][str(path)][0]
-        assert before[key]["files"][str(path)][1] != after[key]["files"][str(path)][1]
-    assert before["none"] == {"missing": "does not exist"}
+    assert inputs.look(wanted) == {
+        "data": {"files": {str(rows): 2}},
+        "model": {"files": {str(tmp_path / "model.safetensors"): 9}},
+        "none": {"missing": "does not exist"},
+    }
 
 
-def test_the_commit_that_a_cache_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_of_the_input_ends_a_probe_at_work(tmp_path: Path) -> None:
+    """Its work hangs, as a disk may: `nvidia-smi` sleeps."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\ntouch started\nexec sleep 60\n")
+    program.chmod(0o755)
+
+    async def close_at_work() -> float:
+        channel = await Channel.open(
+            [sys.executable, "-m", PROBE], {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        )
+        channel.send(orders(tmp_path))
+        while not (tmp_path / "started").exists():
+            await asyncio.sleep(0.02)
+        began = time.monotonic()
+        await channel.close(seconds=10)
+        assert channel.code == 0
+        return time.monotonic() - began
+
+    assert asyncio.run(close_at_work()) < allowed(3)
+
+
+def test_commit_of_a_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     wanted = [{"key": "m", "path": "owner/name", "kind": "hub-model"}]
     assert inputs.look(wanted)["m"]["missing"] == "is not in the cache"
@@ -151,7 +167,7 @@ def test_the_commit_that_a_cache_holds(tmp_path: Path, monkeypatch: pytest.Monke
     assert inputs.look(wanted) == {"m": {"commit": "0123abc"}}
 
 
-def test_versions_are_those_that_are_imported() -> None:
+def test_versions_are_those_of_the_imported_packages() -> None:
     import torch
 
     assert version_of("torch") == torch.__version__
@@ -174,7 +190,7 @@ def test_a_compiler_is_tried_with_what_the_operations_need(
     assert ops.look([], on_cpu=False)["fault"] is None
 
 
-def test_gpus_of_what_nvidia_smi_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its output is imitated: no GPU is here."""
     program = tmp_path / "nvidia-smi"
     program.write_text(
