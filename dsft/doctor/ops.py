@@ -1,5 +1,5 @@
-"""Check DeepSpeed's compiled operations: `look` lists those that this host would have to compile and tries
-its compiler on ten lines, `check` reports whether it can."""
+"""Check DeepSpeed's compiled operations: `look` lists those that this host would have to compile and finds
+its compiler, `check` reports whether it has what that takes."""
 
 from __future__ import annotations
 

@@ -164,7 +164,10 @@ def _loaded(builder: Any, folder: Path | None) -> Any:
                 log = folder / builder.name / LOG
                 log.write_text(output, encoding="utf-8")
                 where = f"All of its output is in {log}. "
-        words = f".\n{last_lines(output)}\n{where}Correct that, or set CXX to another compiler."
+        way_out = (
+            "Correct that (install python3-dev for Python.h, libaio-dev for libaio), or set CXX to another"
+        )
+        words = f".\n{last_lines(output)}\n{where}{way_out} compiler."
         raise _cannot(builder, words) from None
 
 

@@ -175,18 +175,12 @@ def test_versions_are_those_of_the_imported_packages() -> None:
     assert version_of("no-such-package") is None
 
 
-def test_a_compiler_is_tried_with_what_the_operations_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_compiler_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     found = ops.look(["deepspeed_shm_comm"], on_cpu=True)
     assert found["lacking"] == ["deepspeed_shm_comm"] and found["fault"] is None, found
     monkeypatch.setenv("CXX", "g++-99")
     assert "'g++-99' is not on PATH" in ops.look(["cpu_adam"], on_cpu=True)["fault"][0]
-    monkeypatch.delenv("CXX")
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    cause, way_out = ops.look(["cpu_adam"], on_cpu=True)["fault"]
-    assert "Python's headers are missing" in cause and "install python3" in way_out
     assert ops.look([], on_cpu=False)["fault"] is None
 
 

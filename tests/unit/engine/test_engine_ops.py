@@ -1,6 +1,6 @@
 """Operations that are built, or not: with a small one in the place of DeepSpeed's, which take a minute each.
 
-The causes are real ones: no compiler, no ninja, no headers, no libaio, no CUDA toolkit, a compiler that is
+The causes are real ones: no compiler, no ninja, no header, no CUDA toolkit, a compiler that is
 killed, a folder that cannot be written, locks of processes that are dead or at work."""
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def told() -> list[str]:
+def lines() -> list[str]:
     return []
 
 
-def refusal(builder: OpBuilder, told: list[str], kind: type[Exception] = BuildError) -> str:
+def refusal(builder: OpBuilder, lines: list[str], kind: type[Exception] = BuildError) -> str:
     with pytest.raises(kind) as raised:
-        load_op(builder, told.append)
+        load_op(builder, lines.append)
     return str(raised.value)
 
 
@@ -88,20 +88,20 @@ class Alone:
         work()
 
 
-def test_it_is_built_once_and_said(
-    extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+def test_op_is_built_once_and_logged(
+    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builder = Small(tmp_path)
-    load_everywhere(builder, Alone(), told.append)  # type: ignore[arg-type]
-    assert [line.split()[:2] for line in told] == [["building", builder.name], ["built", builder.name]]
+    load_everywhere(builder, Alone(), lines.append)  # type: ignore[arg-type]
+    assert [line.split()[:2] for line in lines] == [["building", builder.name], ["built", builder.name]]
     assert (build_folder() / builder.name / f"{builder.name}.so").exists()
     assert build_folder().parent == extensions == Path(os.environ["TORCH_EXTENSIONS_DIR"])
     assert is_compiled(builder.name, "cpu")
     OpBuilder._loaded_ops.pop(builder.name)
-    told.clear()
+    lines.clear()
     monkeypatch.setattr("dsft.engine.ops.lacking_tool", lambda *_: pytest.fail("tries the compiler again"))
-    load_everywhere(builder, Alone(), told.append)  # type: ignore[arg-type]
-    assert told == [], "what is there is not announced as being built"
+    load_everywhere(builder, Alone(), lines.append)  # type: ignore[arg-type]
+    assert lines == [], "what is there is not announced as being built"
     assert builder.name in OpBuilder._loaded_ops, "DeepSpeed finds it loaded, and takes no lock"
 
 
@@ -126,27 +126,27 @@ def test_another_torch_or_deepspeed_has_another_folder(
 
 
 def test_no_compiler(
-    extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path_with(monkeypatch, tmp_path / "bin", "ninja")
-    message = refusal(Small(tmp_path), told)
+    message = refusal(Small(tmp_path), lines)
     assert "the compiler 'c++' is not on PATH (CXX is not set); install one" in message
 
 
-def test_a_compiler_that_cxx_names_and_that_is_not_there(
-    extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+def test_missing_compiler_of_cxx(
+    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "g++-99")
-    assert "the compiler 'g++-99' is not on PATH (CXX names it)" in refusal(Small(tmp_path), told)
+    assert "the compiler 'g++-99' is not on PATH (CXX names it)" in refusal(Small(tmp_path), lines)
     assert compiler_version() == "g++-99"
 
 
 @pytest.mark.parametrize("name", ["CXX", "CFLAGS", "LDFLAGS"])
-def test_a_variable_that_no_shell_could_read(
-    extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+def test_invalid_shell_words_in_a_variable(
+    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, "g++ 'x")
-    message = refusal(Small(tmp_path), told)
+    message = refusal(Small(tmp_path), lines)
     assert (
         f'{name}="g++ \'x" is not a list of shell words (No closing quotation); correct its quotes' in message
     )
@@ -154,52 +154,27 @@ def test_a_variable_that_no_shell_could_read(
 
 
 def test_a_disk_that_cannot_lock(
-    extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def acquire(*_: object, **__: object) -> None:
         raise NotImplementedError("FileSystem does not appear to support flock")
 
     monkeypatch.setattr("dsft.engine.ops.FileLock.acquire", acquire)
-    message = refusal(Small(tmp_path), told, StorageError)
+    message = refusal(Small(tmp_path), lines, StorageError)
     assert "does not appear to support flock" in message and "set TORCH_EXTENSIONS_DIR" in message
 
 
-def test_no_ninja(extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_ninja(
+    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path_with(monkeypatch, tmp_path / "bin", "c++")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # beside the real one ninja stands
-    assert "ninja is missing" in refusal(Small(tmp_path), told)
+    assert "ninja is missing" in refusal(Small(tmp_path), lines)
 
 
-def test_no_headers_of_python(
-    extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    message = refusal(Small(tmp_path), told)
-    assert f"Python's headers are missing (no Python.h in {tmp_path}); install python3." in message
-
-
-def test_a_compiler_that_cannot_compile_for_this_torch(
-    extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Found on ten lines, before a minute of work."""
-    monkeypatch.setenv("CFLAGS", "-fno-such-option")
-    message = refusal(Small(tmp_path), told)
-    assert "cannot compile ten lines with OpenMP and -std=c++" in message
-    assert "unrecognized command-line option '-fno-such-option'" in message.replace("\u2018", "'").replace(
-        "\u2019", "'"
-    )
-
-
-def test_no_libaio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The compiler is one that knows no header of that name."""
-    assert lacking_tool(["cpu_adam"], with_cuda=False) is None
-    compiler = tmp_path / "g++"
-    compiler.write_text('#!/bin/sh\ncase "$*" in *-laio*) exit 1 ;; esac\nexec c++ "$@"\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    assert lacking_tool(["cpu_adam"], with_cuda=False) is None, "it needs none"
-    found = lacking_tool(["pin_memory", "async_io"], with_cuda=False)
-    assert found is not None and found[0] == "libaio was not found" and "install libaio-dev (Deb" in found[1]
+def test_missing_header_is_in_the_message(extensions: Path, tmp_path: Path, lines: list[str]) -> None:
+    message = refusal(Small(tmp_path, "#include <no_such_libaio.h>\n"), lines)
+    assert "no_such_libaio.h: No such file or directory" in message and "libaio-dev libaio" in message
 
 
 def test_no_cuda_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,47 +184,46 @@ def test_no_cuda_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert lacking_tool(["cpu_adam"], with_cuda=True) is None, "it is compiled without"
 
 
-def test_the_compilers_last_lines_are_shown(extensions: Path, tmp_path: Path, told: list[str]) -> None:
-    lines = "".join(f'#pragma message "line {number}"\n' for number in range(30))
-    message = refusal(Small(tmp_path, f"{lines}frobnicate x;\n"), told)
+def test_the_compilers_last_lines_are_shown(extensions: Path, tmp_path: Path, lines: list[str]) -> None:
+    pragmas = "".join(f'#pragma message "line {number}"\n' for number in range(30))
+    message = refusal(Small(tmp_path, f"{pragmas}frobnicate x;\n"), lines)
     assert "'frobnicate' does not name a type" in message.replace("\u2018", "'").replace("\u2019", "'")
     assert len(message.splitlines()) == 22 and "line 0" not in message
-    assert message.endswith("Correct that, or set CXX to another compiler.")
+    assert message.endswith("or set CXX to another compiler.")
     log = Path(re.search(r"All of its output is in (\S+)\. ", message).group(1))  # type: ignore[union-attr]
     assert log.parent.parent == build_folder() and log.name == LOG and "line 0" in log.read_text()
 
 
 def test_a_compiler_that_is_killed(
-    extensions: Path, tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once it compiles the op itself: its ten lines went well."""
     compiler = tmp_path / "g++"
-    compiler.write_text("#!/bin/sh\ncase \"$*\" in *trial*) exit 0 ;; esac\nsh -c 'kill -9 $$'\nexit 1\n")
+    compiler.write_text("#!/bin/sh\nsh -c 'kill -9 $$'\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    assert "Killed" in refusal(Small(tmp_path), told)
+    assert "Killed" in refusal(Small(tmp_path), lines)
 
 
 def test_a_folder_that_cannot_be_written(
-    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(file / "extensions"))
-    message = refusal(Small(tmp_path), told, StorageError)
+    message = refusal(Small(tmp_path), lines, StorageError)
     assert "Not a directory" in message and "set TORCH_EXTENSIONS_DIR to a folder that can be" in message
 
 
-def test_a_folder_that_cannot_be_looked_at_is_told_by_whoever_would_compile(
-    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+def test_folder_that_cannot_be_examined_is_an_error(
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / ("x" * 300)))
     with pytest.raises(StorageError, match="File name too long"):
-        load_everywhere(Small(tmp_path), Alone(), told.append)  # type: ignore[arg-type]
+        load_everywhere(Small(tmp_path), Alone(), lines.append)  # type: ignore[arg-type]
 
 
 def test_a_lock_that_a_killed_build_left_is_removed(
-    extensions: Path, tmp_path: Path, told: list[str]
+    extensions: Path, tmp_path: Path, lines: list[str]
 ) -> None:
     builder = Small(tmp_path)
     lock = build_folder() / builder.name / "lock"
@@ -258,8 +232,8 @@ def test_a_lock_that_a_killed_build_left_is_removed(
     foreign = extensions / builder.name / "lock"  # of a program that uses torch's loader by itself
     foreign.parent.mkdir()
     foreign.touch()
-    load_op(builder, told.append)
-    assert told == [f"removed {lock}, which a build that was killed left behind"]
+    load_op(builder, lines.append)
+    assert lines == [f"removed {lock}, which a build that was killed left behind"]
     assert builder.name in OpBuilder._loaded_ops and not lock.exists() and foreign.exists()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(extensions)
 
@@ -275,8 +249,8 @@ with FileLock(Path(sys.argv[1], ".lock")):
 """
 
 
-def test_a_process_that_builds_is_waited_for_and_its_lock_ends_with_it(
-    extensions: Path, tmp_path: Path, told: list[str]
+def test_building_process_is_waited_for_until_its_lock_ends(
+    extensions: Path, tmp_path: Path, lines: list[str]
 ) -> None:
     build_folder().mkdir(parents=True)
     builder = Small(tmp_path)
@@ -284,12 +258,12 @@ def test_a_process_that_builds_is_waited_for_and_its_lock_ends_with_it(
         assert other.stdout and other.stdout.readline()
 
         def say(text: str) -> None:
-            told.append(text)
+            lines.append(text)
             assert builder.name not in OpBuilder._loaded_ops
             other.kill()
 
         load_op(builder, say)
-    assert told == [f"waiting for process 7 on node2, which builds DeepSpeed's ops in {build_folder()}"]
+    assert lines == [f"waiting for process 7 on node2, which builds DeepSpeed's ops in {build_folder()}"]
     assert builder.name in OpBuilder._loaded_ops
 
 
