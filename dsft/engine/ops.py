@@ -164,10 +164,8 @@ def _loaded(builder: Any, folder: Path | None) -> Any:
                 log = folder / builder.name / LOG
                 log.write_text(output, encoding="utf-8")
                 where = f"All of its output is in {log}. "
-        way_out = (
-            "Correct that (install python3-dev for Python.h, libaio-dev for libaio), or set CXX to another"
-        )
-        words = f".\n{last_lines(output)}\n{where}{way_out} compiler."
+        way_out = "Correct that (python3-dev has Python.h, libaio-dev libaio), or set CXX to another compiler."
+        words = f".\n{last_lines(output)}\n{where}{way_out}"
         raise _cannot(builder, words) from None
 
 
