@@ -164,7 +164,7 @@ def _loaded(builder: Any, folder: Path | None) -> Any:
                 log = folder / builder.name / LOG
                 log.write_text(output, encoding="utf-8")
                 where = f"All of its output is in {log}. "
-        way_out = "Correct that (python3-dev has Python.h, libaio-dev libaio), or set CXX to another compiler."
+        way_out = "Correct that (Python.h: python3-dev; libaio: libaio-dev), or set CXX to another compiler."
         words = f".\n{last_lines(output)}\n{where}{way_out}"
         raise _cannot(builder, words) from None
 

@@ -174,7 +174,7 @@ def test_no_ninja(
 
 def test_missing_header_is_in_the_message(extensions: Path, tmp_path: Path, lines: list[str]) -> None:
     message = refusal(Small(tmp_path, "#include <no_such_libaio.h>\n"), lines)
-    assert "no_such_libaio.h: No such file or directory" in message and "libaio-dev libaio" in message
+    assert "no_such_libaio.h: No such file or directory" in message and "libaio: libaio-dev" in message
 
 
 def test_no_cuda_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
