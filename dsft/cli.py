@@ -328,9 +328,7 @@ def train(
 def launch(  # noqa: PLR0913, PLR0917  an argument is an option
     spec: SpecPath,
     overrides: Overrides = None,
-    launcher: Annotated[
-        str | None, typer.Option(help="dsft (by ssh) or slurm (by srun); by default cluster.launcher.")
-    ] = None,
+    launcher: Annotated[str | None, typer.Option(help="dsft or slurm; by default cluster.launcher.")] = None,
     restarts: Annotated[
         int, typer.Option(min=0, help="Number of restarts from the last checkpoint after a failure.")
     ] = 0,
@@ -514,11 +512,10 @@ def doctor(
 ) -> None:
     """Check every host for problems that would stop a run from starting (exit code 69 if any)."""
     from dsft.doctor.command import doctor as look
+    from dsft.launcher.network import measure
 
-    measure = None
-    if network:
-        from dsft.launcher.network import measure
-    look(spec, overrides or (), as_json_text=as_json, measure=measure, expect_gbit=expect_gbit)
+    by = measure if network else None
+    look(spec, overrides or (), as_json_text=as_json, measure=by, expect_gbit=expect_gbit)
 
 
 @command(START, "dsft schema > spec.schema.json")

@@ -395,8 +395,7 @@ class Cluster(Section):
     host_memory_gib: Positive | None = None
     """Memory that the run may use on each host, in GiB (2^30 bytes)."""
     launcher: Literal["dsft", "deepspeed", "torchrun", "slurm"] = "dsft"
-    """What dsft launch reaches the hosts with: srun (slurm) or ssh (all others). dsft doctor looks for the
-    programs that slurm and deepspeed need."""
+    """What dsft launch reaches the hosts with: srun (slurm) or ssh (all others)."""
     hang_timeout: Count | None = None
     """Seconds without a new step, evaluation or save after which a rank is taken to hang: dsft launch names
     it and ends the run with exit code 124. Other launchers do not check; there, a collective times out after

@@ -1,5 +1,5 @@
-"""`dsft launch` over two hosts, and what happens to them: killed ranks, agents and supervisors, a pulled
-cable, a stopped rank, signals. How long until nothing is left, with which exit code, and what is said.
+"""`dsft launch` over two hosts, and the faults that need two: a killed supervisor, a pulled cable, Slurm, and
+a training run through several of them. tests/unit/launcher/test_attempt.py has those of ranks and agents.
 
 Hosts, ssh, agents and the supervisor are real throughout; where training is no part of the fault, ranks step
 without it (tests/unit/launcher/fake_rank.py). docs/reliability.md has the figures.
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.integration.runs import SPEC, records, trained, write_spec
-from tests.lab.hosts import ROOT, Lab, Seen
+from tests.lab.hosts import ROOT, Lab
 from tests.lab.slurm import why_not as no_slurm
 from tests.launching import LATE, allowed
 from tests.selected import tiered
@@ -71,19 +71,14 @@ class Run:
         rank = self.status()["ranks"][str(number)]
         os.kill(self.lab.outside(rank["host"], rank["pid"]), what)
 
-    def agent(self, host: str) -> Seen:
-        found = [seen for seen in self.lab.processes("dsft.launcher.agent", host) if "-m" in seen.argv[1:2]]
-        (agent,) = found
-        return agent
-
     def ended(self, began: float, within: float) -> tuple[int, str]:
-        """Its exit code and what it said; every process of the job is gone `within` seconds after `began`."""
+        """Its exit code and output; every process of the job is gone `within` seconds after `began`."""
         code = self.command.wait(LATE)
         until(lambda: not self.lab.processes("DSFT_JOB="))
         took = time.monotonic() - began
-        said = (self.folder / "out").read_text()
-        assert took < allowed(within), f"{took:.1f} s\n{said}"
-        return code, said
+        output = (self.folder / "out").read_text()
+        assert took < allowed(within), f"{took:.1f} s\n{output}"
+        return code, output
 
 
 @contextmanager
@@ -106,24 +101,7 @@ def stepping(lab: Lab, tmp_path: Path) -> Iterator[Run]:
         yield run
 
 
-def test_a_killed_rank_ends_all(stepping: Run) -> None:
-    began = time.monotonic()
-    stepping.signal_rank(1, signal.SIGKILL)
-    code, said = stepping.ended(began, 5)
-    assert code == 137
-    assert re.search(r"^error: rank 1 on node2, step \d+: was killed by signal 9$", said, re.MULTILINE)
-    status = stepping.status()
-    assert (status["state"], status["exit_code"]) == ("ended", 137)
-
-
-def test_a_killed_agent_ends_all(stepping: Run) -> None:
-    began = time.monotonic()
-    os.kill(stepping.agent("node2").pid, signal.SIGKILL)
-    code, said = stepping.ended(began, 10)
-    assert code == 69 and "node2: was lost" in said
-
-
-def test_a_killed_supervisor_ends_all(stepping: Run) -> None:
+def test_killed_supervisor_ends_all(stepping: Run) -> None:
     began = time.monotonic()
     stepping.command.kill()
     code, _ = stepping.ended(began, 5)
@@ -131,7 +109,7 @@ def test_a_killed_supervisor_ends_all(stepping: Run) -> None:
     until(lambda: not stepping.lab.processes("dsft.launcher"))
 
 
-def test_a_host_whose_cable_is_pulled_ends_all_and_the_others_go_on(lab: Lab, tmp_path: Path) -> None:
+def test_pulled_cable_ends_all_and_the_other_host_goes_on(lab: Lab, tmp_path: Path) -> None:
     """15 seconds of silence, then both sides act alone; cluster.min_hosts allows one host."""
     words = [str(FAKE), "small.yaml", "cluster.min_hosts=1"]
     with running(lab, tmp_path, words, env={"FAKE_RESTARTS": "1"}) as run:
@@ -143,32 +121,13 @@ def test_a_host_whose_cable_is_pulled_ends_all_and_the_others_go_on(lab: Lab, tm
         until(lambda: run.stepping(5, attempt=2))
         assert list(run.status()["ranks"]) == ["0"]
         run.command.send_signal(signal.SIGTERM)
-        code, said = run.ended(time.monotonic(), 5)
+        code, output = run.ended(time.monotonic(), 5)
     assert code == 75
-    assert "node2: has sent no message for 15 seconds" in said
-    assert "starting again from the last checkpoint, on node1 (restart 1 of 1)" in said
+    assert "node2: has sent no message for 15 seconds" in output
+    assert "starting again from the last checkpoint, on node1 (restart 1 of 1)" in output
 
 
-def test_a_stopped_rank_is_named_and_its_stack_kept(stepping: Run) -> None:
-    began = time.monotonic()
-    stepping.signal_rank(1, signal.SIGSTOP)
-    code, said = stepping.ended(began, 15)
-    assert code == 124
-    silent = re.search(r"rank 1 on node2, step \d+: has sent no heartbeat for (\d+) seconds", said)
-    assert silent is not None and int(silent[1]) >= 4, said
-    assert "fake_rank.py" in (stepping.logs / "rank-1.stack").read_text()
-
-
-def test_asked_to_stop_all_save_and_end(stepping: Run) -> None:
-    began = time.monotonic()
-    stepping.command.send_signal(signal.SIGTERM)
-    code, said = stepping.ended(began, 5)
-    assert code == 75 and "saving at the end of this step" in said
-    for rank in (0, 1):
-        assert (stepping.logs / f"rank-{rank}.log").read_text().rstrip().endswith("saved")
-
-
-def test_under_slurm_its_steps_are_started_and_stopped(lab: Lab, tmp_path: Path) -> None:
+def test_launch_under_slurm(lab: Lab, tmp_path: Path) -> None:
     """The agents are job steps of an allocation; nothing goes through ssh."""
     if reason := no_slurm():
         pytest.skip(reason)
@@ -179,8 +138,8 @@ def test_under_slurm_its_steps_are_started_and_stopped(lab: Lab, tmp_path: Path)
         began = time.monotonic()
         (supervisor,) = [seen for seen in lab.processes("fake_launch.py") if seen.argv[1:2] == (str(FAKE),)]
         os.kill(supervisor.pid, signal.SIGTERM)
-        code, said = run.ended(began, 10)
-    assert code == 75, said
+        code, output = run.ended(began, 10)
+    assert code == 75, output
     assert (run.logs / "rank-1.log").read_text().rstrip().endswith("saved")
 
 
@@ -191,11 +150,9 @@ def dsft(program: Path) -> list[str]:
     return ["-c", "\n".join([*lines, "main()"])]
 
 
-# A rank that is stopped for good is always tried above, with ranks that train nothing.
+# tests/unit/launcher/test_attempt.py always stops a rank for good, with ranks that train nothing.
 @pytest.mark.parametrize("is_one_stopped", tiered([False, True], [False]))
-def test_a_run_goes_on_through_faults_and_ends_as_one_without(
-    lab: Lab, tmp_path: Path, is_one_stopped: bool
-) -> None:
+def test_run_through_faults_ends_as_one_without(lab: Lab, tmp_path: Path, is_one_stopped: bool) -> None:
     """Real training: a rank is killed, another one may be stopped for good, then SIGTERM. Each start goes on
     from the step that was saved last, and what is measured is what a run on one host without a break
     measures."""
@@ -211,25 +168,25 @@ def test_a_run_goes_on_through_faults_and_ends_as_one_without(
             until(lambda: run.stepping(15, attempt=3))
         began = time.monotonic()
         run.command.send_signal(signal.SIGTERM)
-        code, said = run.ended(began, 30)
-    assert code == 75, said
-    assert re.search(r"rank 1 on node2, step \d+: was killed by signal 9", said)
+        code, output = run.ended(began, 30)
+    assert code == 75, output
+    assert re.search(r"rank 1 on node2, step \d+: was killed by signal 9", output)
     if is_one_stopped:
-        assert re.search(r"rank 0 on node1, step \d+: has sent no heartbeat for", said)
+        assert re.search(r"rank 0 on node1, step \d+: has sent no heartbeat for", output)
         assert "slow.py" in (run.logs / "rank-0.stack").read_text()
 
     saved = 0  # the step of the last checkpoint at each moment; a kill may come between a commit and its line
     starts = []
-    for line in said.splitlines():
+    for line in output.splitlines():
         if found := re.search(r"checkpoints/step-(\d+) is committed", line):
             saved = int(found[1])
         if found := re.match(r"going on from step (\d+): ", line):
-            assert int(found[1]) >= saved, said
+            assert int(found[1]) >= saved, output
             saved = int(found[1])
             starts.append(saved)
-    assert len(starts) == 1 + is_one_stopped, said
-    stopped = re.search(r"stopped at step (\d+) of 50 by SIGTERM, and saved", said)
-    assert stopped is not None and int(stopped[1]) == saved, said
+    assert len(starts) == 1 + is_one_stopped, output
+    stopped = re.search(r"stopped at step (\d+) of 50 by SIGTERM, and saved", output)
+    assert stopped is not None and int(stopped[1]) == saved, output
     assert saves.read_text().strip() == f"step-{saved}"
 
     spec, own = write_spec(tmp_path), [*own, "checkpoint.every=100"]
