@@ -21,51 +21,43 @@ FILES = 512  # open files of a rank for data, libraries, logs
 
 
 def look() -> dict[str, Any]:
-    """Return the limits: files [soft, hard], locked in bytes, each None if unlimited; and the InfiniBand
-    cards."""
-    files, locked = (resource.getrlimit(each) for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
-    cards = sorted(each.name for each in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+    """Return the soft limits, None if unlimited (files; locked in bytes), and the InfiniBand cards."""
+    files, locked = (
+        resource.getrlimit(each)[0] for each in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK)
+    )
     return {
-        "files": [_number(limit) for limit in files],
-        "locked": None if may_lock_all() else _number(locked[0]),
-        "infiniband": cards,
+        "files": None if files == resource.RLIM_INFINITY else files,
+        "locked": None if may_lock_all() or locked == resource.RLIM_INFINITY else locked,
+        "infiniband": sorted(each.name for each in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else [],
     }
 
 
-def _number(limit: int) -> int | None:
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
 def check(probed: ProbeResults) -> Iterator[CheckResult]:
-    world = sum(count or 1 for count in probed.slots.values())
+    world, wanted = sum(count or 1 for count in probed.slots.values()), probed.needs.locked
+    needed = FILES + FILES_OF_RANK * world
     for host, part in probed.part("limits"):
-        soft, needed = part["files"][0], FILES + FILES_OF_RANK * world
-        if soft is not None and soft < needed:
+        open_files, locked, cards = part["files"], part["locked"], ", ".join(part["infiniband"])
+        if open_files is not None and open_files < needed:
             yield CheckResult(
-                "open files", host, "failure" if soft < FILES // 2 else "warning",
-                f"{soft:,}, and {world} ranks may need {needed:,}",
+                "open files", host, "failure" if open_files < FILES // 2 else "warning",
+                f"{open_files:,}, and {world} ranks may need {needed:,}",
                 "sockets to other ranks and data files end with `Too many open files`",
                 "ulimit -n 65536, nofile in /etc/security/limits.conf, LimitNOFILE of sshd or slurmd",
             )  # fmt: skip
         else:
-            yield passed("open files", host, "unlimited" if soft is None else f"{soft:,}")
-        yield _locked(host, part["locked"], part["infiniband"], probed.needs.locked)
-
-
-def _locked(host: str, limit: int | None, cards: list[str], needed: int | None) -> CheckResult:
-    do = "ulimit -l unlimited, memlock in /etc/security/limits.conf, or --ulimit memlock=-1 for a container"
-    if limit is None:
-        return passed("locked memory", host, "unlimited")
-    if needed is not None and needed > limit:
-        return CheckResult(
-            "locked memory", host, "failure",
-            f"{size_text(limit, 2)}, and swap buffers need {size_text(needed, 2)} per process",
-            "DeepSpeed locks this memory, and a process that may not lock it is aborted", do,
-        )  # fmt: skip
-    if cards:
-        return CheckResult(
-            "locked memory", host, "warning",
-            f"{size_text(limit, 2)}, and there is InfiniBand ({', '.join(cards)})",
-            "NCCL locks the memory that it registers with the card, and fails if it may not", do,
-        )  # fmt: skip
-    return passed("locked memory", host, size_text(limit, 2))
+            yield passed("open files", host, "unlimited" if open_files is None else f"{open_files:,}")
+        is_short = locked is not None and wanted is not None and wanted > locked
+        value = "unlimited" if locked is None else size_text(locked, 2)
+        if locked is not None and (is_short or cards):
+            yield CheckResult(
+                "locked memory", host, "failure" if is_short else "warning",
+                f"{value}, and " + (
+                    f"swap buffers need {size_text(wanted, 2)} per process" if is_short
+                    else f"there is InfiniBand ({cards})"
+                ),
+                "DeepSpeed and NCCL lock memory, and a process that may not lock it is aborted",
+                "ulimit -l unlimited, memlock in /etc/security/limits.conf, or --ulimit memlock=-1 for a "
+                "container",
+            )  # fmt: skip
+        else:
+            yield passed("locked memory", host, value)

@@ -134,64 +134,65 @@ def port(probed: ProbeResults) -> Iterator[CheckResult]:
 
 
 def chosen(part: Mapping[str, Any]) -> str | None:
-    """Return the interface that the variables select on this host; None if they name none."""
-    named = (part.get("named") or "").split(",")[0].strip()
-    if not named or named.startswith("^"):
-        return None
-    exact = named.lstrip("=")
-    if exact in part["interfaces"] or named.startswith("="):
-        return exact
-    return next((name for name in part["interfaces"] if name.startswith(named)), exact)  # as NCCL does
+    """Return the interface that the variables select on this host, by its name or, as for NCCL, the beginning
+    of its name; None if they name none."""
+    named = (part.get("named") or "").split(",")[0].strip().lstrip("=")
+    if not named or named.startswith("^") or named in part["interfaces"]:
+        return named if named in part["interfaces"] else None
+    return next((name for name in part["interfaces"] if name.startswith(named)), named)
 
 
-def address_of(host: str, part: Mapping[str, Any]) -> str | None:
-    """Return the address at which other hosts reach this host's ranks: on the named interface, else from its
-    own name, else of its first interface that is not a loopback; None if there is none."""
-    name = chosen(part)
+def address_of(part: Mapping[str, Any]) -> str | None:
+    """Return the address at which other hosts reach this host's ranks, IPv4 first: on the named interface,
+    else that of its own name, else of its first interface that is not a loopback; None if there is none."""
+    name, places = chosen(part), part["interfaces"]
     if name is not None:
-        found = part["interfaces"].get(name, {}).get("addresses", [])
-        return next((each for each in sorted(found, key=_is_6) if not _is_of_link(each)), None)
-    resolved = part["resolved"].get(part["hostname"]) or []
-    own = [each for name, at in part["interfaces"].items() if _for_nccl(name, at) for each in at["addresses"]]
-    found = [*sorted(resolved, key=_is_6), *sorted(own, key=_is_6)]
-    return next((each for each in found if not is_loopback(each) and not _is_of_link(each)), None)
+        found = [places.get(name, {}).get("addresses", [])]
+    else:
+        found = [
+            part["resolved"].get(part["hostname"]) or [],
+            *(places[name]["addresses"] for name in _up(part)),
+        ]
+    usable = (
+        [each for each in sorted(group, key=lambda each: ":" in each) if _is_usable(each)] for group in found
+    )
+    return next((group[0] for group in usable if group), None)
+
+
+def _up(part: Mapping[str, Any]) -> list[str]:
+    """Return the interfaces that lead to other hosts: those that are up and have an address, but the loopback
+    and Docker's, which NCCL skips too."""
+    return [
+        name for name, found in part["interfaces"].items()
+        if found["up"] and found["addresses"] and not name.startswith(("lo", "docker"))
+    ]  # fmt: skip
+
+
+def _is_usable(address: str) -> bool:
+    """Return whether others can use the address: not a loopback, nor link-local (fe80::…)."""
+    return not is_loopback(address) and not ipaddress.ip_address(address).is_link_local
 
 
 def interface(probed: ProbeResults) -> Iterator[CheckResult]:
     if len(probed.slots) < 2:
         return
     for host, part in probed.part("network"):
-        name = chosen(part)
-        yield _unnamed(host, part) if name is None else _named(host, name, part)
-
-
-def _named(host: str, name: str, part: Mapping[str, Any]) -> CheckResult:
-    found = part["interfaces"].get(name)
-    there = ", ".join(key for key, each in part["interfaces"].items() if each["up"] and key != "lo")
-    if found is None or not found["up"] or not found["addresses"]:
-        what = "does not exist" if found is None else ("is down" if not found["up"] else "has no address")
-        return CheckResult(
-            "interface", host, "failure", f"{name} {what}; interfaces that are up: {there or 'none'}", HANG,
-            "set cluster.interface to one that every host has, or bring it up",
-        )  # fmt: skip
-    speed = f", {found['speed']:,} Mb/s" if found["speed"] > 0 else ""
-    return passed("interface", host, f"{name}, {address_of(host, part)}{speed}")
-
-
-def _unnamed(host: str, part: Mapping[str, Any]) -> CheckResult:
-    nccl = next((name for name, found in part["interfaces"].items() if _for_nccl(name, found)), None)
-    if nccl is None:
-        return CheckResult(
-            "interface", host, "failure", "only the loopback is up", HANG,
-            "bring up the network that the hosts share",
-        )  # fmt: skip
-    return passed("interface", host, f"none is named: gloo uses the route to the other hosts, NCCL {nccl}")
-
-
-def _for_nccl(name: str, found: Mapping[str, Any]) -> bool:
-    """Return whether NCCL would consider the interface. It prefers InfiniBand, then skips loopback and
-    Docker's."""
-    return bool(found["up"] and found["addresses"] and not name.startswith(("lo", "docker")))
+        name, up = chosen(part), _up(part)
+        found = part["interfaces"].get(name)
+        what, do = "", "set cluster.interface to one that every host has, or bring it up"
+        if name is None and not up:
+            what, do = "only the loopback is up", "bring up the network that the hosts share"
+        elif name is not None and not (found and found["up"] and found["addresses"]):
+            wrong = "does not exist" if found is None else "is down" if not found["up"] else "has no address"
+            what = f"{name} {wrong}; interfaces that are up: {', '.join(up) or 'none'}"
+        if what:
+            yield CheckResult("interface", host, "failure", what, HANG, do)
+        elif name is None:
+            value = f"none is named: gloo uses the route to the other hosts, NCCL {up[0]}"
+            yield passed("interface", host, value)
+        else:
+            speed = f", {found['speed']:,} Mb/s" if found["speed"] > 0 else ""
+            yield passed("interface", host, f"{name}, {address_of(part)}{speed}")
 
 
 def names(probed: ProbeResults) -> Iterator[CheckResult]:
@@ -229,7 +230,7 @@ def targets(
             continue
         if host == first and listening.get("port", "") is None:
             found[f"{host} (port {number})"] = (host, number)
-        address = address_of(host, part)
+        address = address_of(part)
         if address is not None:
             found[host] = (address, listening["free"])
     return found
@@ -254,12 +255,3 @@ def connections(probed: ProbeResults) -> Iterator[CheckResult]:
             )  # fmt: skip
     if tried and tried == good and len(probed.answers.second) == len(probed.slots):
         yield passed("connection", None, "every host connects to all others, and to rank 0's port")
-
-
-def _is_of_link(address: str) -> bool:
-    """Return whether the address is link-local (fe80::…): it is useless without the caller's interface."""
-    return ipaddress.ip_address(address).is_link_local
-
-
-def _is_6(address: str) -> bool:
-    return ":" in address

@@ -70,7 +70,7 @@ class Failure:
         return f"{self.where()} {what.get(self.kind, 'has failed')}"
 
     def text(self) -> str:
-        return f"{self.where()}: {self.message or ended_with(self.code)}"
+        return f"{self.where()}: {self.message or ended_with(self.code or 1)}"
 
     def is_consequence(self) -> bool:
         """Return whether the message only says that another process or host is gone."""

@@ -9,8 +9,8 @@ mpirun        OMPI_COMM_WORLD_RANK etc. (`dsft.rank.openmpi`)
 srun          SLURM_PROCID etc. in a task of srun (`dsft.rank.slurm`)
 python        none of them: one process
 
-The innermost launcher counts: torchrun inside a task of srun is torchrun. Where two launchers describe the
-same processes, they must agree.
+The innermost launcher counts: torchrun inside a task of srun is torchrun. Variables that are set by hand in a
+task of srun or mpirun must agree with it.
 """
 
 from __future__ import annotations
@@ -38,15 +38,10 @@ def detect(environ: Mapping[str, str]) -> Launched:
     """Return this process's place in the world. Raises WorldError where the variables are incomplete, not
     numbers, or contradict each other."""
     if any(environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        launched = _from_rendezvous(environ)
-    elif openmpi.is_process(environ):
-        launched = openmpi.process_of(environ)
-    elif slurm.is_task(environ):
-        launched = slurm.task_of(environ)
-    else:
-        return _alone(environ)
-    _check_requested(environ, launched)
-    return launched
+        return _from_rendezvous(environ)
+    if openmpi.is_process(environ):
+        return openmpi.process_of(environ)
+    return slurm.task_of(environ) if slurm.is_task(environ) else _alone(environ)
 
 
 def _from_rendezvous(environ: Mapping[str, str]) -> Launched:
@@ -56,9 +51,6 @@ def _from_rendezvous(environ: Mapping[str, str]) -> Launched:
     address, port = environ["MASTER_ADDR"], master_port(environ)
     assert port is not None  # one of RENDEZVOUS
     by_torchrun, by_deepspeed = "TORCHELASTIC_RUN_ID" in environ, "CROSS_RANK" in environ
-    if by_torchrun and by_deepspeed:
-        _agree(environ, "GROUP_WORLD_SIZE", "CROSS_SIZE", "torchrun", "deepspeed")
-        _agree(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "torchrun", "deepspeed")
     # deepspeed's names are those of launcher/launch.py:177 MASTER_ADDR
     names = ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE") if by_torchrun else ("CROSS_SIZE", "LOCAL_SIZE")
     if not by_torchrun and not by_deepspeed:
@@ -82,18 +74,8 @@ def _from_rendezvous(environ: Mapping[str, str]) -> Launched:
     marks = {"torchrun": ("TORCHELASTIC_RUN_ID",), "deepspeed": ("CROSS_RANK",), "dsft launch": (AGENT,)}
     mark = marks.get(launcher, ())
     slots = (world_size,) if hosts == 1 else None
-    variables = (*mark, *RENDEZVOUS)
     return Launched(
-        launcher,
-        rank,
-        world_size,
-        local_rank,
-        address,
-        port,
-        local,
-        hosts,
-        slots,
-        variables=variables,
+        launcher, rank, world_size, local_rank, address, port, local, hosts, slots, (*mark, *RENDEZVOUS)
     )
 
 
@@ -110,37 +92,12 @@ def _check_outer_launcher(environ: Mapping[str, str]) -> None:
     elif environ.get("PMI_SIZE"):
         pairs = [("RANK", "PMI_RANK"), ("WORLD_SIZE", "PMI_SIZE")]
     for ours, theirs in pairs:
-        _agree(environ, ours, theirs, "the variables set by hand", "the launcher around them")
-
-
-def _agree(environ: Mapping[str, str], one: str, other: str, of_one: str, of_other: str) -> None:
-    values = [optional_number(environ, name) for name in (one, other)]
-    if None not in values and values[0] != values[1]:
-        raise WorldError(
-            f"{one}={values[0]} ({of_one}) and {other}={values[1]} ({of_other}) contradict each other; unset "
-            "those of the launcher that did not start this process."
-        )
-
-
-def _check_requested(environ: Mapping[str, str], launched: Launched) -> None:
-    """Check that NNODES and NPROC_PER_NODE, where they are numbers, match what the launcher started: a user
-    who sets them and gives torchrun or deepspeed other numbers did not get the run they wanted. After an
-    elastic restart the number of hosts may differ."""
-    started = {"NNODES": launched.hosts, "NPROC_PER_NODE": launched.local_world_size}
-    for name, number in started.items():
-        requested = environ.get(name, "")
-        fewest, _, most = requested.partition(":")
-        if number is None or not fewest.isdecimal() or (most and not most.isdecimal()):
-            continue
-        if not int(fewest) <= number <= int(most or fewest) and not _is_restarted(environ):
+        values = [optional_number(environ, name) for name in (ours, theirs)]
+        if None not in values and values[0] != values[1]:
             raise WorldError(
-                f"{name}={requested} in the environment, but {launched.launcher} started {number}; give the "
-                "launcher the same number, or unset the variable."
+                f"{ours}={values[0]} (the variables set by hand) and {theirs}={values[1]} (the launcher "
+                "around them) contradict each other; unset those that did not start this process."
             )
-
-
-def _is_restarted(environ: Mapping[str, str]) -> bool:
-    return (optional_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0) > 0
 
 
 def _alone(environ: Mapping[str, str]) -> Launched:
