@@ -138,8 +138,7 @@ class TokenRows(Protocol):
         stop of all of them, (n, 2). No tokens are read."""
 
     def first_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return the first token of each of the rows (k,), which are ascending and not empty. Checksums are
-        not verified."""
+        """Return the first token of each of the rows (k,), which are ascending and not empty."""
 
     def read(self, row: int) -> Rendered: ...
     def read_part(self, row: int, start: int, stop: int) -> Rendered:

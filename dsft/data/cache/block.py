@@ -1,62 +1,57 @@
-"""Read and write token blocks: the tokens of one part of a data file, cached in one file that is either
+"""Read and write token blocks: the tokens of one part of a data file, cached in one folder that is either
 complete or absent.
 
-A safetensors file (https://github.com/huggingface/safetensors#format) of n rows, T tokens and S spans:
+rows.npy    ROW (n,)    what is stored of each row
+spans.npy   <i4 (S, 2)  start and stop of each run of targets, counted from the row's first token
+tokens.npy  <u2 or <i4 (T,)
+block.json  the block's key and index, its `BlockAccount`, and a checksum of all but the values of the tokens,
+            verified when the block is opened
 
-ends        I64 (n,)    where each row's tokens end in `tokens`
-span_ends   I64 (n,)    where each row's spans end in `spans`
-content     U64 (n,)    a hash of the row's content
-digests     U64 (n,)    a checksum of the row's tokens and spans, verified whenever the row is read
-trained     I32 (n,)    the number of targets of the row
-lines       U32 (n,)    the row's line number in the block, from 1
-spans       I32 (S, 2)  start and stop of each run of targets, counted from the row's first token
-tokens      U16 or I32 (T,)
-ended       BOOL (n,)   as in `Rendered`
-desirable   BOOL (n,)   as in `TokenRows`
-
-The metadata are one JSON text: a checksum of everything but the tokens, verified when the file is opened, the
-block's key and index, and its `BlockAccount`.
+The values of the tokens are not verified: a bit that the disk flips in them is trained on (docs/limits.md).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-import mmap
 import os
-import re
-import tempfile
+import shutil
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from dsft.data.rows import Rendered
-from dsft.system.files import TEMPORARY
+from dsft.system.files import TEMPORARY, sync_folder
 
-VERSION = 6
+VERSION = 7
 """Version of the cache. Increase it when the same file, format, chat template and tokenizer give different
 rows, tokens or masks, or when the arrays of a block change: blocks of other versions are not read.
 tests/unit/data/test_data_version.py checks it."""
-_METADATA = "dsft"
-_SPILL = 64 << 20  # bytes of tokens collected in memory; a larger block goes to a temporary file
-_TYPES = {"I64": "<i8", "U64": "<u8", "I32": "<i4", "U32": "<u4", "U16": "<u2", "BOOL": "|b1"}
-_COLUMNS = {
-    "ends": "q", "span_ends": "q", "content": "Q", "digests": "Q", "trained": "i", "lines": "I", "spans": "i",
-    "ended": "?", "desirable": "?",
-}  # fmt: skip
-"""Array name -> numpy type code, for all arrays except the tokens."""
+ROW = np.dtype(
+    [
+        ("ends", "<i8"),  # where the row's tokens end in `tokens`
+        ("span_ends", "<i8"),  # where its spans end in `spans`
+        ("content", "<u8"),  # a hash of its content
+        (
+            "digests",
+            "<u8",
+        ),  # a hash of its tokens and spans, of which a run's fingerprint of its data is made
+        ("trained", "<i4"),  # the number of its targets
+        ("lines", "<u4"),  # its line number in the block, from 1
+        ("ended", "?"),  # as in `Rendered`
+        ("desirable", "?"),  # as in `TokenRows`
+    ]
+)
+_INDEX = "block.json"
 
 
 class DamagedBlockError(Exception):
-    """A cache file is damaged or belongs to another block. The message gives the reason."""
+    """A block is damaged or belongs to other rows. The message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class BlockAccount:
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """The arrays of a block, in memory or in a memory-mapped file."""
+    """A block in memory, or memory-mapped. arrays: `spans`, `tokens` and each field of ROW."""
 
     account: BlockAccount
     arrays: Mapping[str, NDArray[Any]]
@@ -111,19 +106,8 @@ class TokenBlock:
         firsts = np.where(rows > 0, self.arrays["ends"][rows - 1], 0)
         return self.arrays["tokens"][firsts].astype(np.int64)
 
-    def read(self, row: int) -> Rendered:
-        """Return a row. Raises DamagedBlockError if the checksum of its tokens and spans does not match."""
-        ids = self._of("ends", "tokens", row).astype(np.int32)
-        spans = self._of("span_ends", "spans", row)
-        if _digest(ids, spans) != int(self.arrays["digests"][row]):
-            raise DamagedBlockError("the checksum of a row does not match its tokens")
-        trained = np.zeros(len(ids), dtype=np.bool_)
-        for start, stop in spans:
-            trained[start:stop] = True
-        return Rendered(ids, trained, bool(self.arrays["ended"][row]))
-
-    def read_part(self, row: int, start: int, stop: int) -> Rendered:
-        """Return tokens `start` to `stop` of a row, without verifying its checksum."""
+    def read(self, row: int, start: int = 0, stop: int | None = None) -> Rendered:
+        """Return tokens `start` to `stop` of a row, by default all."""
         ids = self._of("ends", "tokens", row)[start:stop].astype(np.int32)
         trained = np.zeros(len(ids), dtype=np.bool_)
         for first, last in self._of("span_ends", "spans", row):
@@ -136,138 +120,112 @@ class TokenBlock:
 
 
 class BlockBuilder:
-    """Collects the rows of a block while it is tokenized.
+    """Collects the rows of a block in memory while it is tokenized. dtype: of the tokens, <u2 or <i4."""
 
-    dtype   numpy type of the tokens, <u2 or <i4
-    folder  folder of the temporary file that tokens spill to beyond _SPILL bytes; None: they stay in memory
-    """
-
-    def __init__(self, dtype: str, folder: Path | None = None) -> None:
-        self._dtype, self._limit = dtype, _SPILL if folder is not None else 0
-        self._tokens = tempfile.SpooledTemporaryFile(self._limit, dir=str(folder) if folder else None)
+    def __init__(self, dtype: str) -> None:
+        self._dtype, self._tokens, self._spans = dtype, bytearray(), bytearray()
         self._columns: dict[str, array[Any]] = {
-            name: array(code.replace("?", "B")) for name, code in _COLUMNS.items()
+            name: array(ROW[name].char.replace("?", "B")) for name in ROW.names or ()
         }
-        self._num_tokens = 0
-
-    def close(self) -> None:
-        self._tokens.close()
-
-    def __len__(self) -> int:
-        return len(self._columns["ends"])
 
     def add(self, rendered: Rendered, *, line: int, content: int, desirable: bool) -> None:
-        ids, columns = rendered.input_ids, self._columns
+        ids = rendered.input_ids
         edges = np.flatnonzero(np.diff(rendered.trained.astype(np.int8), prepend=0, append=0))
-        spans = edges.astype(np.int32)
-        self._tokens.write(ids.astype(self._dtype).tobytes())
-        self._num_tokens += len(ids)
-        columns["spans"].frombytes(spans.tobytes())
-        columns["ends"].append(self._num_tokens)
-        columns["span_ends"].append(len(columns["spans"]) // 2)
-        columns["content"].append(content)
-        columns["digests"].append(_digest(ids, spans))
-        columns["trained"].append(int(np.count_nonzero(rendered.trained[1:])))
-        columns["lines"].append(line)
-        columns["ended"].append(rendered.ended)
-        columns["desirable"].append(desirable)
+        spans = edges.astype("<i4").tobytes()
+        self._tokens += ids.astype(self._dtype).tobytes()
+        self._spans += spans
+        digest = hashlib.blake2b(ids.astype("<i4", copy=False).tobytes() + spans, digest_size=8).digest()
+        values = {
+            "ends": len(self._tokens) // np.dtype(self._dtype).itemsize,
+            "span_ends": len(self._spans) // 8,
+            "content": content,
+            "digests": int.from_bytes(digest, "little"),
+            "trained": int(np.count_nonzero(rendered.trained[1:])),
+            "lines": line,
+            "ended": rendered.ended,
+            "desirable": desirable,
+        }
+        for name, value in values.items():
+            self._columns[name].append(value)
 
     def block(self, account: BlockAccount) -> TokenBlock:
-        arrays = {name: np.array(self._columns[name], code) for name, code in _COLUMNS.items()}
-        arrays["spans"] = arrays["spans"].reshape(-1, 2)
-        self._tokens.seek(0)
-        buffer: bytes | mmap.mmap
-        if 0 < self._limit < self._num_tokens * np.dtype(self._dtype).itemsize:
-            buffer = mmap.mmap(self._tokens.fileno(), 0, access=mmap.ACCESS_READ)
-        else:
-            buffer = self._tokens.read()
-        return TokenBlock(account, arrays | {"tokens": np.frombuffer(buffer, self._dtype)})
+        columns = {name: np.array(values, ROW[name]) for name, values in self._columns.items()}
+        spans = np.frombuffer(self._spans, "<i4").reshape(-1, 2)
+        return TokenBlock(
+            account, columns | {"spans": spans, "tokens": np.frombuffer(self._tokens, self._dtype)}
+        )
 
 
-def _digest(ids: NDArray[np.int32], spans: NDArray[np.int32]) -> int:
-    digest = hashlib.blake2b(ids.astype("<i4", copy=False).tobytes(), digest_size=8)
-    digest.update(spans.astype("<i4", copy=False).tobytes())
-    return int.from_bytes(digest.digest(), "little")
-
-
-# --- the file ---------------------------------------------------------------------------------------------
+# --- the folder -------------------------------------------------------------------------------------------
 
 
 def save_block(path: Path, block: TokenBlock, key: str, index: int) -> None:
-    """Write block `index` of `key` to a temporary file, fsync it and rename it. Raises OSError."""
-    about = [key, index, vars(block.account)]
-    metadata = {_METADATA: json.dumps([_checksum(about, block.arrays), *about])}
+    """Write block `index` of `key` to a temporary folder, fsync it and rename it. Raises OSError."""
     aside = path.with_name(path.name + TEMPORARY)
+    rows = np.empty(len(block), ROW)
+    for name in ROW.names or ():
+        rows[name] = block.arrays[name]
+    about = [key, index, asdict(block.account)]
+    arrays = {"rows": rows, "spans": block.arrays["spans"], "tokens": block.arrays["tokens"]}
     try:
-        aside.touch()
-        mode = aside.stat().st_mode
-        save_file(dict(block.arrays), aside, metadata)
-        aside.chmod(mode)  # safetensors leaves a file that only its owner can read
-        with aside.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        raise (OSError(int(number[1]), os.strerror(int(number[1]))) if number else error) from error
+        aside.mkdir()
+        for name, values in arrays.items():
+            with (aside / f"{name}.npy").open("wb") as file:
+                header = np.lib.format.header_data_from_array_1_0(values)
+                np.lib.format.write_array_header_1_0(file, header)
+                file.write(values.data)  # the error of np.save for a full disk has no errno
+                file.flush()
+                os.fsync(file.fileno())
+        with (aside / _INDEX).open("w", encoding="utf-8") as text:
+            json.dump([_checksum(about, **arrays), *about], text)
+            text.flush()
+            os.fsync(text.fileno())
+        sync_folder(aside)
+        remove_block(path)  # a damaged one
+        aside.rename(path)
     finally:
-        aside.unlink(missing_ok=True)
+        remove_block(aside)
 
 
-def open_block(path: Path, key: str, index: int) -> TokenBlock:
-    """Memory-map a file and verify everything but the tokens.
+def remove_block(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
 
-    Raises FileNotFoundError if it does not exist, DamagedBlockError if it is not block `index` of `key` or is
-    incomplete, OSError if it cannot be read.
+
+def open_block(path: Path, key: str | None = None, index: int = 0) -> TokenBlock:
+    """Memory-map a block. key, index: that it must have, with all but the values of its tokens as they were
+    written; None for a block that this process has verified.
+
+    Raises FileNotFoundError if it does not exist, DamagedBlockError if it is incomplete or not block `index`
+    of `key`, OSError if it cannot be read.
     """
-    block, checksum, about = _parse(_mapped(path))
-    if about[:2] != [key, index]:
-        raise DamagedBlockError("it belongs to other rows")
-    if _checksum(about, block.arrays) != checksum:
-        raise DamagedBlockError("its checksum does not match its header or index")
-    return block
-
-
-def reopen_block(path: Path) -> TokenBlock:
-    """Memory-map a file that `open_block` has verified. Raises the same errors."""
-    return _parse(_mapped(path))[0]
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        try:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError:
-            raise DamagedBlockError("it is empty") from None
-
-
-def _parse(buffer: mmap.mmap) -> tuple[TokenBlock, str, list[Any]]:
-    """Return the block, its stored checksum, and [key, index, found], which that covers besides the arrays.
-    Raises DamagedBlockError if the header is damaged."""
     try:
-        start = 8 + int.from_bytes(buffer[:8], "little")
-        header = json.loads(buffer[8:start])
-        checksum, *about = json.loads(header["__metadata__"][_METADATA])
-        arrays: dict[str, NDArray[Any]] = {}
-        for name in (*_COLUMNS, "tokens"):
-            dtype, shape = np.dtype(_TYPES[header[name]["dtype"]]), header[name]["shape"]
-            first, last = header[name]["data_offsets"]
-            arrays[name] = np.frombuffer(buffer, dtype, math.prod(shape), start + first).reshape(shape)
-            if last - first != arrays[name].nbytes:
-                raise ValueError
+        checksum, *about = json.loads((path / _INDEX).read_bytes())
+        rows, spans, tokens = (_mapped(path / f"{name}.npy") for name in ("rows", "spans", "tokens"))
+        if key is not None and about[:2] != [key, index]:
+            raise DamagedBlockError("it belongs to other rows")
+        if key is not None and _checksum(about, rows, spans, tokens) != checksum:
+            raise DamagedBlockError("its checksum does not match its index")
         bad, spelled = tuple(map(tuple, about[2]["bad"])), tuple(about[2]["spelled"])
-        block = TokenBlock(BlockAccount(**about[2] | {"bad": bad, "spelled": spelled}), arrays)
-        if start + block.num_bytes != len(buffer):
-            raise ValueError
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, IndexError):
-        raise DamagedBlockError("it is truncated, or its header is damaged") from None
-    return block, checksum, about
+        account = BlockAccount(**about[2] | {"bad": bad, "spelled": spelled})
+        columns = {name: rows[name] for name in ROW.names or ()}
+    except (OSError, DamagedBlockError):
+        raise
+    except Exception:  # errors of numpy and json for damaged files have no common class
+        raise DamagedBlockError("it is truncated, or damaged") from None
+    return TokenBlock(account, columns | {"spans": spans, "tokens": tokens})
 
 
-def _checksum(about: list[Any], arrays: Mapping[str, NDArray[Any]]) -> str:
+def _mapped(path: Path) -> NDArray[Any]:
+    found = np.load(path, mmap_mode="r")
+    if found.offset + found.nbytes != path.stat().st_size:
+        raise ValueError
+    return np.asarray(found)  # np.memmap is slower to slice
+
+
+def _checksum(about: list[Any], rows: NDArray[Any], spans: NDArray[np.int32], tokens: NDArray[Any]) -> str:
     """Return a hash of everything but the values of the tokens."""
-    digest = hashlib.blake2b(json.dumps(about).encode(), digest_size=32)
-    for name, values in sorted(arrays.items()):
-        digest.update(f"{name} {values.dtype.str} {values.shape}".encode())
-        if name != "tokens":
-            digest.update(values.data)
+    digest = hashlib.blake2b(json.dumps([about, tokens.dtype.str, tokens.shape]).encode(), digest_size=32)
+    for values in (rows, spans):
+        digest.update(f"{values.dtype.str} {values.shape}".encode())
+        digest.update(values.data)
     return digest.hexdigest()

@@ -10,12 +10,11 @@ import multiprocessing
 import os
 import pickle
 import signal
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +34,6 @@ MAX_BAD = 1000
 """Bad rows of a block whose reasons are stored; the others are only counted."""
 _BATCH_ROWS = 1000
 _BATCH_CHARACTERS = 1 << 19  # of rows rendered together: the tokenizer needs about 50 bytes per character
-_REPORT_SECONDS = 0.5
 _WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
@@ -45,7 +43,7 @@ class BlockJob:
 
     content  digest of the block's data file
     key      digest of everything that determines the result
-    path     file to write
+    path     folder to write
     """
 
     block: Block
@@ -58,42 +56,31 @@ class BlockJob:
 # --- one block --------------------------------------------------------------------------------------------
 
 
-def write_block(job: BlockJob, renderer: Renderer, dtype: str, report: Callable[[int], None]) -> int:
-    """Write the block's file and return its number of rows. `report` is called with the rows so far.
-
-    Raises StorageError and MissingInputError.
-    """
+def write_block(job: BlockJob, renderer: Renderer, dtype: str) -> int:
+    """Write the block and return its number of rows. Raises StorageError and MissingInputError."""
     try:
-        block = tokenize_block(job, renderer, dtype, report, job.path.parent)
+        block = tokenize_block(job, renderer, dtype)
         save_block(job.path, block, job.key, job.block.index)
     except OSError as error:
         raise write_error(job.path, error, "set another data.cache_dir") from error
     return len(block)
 
 
-def tokenize_block(
-    job: BlockJob,
-    renderer: Renderer,
-    dtype: str,
-    report: Callable[[int], None] = lambda rows: None,
-    folder: Path | None = None,
-) -> TokenBlock:
-    """Read, convert and tokenize the rows of a block. dtype: numpy type of its tokens; folder: as in
-    `BlockBuilder`."""
+def tokenize_block(job: BlockJob, renderer: Renderer, dtype: str) -> TokenBlock:
+    """Read, convert and tokenize the rows of a block. dtype: numpy type of its tokens."""
     lines = blank = bad_rows = 0
     bad: list[tuple[int, str]] = []
     spelled: list[int] = []
-    with closing(BlockBuilder(dtype, folder)) as builder:
-        for batch in _batches(read_block(job.block), job.format):
-            lines = max([lines, *(line.number for line in batch)])
-            blank += sum(line.row is None and line.mistake is None for line in batch)
-            mistakes = [(line.number, line.mistake) for line in batch if line.mistake is not None]
-            mistakes += _render(batch, renderer, builder, spelled)
-            bad_rows += len(mistakes)
-            bad += sorted(mistakes)[: MAX_BAD - len(bad)]
-            report(len(builder))
-        found = BlockAccount(lines, blank, bad_rows, tuple(bad), len(spelled), tuple(spelled[:MAX_BAD]))
-        return builder.block(found)
+    builder = BlockBuilder(dtype)
+    for batch in _batches(read_block(job.block), job.format):
+        lines = max([lines, *(line.number for line in batch)])
+        blank += sum(line.row is None and line.mistake is None for line in batch)
+        mistakes = [(line.number, line.mistake) for line in batch if line.mistake is not None]
+        mistakes += _render(batch, renderer, builder, spelled)
+        bad_rows += len(mistakes)
+        bad += sorted(mistakes)[: MAX_BAD - len(bad)]
+    found = BlockAccount(lines, blank, bad_rows, tuple(bad), len(spelled), tuple(spelled[:MAX_BAD]))
+    return builder.block(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,33 +157,26 @@ class TokenizerPool:
         self._renderer, self._num_workers = renderer, num_workers
         self._executor: ProcessPoolExecutor | None = None
         self._workers: list[Any] = []
-        self._reports: Any = None
 
     @cached_property
     def recipe(self) -> tuple[Renderer, str]:
         """The renderer, and the numpy type of tokens: <u2 if every token id fits in it, else <i4."""
         return self._renderer, "<u2" if num_ids(self._renderer.tokenizer) <= 2**16 else "<i4"
 
-    def write(
-        self, jobs: Sequence[BlockJob], progress: Callable[[int, int], None], *, here: bool = False
-    ) -> None:
-        """Write the files of all blocks. progress: called with the number of blocks finished and of rows
-        tokenized so far; here: work in this process, without workers.
+    def write(self, jobs: Sequence[BlockJob], *, here: bool = False) -> Iterator[int]:
+        """Write all blocks and yield the number of rows of each that is finished. here: work in this process,
+        without workers.
 
         Raises the first error of any block, and WorldError if a worker is killed.
         """
-        if not here and min(self._num_workers, len(jobs)) > 1:
-            self._wait(self._submit(jobs), progress)
+        if here or min(self._num_workers, len(jobs)) <= 1:
+            yield from (write_block(job, *self.recipe) for job in jobs)
             return
-        done = rows = 0
-
-        def report(count: int) -> None:
-            progress(done, rows + count)
-
-        for job in jobs:
-            rows += write_block(job, *self.recipe, report)
-            done += 1
-            report(0)
+        try:
+            for future in as_completed(self._submit(jobs)):
+                yield future.result()
+        except BrokenProcessPool:
+            raise self._broken() from None
 
     def close(self) -> None:
         """Kill the workers, even while they work."""
@@ -204,34 +184,17 @@ class TokenizerPool:
             worker.kill()
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
-        self._executor, self._workers, self._reports = None, [], None  # releases their semaphores
+        self._executor, self._workers = None, []  # releases their semaphores
 
     def _submit(self, jobs: Sequence[BlockJob]) -> list[Future[int]]:
         with _worker_settings():
             if self._executor is None:
                 context = multiprocessing.get_context("spawn")
-                self._reports = context.SimpleQueue()
-                arguments = os.getpid(), pickle.dumps(self.recipe), self._reports
+                arguments = os.getpid(), pickle.dumps(self.recipe)
                 self._executor = ProcessPoolExecutor(self._num_workers, context, _start_worker, arguments)
-            futures = [self._executor.submit(_write_in_worker, i, job) for i, job in enumerate(jobs)]
+            futures = [self._executor.submit(_write_in_worker, job) for job in jobs]
         self._workers = list(self._executor._processes.values())
         return futures
-
-    def _wait(self, futures: Sequence[Future[int]], progress: Callable[[int, int], None]) -> None:
-        rows = dict.fromkeys(futures, 0)
-        pending = set(futures)
-        while pending:
-            finished, pending = wait(pending, _REPORT_SECONDS, FIRST_COMPLETED)
-            while not self._reports.empty():
-                number, count = self._reports.get()
-                rows[futures[number]] = count
-            for future in finished:
-                try:
-                    rows[future] = future.result()
-                except BrokenProcessPool:
-                    raise self._broken() from None
-            if any(rows.values()):
-                progress(len(futures) - len(pending), sum(rows.values()))
 
     def _broken(self) -> WorldError:
         """Return the error for a worker that was killed. The executor then ends the others with SIGTERM."""
@@ -263,31 +226,21 @@ def _worker_settings() -> Iterator[None]:
 
 # --- a worker ---------------------------------------------------------------------------------------------
 
-_worker: tuple[Renderer, str, Any]
-"""The renderer, the numpy type of tokens, and the queue to the parent."""
+_worker: tuple[Renderer, str]
+"""The renderer and the numpy type of tokens."""
 
 
-def _start_worker(parent: int, recipe: bytes, reports: Any) -> None:
+def _start_worker(parent: int, recipe: bytes) -> None:
     """Initialize a worker. Must not raise, which would break the pool."""
     global _worker
     die_with(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])  # the parent's mask may block SIGTERM
-    _worker = (*pickle.loads(recipe), reports)  # bytes of the parent process, not of a file
+    _worker = pickle.loads(recipe)  # bytes of the parent process, not of a file
 
 
-def _write_in_worker(number: int, job: BlockJob) -> int:
-    """Write the file of block `number`, report progress to the parent, and return the number of rows."""
-    renderer, dtype, reports = _worker
-    last = 0.0
-
-    def report(rows: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > _REPORT_SECONDS:
-            last = time.monotonic()
-            reports.put((number, rows))
-
+def _write_in_worker(job: BlockJob) -> int:
     try:
-        return write_block(job, renderer, dtype, report)
+        return write_block(job, *_worker)
     except DsftError:
         raise
     except Exception:  # a bug in dsft; the exception itself may not be picklable

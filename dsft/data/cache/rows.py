@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data import formats
-from dsft.data.cache.block import BlockAccount, DamagedBlockError, TokenBlock, reopen_block
+from dsft.data.cache.block import BlockAccount, DamagedBlockError, TokenBlock, open_block
 from dsft.data.cache.build import MAX_BAD, BlockJob
 from dsft.data.read.files import DataFile, file_notes
 from dsft.data.rows import PLACES, Account, Rendered, printable
 from dsft.errors import DamagedDataError
 
 _MAPPED = 16  # blocks (of about 16 MB) that are memory-mapped at a time
-_LONG = 1 << 16  # tokens from which on a row counts as long
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +47,6 @@ class StoredRows:
     names: tuple[str, ...]
     first_lines: tuple[int, ...]
     places: tuple[Path | TokenBlock, ...]
-    _proven: set[int] = field(default_factory=set, init=False)  # long rows that this process has verified
 
     def source(self, row: int) -> str:
         which, block, inside = self._find(row)
@@ -73,52 +70,32 @@ class StoredRows:
             yield self._find(int(mine[0]))[1], mine - self.starts[which]
 
     def read(self, row: int) -> Rendered:
-        """Return a row. Raises DamagedDataError if its checksum does not match; the block's file is then
-        removed, and the next run tokenizes it again."""
-        which, block, inside = self._find(row)
-        try:
-            return block.read(inside)
-        except DamagedBlockError as error:
-            raise self._damaged(which, error) from None
+        _, block, inside = self._find(row)
+        return block.read(inside)
 
     def read_part(self, row: int, start: int, stop: int) -> Rendered:
-        """Return tokens `start` to `stop` of a row; raises as `read` does. A row of more than _LONG tokens is
-        verified only once, since verifying reads all of it."""
-        if self.lengths[row] <= _LONG:
-            whole = self.read(row)
-            return Rendered(whole.input_ids[start:stop], whole.trained[start:stop], whole.ended)
-        if row not in self._proven:
-            self.read(row)
-            self._proven.add(row)
         _, block, inside = self._find(row)
-        return block.read_part(inside, start, stop)
+        return block.read(inside, start, stop)
 
     def _find(self, row: int) -> tuple[int, TokenBlock, int]:
+        """Return the number of the row's block, the block, and the row's number in it. Raises
+        DamagedDataError if the cache was removed or damaged since the run began."""
         which = int(np.searchsorted(self.starts, row, side="right")) - 1
         place = self.places[which]
-        if isinstance(place, TokenBlock):
-            return which, place, row - int(self.starts[which])
         try:
-            return which, _reopened(place), row - int(self.starts[which])
+            block = place if isinstance(place, TokenBlock) else _reopened(place)
         except (DamagedBlockError, OSError) as error:
-            raise self._damaged(which, error) from None
-
-    def _damaged(self, which: int, error: DamagedBlockError | OSError) -> DamagedDataError:
-        path = self.places[which]
-        assert isinstance(path, Path), "what is in memory is not damaged"
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
-        _reopened.cache_clear()
-        return DamagedDataError(
-            f"{path}: {reason}. The file was removed, so start again to tokenize the rows of "
-            f"{self.names[which]} again; if this happens again, check the disk."
-        )
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DamagedDataError(
+                f"{place}: {reason}. It was changed while this run read it; remove it and start again to "
+                f"tokenize the rows of {self.names[which]} again."
+            ) from None
+        return which, block, row - int(self.starts[which])
 
 
 @lru_cache(maxsize=_MAPPED)
 def _reopened(path: Path) -> TokenBlock:
-    return reopen_block(path)
+    return open_block(path)
 
 
 @dataclass(frozen=True)
@@ -171,7 +148,7 @@ class BlockIndex:
         account = self.account
         if rows == len(self):
             return account
-        block = self.place if isinstance(self.place, TokenBlock) else reopen_block(self.place)
+        block = self.place if isinstance(self.place, TokenBlock) else open_block(self.place)
         last = block.line(rows - 1) if rows else 0
         bad = tuple(place for place in account.bad if place[0] < last)
         spelled = tuple(line for line in account.spelled if line <= last)

@@ -13,17 +13,16 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
 
 from dsft.data import formats
-from dsft.data.cache.block import VERSION, BlockAccount, DamagedBlockError, open_block
+from dsft.data.cache.block import VERSION, BlockAccount, DamagedBlockError, open_block, remove_block
 from dsft.data.cache.build import MAX_BAD, BlockJob, TokenizerPool, tokenize_block
 from dsft.data.cache.rows import BlockIndex, FileHead, StoredRows, join_blocks
-from dsft.data.read.digest import file_digest
-from dsft.data.read.files import DataFile, blocks, data_files, file_lines
+from dsft.data.read.files import DataFile, blocks, data_files, file_digest, file_lines
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Line, data_error, printable
 from dsft.errors import DataError, Problem, StorageError
@@ -204,10 +203,7 @@ def _jobs(head: FileHead, renderer: Renderer, cache: Cache) -> list[BlockJob]:
     inputs = json.dumps([VERSION, content, cuts, of_format, renderer.digest], sort_keys=True)
     key = hashlib.sha256(inputs.encode()).hexdigest()
     folder = cache.folder / key[:32]
-    return [
-        BlockJob(part, head.format, content, key, folder / f"block-{part.index:05}.safetensors")
-        for part in parts
-    ]
+    return [BlockJob(part, head.format, content, key, folder / f"block-{part.index:05}") for part in parts]
 
 
 def _waves(jobs: Sequence[BlockJob], size: int | None) -> Iterator[Sequence[BlockJob]]:
@@ -278,23 +274,21 @@ class _BlockStore:
         if not jobs:
             return
         for folder in {job.path.parent for job in jobs}:
-            for left in [*folder.glob(f"*{TEMPORARY}"), *folder.glob(f"{TEMPORARY}*")]:  # of killed processes
-                with suppress(OSError):
-                    left.unlink()
+            for left in folder.glob(f"*{TEMPORARY}"):  # of killed processes
+                remove_block(left)
         of_file = {job.block.file: job for job in jobs}
         num_bytes = sum(Path(file.path).stat().st_size for file in of_file if file.path)
-        self._pool.write(
-            jobs,
-            lambda done, rows: self._cache.progress(TokenizeProgress(self._name, done, len(jobs), rows)),
-            here=num_bytes < _SMALL,
-        )
+        rows = 0
+        for done, count in enumerate(self._pool.write(jobs, here=num_bytes < _SMALL), 1):
+            rows += count
+            self._cache.progress(TokenizeProgress(self._name, done, len(jobs), rows))
         assert self._cache.folder is not None
         digests = self._cache.folder / DIGESTS
         changed = [file for file, job in of_file.items() if file_digest(file, digests) != job.content]
         if changed:
             for job in jobs:
                 if job.block.file in changed:
-                    job.path.unlink(missing_ok=True)
+                    remove_block(job.path)
             rule = "was written to while its rows were read; start again when it is complete"
             raise DataError("a data file changed:", [Problem(file.name, rule) for file in changed])
         self.num_tokenized += len(jobs)

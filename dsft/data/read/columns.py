@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dsft.data.read.lines import BLOCK_BYTES, STOPS
 from dsft.data.rows import Line
@@ -20,29 +20,22 @@ if TYPE_CHECKING:
 _BYTES_AT_ONCE = 4 << 20  # bytes of rows converted to Python values together
 _MAX_ROWS_AT_ONCE = 1000
 _MAX_PARTS = 16
-"""Maximum number of blocks of one row group."""
+"""Maximum number of blocks of one row group, on average."""
 
 
 def parquet_starts(path: Path) -> list[int]:
-    """Return the rows at which blocks begin; [0] for a file that cannot be read. A large row group becomes
-    several blocks: each decodes the rows before it in vain, which costs little compared with tokenizing."""
+    """Return the rows at which blocks begin; [0] for a file that cannot be read. A block that begins inside a
+    row group decodes the group's rows before it in vain, which costs little compared with tokenizing."""
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            rows, groups = file.metadata.num_rows, file.metadata.num_row_groups
+            size = sum(file.metadata.row_group(i).total_byte_size for i in range(groups))
     except _read_errors():
         return [0]
-    starts, row, size = [0], 0, 0
-    for group in groups:
-        if size >= BLOCK_BYTES:
-            starts.append(row)
-            size = 0
-        parts = max(1, min(_MAX_PARTS, group.num_rows, group.total_byte_size // BLOCK_BYTES))
-        starts += [row + group.num_rows * part // parts for part in range(1, parts)]
-        size = group.total_byte_size // parts + (size if parts == 1 else 0)
-        row += group.num_rows
-    return starts
+    count = max(1, min(size // BLOCK_BYTES, _MAX_PARTS * groups, rows))
+    return [rows * part // count for part in range(count)]
 
 
 def parquet_rows(path: Path, start: int, stop: int | None) -> Iterator[Line]:
@@ -157,39 +150,17 @@ def _lines(batches: Callable[[], Iterator[pyarrow.RecordBatch]], kind: str) -> I
 
 
 def _numbered(batch: pyarrow.RecordBatch, number: int) -> Iterator[Line]:
-    """Yield the rows of a batch, converting some at a time. If a part cannot be read, its rows are tried one
-    by one, unless the batch has more than _MAX_ROWS_AT_ONCE rows."""
+    """Yield the rows of a batch, converting some at a time; all of these have a mistake if one cannot be
+    read."""
     at_once = _rows_at_once(batch.get_total_buffer_size(), batch.num_rows)
-    is_one, is_short = batch.num_rows == 1, batch.num_rows <= _MAX_ROWS_AT_ONCE
-    reason = _invalid(batch)
     for start in range(0, batch.num_rows, at_once):
-        part = batch.slice(start, at_once)
-        rows = _values(part) if reason is None else reason
-        if not isinstance(rows, str):
-            yield from (Line(number + start + index, row) for index, row in enumerate(rows))
-        elif is_one or not is_short:
-            places = range(number + start, number + start + part.num_rows)
-            yield from (Line(place, mistake=f"cannot be read: {rows}") for place in places)
+        part, first = batch.slice(start, at_once), number + start
+        try:
+            part.validate(full=True)  # pyarrow follows offsets beyond their buffers blindly
+            rows = part.to_pylist()
+        except (ValueError, OverflowError) as error:  # such as a date that Python cannot represent
+            last, reason = first + part.num_rows - 1, str(error).split("\n")[0]
+            mistake = f"rows {first} to {last} cannot be read: {reason}"
+            yield from (Line(place, mistake=mistake) for place in range(first, last + 1))
         else:
-            for index in range(part.num_rows):
-                yield from _numbered(part.slice(index, 1), number + start + index)
-
-
-def _invalid(batch: pyarrow.RecordBatch) -> str | None:
-    """Return why a batch is invalid: offsets beyond their buffers, which pyarrow would follow blindly, or
-    strings that are not UTF-8; None if it is valid."""
-    import pyarrow
-
-    try:
-        batch.validate(full=True)
-    except pyarrow.ArrowInvalid as error:
-        return str(error).split("\n")[0]
-    return None
-
-
-def _values(batch: pyarrow.RecordBatch) -> list[dict[str, Any]] | str:
-    try:
-        rows: list[dict[str, Any]] = batch.to_pylist()
-    except (ValueError, OverflowError) as error:  # such as a date that Python cannot represent
-        return str(error).split("\n")[0]
-    return rows
+            yield from (Line(place, row) for place, row in enumerate(rows, start=first))

@@ -16,52 +16,42 @@ from dsft.data.rows import Line
 def csv_rows(texts: Iterable[tuple[str, str | None]], delimiter: str) -> Iterator[Line]:
     """Yield the rows of a file, given what `lines` yields. A quoted field may contain line breaks; a row's
     number is that of the line it starts on."""
+    bad: list[str] = []  # mistakes of the lines of one row
+
+    def with_line_breaks() -> Iterator[str]:
+        for text, mistake in texts:
+            bad.extend([mistake] if mistake is not None else [])
+            yield text + "\n"
+
     csv.field_size_limit(MAX_LINE)  # global for the process: the csv module has no other way
-    header: list[str] | None = None
-    for number, fields, mistake in _records(texts, delimiter):
-        if mistake is None and len(fields) < 2 and not "".join(fields).strip():
+    reader = csv.reader(with_line_breaks(), delimiter=delimiter, strict=True)
+    header: list[str] = []
+    while True:
+        bad.clear()
+        number, fields = reader.line_num + 1, list[str]()
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            bad.append(_syntax(error))
+        if not bad and len(fields) < 2 and not "".join(fields).strip():
             yield Line(number)
-        elif header is None:
-            mistake = mistake or _header_mistake(fields)
-            if mistake is not None:
-                yield Line(number, mistake=f"{mistake.removesuffix(STOPS)}{STOPS}")
+        elif not header:
+            if mistakes := [*bad, *_header_mistakes(fields)]:
+                yield Line(number, mistake=f"{mistakes[0].removesuffix(STOPS)}{STOPS}")
                 return
             header = fields
-        elif mistake is not None:
-            yield Line(number, mistake=mistake)
+        elif bad:
+            yield Line(number, mistake=bad[0])
+            if bad[-1].endswith(STOPS):
+                return
         elif len(fields) != len(header):
             hint = "write fields that contain a delimiter or a line break in double quotes"
             has = "1 field" if len(fields) == 1 else f"{len(fields)} fields"
             yield Line(number, mistake=f"{has}, but the header has {len(header)}; {hint}")
         else:
             yield Line(number, dict(zip(header, fields, strict=True)))
-
-
-def _records(
-    texts: Iterable[tuple[str, str | None]], delimiter: str
-) -> Iterator[tuple[int, list[str], str | None]]:
-    """Yield (line that the record starts on, fields, mistake)."""
-    bad: list[str] = []
-
-    def with_line_breaks() -> Iterator[str]:
-        for text, mistake in texts:
-            if mistake is not None:
-                bad.append(mistake)
-            yield text + "\n"
-
-    reader = csv.reader(with_line_breaks(), delimiter=delimiter, strict=True)
-    while True:
-        number, fields, reason = reader.line_num + 1, [], None
-        try:
-            fields = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            reason = _syntax(error)
-        yield number, fields, bad[0] if bad else reason
-        if reason is not None and reason.endswith(STOPS):
-            return
-        bad.clear()
 
 
 def _syntax(error: csv.Error) -> str:
@@ -73,10 +63,9 @@ def _syntax(error: csv.Error) -> str:
     return f"not CSV: {reason}"
 
 
-def _header_mistake(names: Sequence[str]) -> str | None:
+def _header_mistakes(names: Sequence[str]) -> Iterator[str]:
     for position, name in enumerate(names, start=1):
         if not name.strip():
-            return f"column {position} of the header has no name"
+            yield f"column {position} of the header has no name"
         if name in names[: position - 1]:
-            return f'the header has the column "{name}" twice'
-    return None
+            yield f'the header has the column "{name}" twice'

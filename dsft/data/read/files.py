@@ -6,6 +6,8 @@ The order of rows is that of the files, of their blocks, and of the lines.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -17,11 +19,12 @@ from dsft.data.read import builtin
 from dsft.data.read.columns import arrow_rows, arrow_starts, parquet_rows, parquet_starts
 from dsft.data.read.csv_rows import csv_rows
 from dsft.data.read.json_rows import is_list, json_lines, json_list
-from dsft.data.read.lines import BYTE_ORDER_MARK, block_starts, first_bytes, is_blank, lines
+from dsft.data.read.lines import BLOCK_BYTES, BYTE_ORDER_MARK, block_starts, first_bytes, is_blank, lines
 from dsft.data.rows import Line
 from dsft.errors import MissingInputError
 from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.sources import BUILTIN_PREFIX, HUB_FORM, HubData, hub_data, kind_of
+from dsft.system.digest import content_digest
 from dsft.system.hub import hub_obstacle
 from dsft.system.json_file import special_kind
 
@@ -160,6 +163,22 @@ def file_lines(file: DataFile) -> Iterator[Line]:
             number = line.number
             yield replace(line, number=before + number)
         before += number
+
+
+def file_digest(file: DataFile, folder: Path | None = None) -> str:
+    """Return a sha256 of a file's content, kind and block size: files with equal digests have equal blocks.
+
+    The content's digest is cached in `folder`, so that an unchanged file is not read again. Raises
+    MissingInputError if the file cannot be read, DataError if it changes while it is read.
+    """
+    read_as = json.dumps([file.kind, file.is_compressed, BLOCK_BYTES])
+    if file.kind == "builtin":
+        rows = builtin.builtin_rows(file.name.removeprefix(BUILTIN_PREFIX))
+        content = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    else:
+        with readable(file):
+            content = content_digest(Path(file.path), folder)
+    return hashlib.sha256(f"{read_as} {content}".encode()).hexdigest()
 
 
 def file_notes(file: DataFile) -> tuple[str, ...]:

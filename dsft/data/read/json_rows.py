@@ -29,6 +29,8 @@ from dsft.data.rows import Line
 
 WHITE_SPACE = " \t\n\r"  # RFC 8259, section 2
 _WHITE_SPACE = re.compile(f"[{WHITE_SPACE}]*")
+_BEGIN = re.compile(f"[{WHITE_SPACE}]*\\[[{WHITE_SPACE}]*(\\]?)[{WHITE_SPACE}]*")
+_SEPARATOR = re.compile(f"[{WHITE_SPACE}]*([],])[{WHITE_SPACE}]*")
 _OPENED = {
     "{": f"an object over several lines; write one object per line, or a list in a .json file{STOPS}",
     "[": f"a list over several lines; rename the file to .json{STOPS}",
@@ -140,45 +142,32 @@ def _skip(text: str, position: int) -> int:
     return found.end() if found else position
 
 
-# --- a list -----------------------------------------------------------------------------------------------
-
-
 def _elements(text: str) -> Iterator[Line]:
-    decoder = _Decoder()
-    position = _skip(text, _skip(text, 0) + 1)  # after the bracket
-    number = 1 + text.count("\n", 0, position)
-    while text[position : position + 1] != "]":
+    """Yield the elements of a list, given its text, up to the first mistake of its syntax."""
+    decoder, separator = _Decoder(), _BEGIN.match(text)
+    position = end = 0
+    number = 1  # the line of `position`
+    while separator is not None and separator[1] != "]":
+        number += text.count("\n", position, separator.end())
+        position = separator.end()
         try:
             value, end, mistake = decoder.decode(text, position)
         except RecursionError:
             yield Line(number, mistake=f"nested too deeply to be read{STOPS}")
             return
         except ValueError as error:
-            reason = _syntax(error, text)
-            if isinstance(error, json.JSONDecodeError) and not reason.startswith("cut off"):
-                number = error.lineno
-            yield Line(number, mistake=f"{reason}{STOPS}")
+            is_last = text[position : position + 1] == "]"
+            reason = "a comma before the closing ]" if is_last else _syntax(error, text)
+            yield Line(getattr(error, "lineno", number), mistake=f"{reason}{STOPS}")
             return
         if end - position > MAX_LINE:
             mistake = TOO_LONG.format(f"the element has {end - position:,} characters")
         yield _line(number, value, mistake)
-        after = _skip(text, end)
-        number += text.count("\n", position, after)
-        position, character = after, text[after : after + 1]
-        if character == "]":
-            break
-        if character == ",":
-            position = _skip(text, after + 1)
-            number += text.count("\n", after, position)
-            if text[position : position + 1] != "]":
-                continue
-            reason = f"a comma before the closing ]{STOPS}"
-        elif character:
-            reason = f'"{character}" where "," or "]" is expected{STOPS}'
-        else:
-            reason = "cut off: the list has no closing ]"
-        yield Line(number, mistake=reason)
-        return
-    rest = _skip(text, position + 1)
-    if rest < len(text):
-        yield Line(number + text.count("\n", position, rest), mistake="more text after the list")
+        separator = _SEPARATOR.match(text, end)
+    after = separator.end() if separator else _skip(text, end)
+    number += text.count("\n", position, after)
+    if separator is None:
+        reason = f'"{text[after]}" where "," or "]" is expected{STOPS}' if text[after:] else ""
+        yield Line(number, mistake=reason or "cut off: the list has no closing ]")
+    elif separator.end() < len(text):
+        yield Line(number, mistake="more text after the list")

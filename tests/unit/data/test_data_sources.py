@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 import dsft
-from dsft.data.read.digest import file_digest
-from dsft.data.read.files import blocks, data_files, file_notes, read_block
+from dsft.data.read.files import blocks, data_files, file_digest, file_notes, read_block
 from dsft.errors import DataError, MissingInputError
 from dsft.system import digest
 
