@@ -466,21 +466,22 @@ def train_tokenizer(  # noqa: PLR0913, PLR0917  an argument is an option
     character_coverage: Annotated[
         float,
         typer.Option(
+            min=0.9,
+            max=1.0,
             help="Share of the text's characters that get a token; the others are encoded as bytes.",
         ),
     ] = 0.9995,
     special: Annotated[
         list[str] | None, typer.Option(help="Additional special token; may be repeated.")
     ] = None,
-    sample_mb: Annotated[float, typer.Option(min=0.001, help="Megabytes of text to train on.")] = 200.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed for choosing that text.")] = 0,
+    sample_mb: Annotated[float, typer.Option(min=0.001, help="Most megabytes of text to train on.")] = 200.0,
 ) -> None:
     """Train a tokenizer on text and write it for transformers. It is checked that it reproduces the text."""
     from dsft.data.tokenizer.training import TokenizerOptions
     from dsft.data.tokenizer.training import train_tokenizer as train
 
     train(
-        TokenizerOptions(files, out, vocab_size, model, character_coverage, special or (), sample_mb, seed),
+        TokenizerOptions(files, out, vocab_size, model, character_coverage, special or (), sample_mb),
         print,
     )
 

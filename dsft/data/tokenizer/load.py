@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsft.data.render.template import named_template
-from dsft.data.tokenizer.spm import MODEL_FILE, bare_model, load_sentencepiece
 from dsft.errors import MissingInputError
 from dsft.spec.files import NO_TOKENIZER, lacks_tokenizer, unfit_model
 from dsft.spec.schema import Model
@@ -22,6 +21,9 @@ from dsft.system.json_file import read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MODEL_FILE = "tokenizer.model"
+OTHER_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
+"""With one of these files beside it, a `tokenizer.model` is not bare: transformers can load the folder."""
 PAD_TOKEN = "<|pad|>"
 TURN_START_TOKEN = "<|im_start|>"
 TURN_END_TOKEN = "<|im_end|>"
@@ -98,6 +100,8 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     if unfit := unfit_model(name_or_path):
         raise MissingInputError(f"tokenizer {name_or_path}: {unfit}; give a folder of a tokenizer's files")
     if (model := bare_model(name_or_path)) is not None:
+        from dsft.data.tokenizer.spm import load_sentencepiece
+
         return load_sentencepiece(model)
     if lacks_tokenizer(str(name_or_path)):
         raise MissingInputError(f"tokenizer {name_or_path}: the folder {NO_TOKENIZER}")
@@ -121,6 +125,17 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
             f"row for each id up to it; at most {MOST_IDS:,} are supported: repair its vocabulary"
         )
     return tokenizer
+
+
+def bare_model(name: str | Path) -> Path | None:
+    """Return the path of the bare sentencepiece model that `name` is, or that is in the folder `name` without
+    any of OTHER_FILES; else None."""
+    path = Path(name)
+    if path.is_file() and path.suffix == ".model":
+        return path
+    if (path / MODEL_FILE).is_file() and not any((path / other).exists() for other in OTHER_FILES):
+        return path / MODEL_FILE
+    return None
 
 
 CONFIG = "tokenizer_config.json"
@@ -245,10 +260,8 @@ def byte_level_tokenizer() -> PreTrainedTokenizerBase:
     Encoding and decoding returns every text unchanged. `save_pretrained` writes a Hugging Face folder.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    tokenizer_class: Any = PreTrainedTokenizerFast
     untyped: Any = bytes_to_unicode
     characters = untyped()  # byte -> the printable character for it, as in GPT-2's vocabulary
     model: Any = models.BPE(vocab={characters[byte]: byte for byte in range(256)}, merges=[])
@@ -256,11 +269,20 @@ def byte_level_tokenizer() -> PreTrainedTokenizerBase:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    return chatml_tokenizer(backend)
+
+
+def chatml_tokenizer(backend: Any, special: Sequence[str] = (), **more: str) -> PreTrainedTokenizerBase:
+    """Return a transformers tokenizer with SPECIAL_TOKENS, `special` ones and a ChatML template."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer_class: Any = PreTrainedTokenizerFast
     return tokenizer_class(  # type: ignore[no-any-return]
         tokenizer_object=backend,
         pad_token=PAD_TOKEN,
         eos_token=TURN_END_TOKEN,
-        additional_special_tokens=[TURN_START_TOKEN],
+        additional_special_tokens=[TURN_START_TOKEN, *special],
         chat_template=named_template("chatml"),
         clean_up_tokenization_spaces=False,
+        **more,
     )

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from dsft.data.read.builtin import QUICKSTART, builtin_rows
 from dsft.data.render.renderer import tokenizer_text
 from dsft.data.tokenizer import spm
-from dsft.data.tokenizer.load import AddedTokens, add_tokens, load_tokenizer, notes
+from dsft.data.tokenizer.load import AddedTokens, add_tokens, bare_model, load_tokenizer, notes
 from dsft.errors import MissingInputError
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
@@ -120,7 +120,7 @@ def test_ids_are_sentencepieces_own(model_type: str, kind: str, load: Load, text
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 @given(text=TEXT.filter(lambda text: "\u2581" not in text))
 @settings(max_examples=100, deadline=None)
-def test_text_comes_back(model_type: str, kind: str, load: Load, text: str) -> None:
+def test_text_is_unchanged(model_type: str, kind: str, load: Load, text: str) -> None:
     _, tokenizer = load(model_type, kind)
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
@@ -136,7 +136,7 @@ def test_special_tokens_are_the_models_own(model_type: str, load: Load) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_sent_saved_and_read_by_transformers(model_type: str, folder: Path, tmp_path: Path) -> None:
+def test_pickled_and_saved_tokenizers(model_type: str, folder: Path, tmp_path: Path) -> None:
     tokenizer: Any = load_tokenizer(folder / f"{model_type}-gemma.model")
     assert add_tokens(tokenizer, ("<|im_end|>",)).new == ("<|im_end|>",)
     tokenizer.chat_template = "{{ messages }}"
@@ -150,14 +150,14 @@ def test_sent_saved_and_read_by_transformers(model_type: str, folder: Path, tmp_
     assert read.special_tokens_map == tokenizer.special_tokens_map
 
 
-def test_a_folder_with_nothing_else(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_with_only_a_model_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes((folder / "bpe-llama.model").read_bytes())
     assert load_tokenizer(tmp_path).get_vocab() == load_tokenizer(folder / "bpe-llama.model").get_vocab()
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert spm.bare_model(tmp_path) is None
+    assert bare_model(tmp_path) is None
 
 
-def test_what_a_tokenizer_is_does_not_depend_on_where_its_file_is(folder: Path, tmp_path: Path) -> None:
+def test_the_identity_of_a_tokenizer_does_not_depend_on_its_path(folder: Path, tmp_path: Path) -> None:
     """Hosts may have it in other folders."""
     texts = []
     for place in ("one", "two"):
@@ -172,13 +172,13 @@ def test_what_a_tokenizer_is_does_not_depend_on_where_its_file_is(folder: Path, 
 @pytest.mark.parametrize(
     "data", [b"", b"{}", b"\xff" * 40, b"\x0a\x05\x0a\x03abc"[:-1], b"\x0a\x02\x0a\x00\x98"]
 )
-def test_what_is_no_model(data: bytes, tmp_path: Path) -> None:
+def test_files_that_are_no_models(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.model").write_bytes(data)
     with pytest.raises(MissingInputError, match="this is not a sentencepiece model"):
         load_tokenizer(tmp_path / "a.model")
 
 
-def test_models_of_other_kinds(tmp_path: Path) -> None:
+def test_word_and_character_models_are_refused(tmp_path: Path) -> None:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(sentences()), model_prefix=str(tmp_path / "w"), model_type="char",
         vocab_size=60, hard_vocab_limit=False, minloglevel=2,
@@ -187,7 +187,7 @@ def test_models_of_other_kinds(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "w.model")
 
 
-def test_where_a_conversion_differs_sentencepiece_itself_cuts(
+def test_sentencepiece_itself_encodes_where_the_conversion_differs(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder / "bpe-llama.model"
@@ -199,7 +199,7 @@ def test_where_a_conversion_differs_sentencepiece_itself_cuts(
     assert said.startswith("tokenizer: sentencepiece itself tokenizes")
 
 
-def test_the_model_file_as_sentencepiece_reads_it(folder: Path) -> None:
+def test_parsed_models_equal_sentencepieces_own_reading(folder: Path) -> None:
     path = folder / "bpe-gemma.model"
     own, model = sentencepiece.SentencePieceProcessor(model_file=str(path)), spm.parse(path.read_bytes())
     assert [p.piece for p in model.pieces] == [own.id_to_piece(i) for i in range(own.get_piece_size())]

@@ -1,4 +1,4 @@
-"""Tokenizers that are learned from text: what comes back, what is written, what is refused."""
+"""`dsft tokenizer train`: round trips, what is written, what is refused."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from dsft.data.tokenizer.training import KINDS, TokenizerOptions, train_tokenize
 from dsft.errors import DataError, LockedError, MissingInputError, SpecError, StorageError
 
 SIZE = 450
+Trained = dict[str, tuple[Path, list[str]]]
+"""Kind -> its folder, and what was logged."""
 
 
 def lines() -> list[str]:
@@ -36,9 +38,9 @@ def wanted(folder: Path, model: str, **keys: Any) -> TokenizerOptions:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[str]]]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("tokenizers")
-    made: dict[str, tuple[Path, list[str]]] = {}
+    made: Trained = {}
     for kind in KINDS:
         said: list[str] = []
         train_tokenizer(wanted(folder, kind, special=("<think>",)), said.append)
@@ -47,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, l
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_and_said(kind: str, trained: dict[str, tuple[Path, list[str]]]) -> None:
+def test_the_written_tokenizer_and_its_report(kind: str, trained: Trained) -> None:
     folder, said = trained[kind]
     tokenizer: Any = load_tokenizer(folder)
     assert len(tokenizer) == SIZE == max(tokenizer.get_vocab().values()) + 1
@@ -55,7 +57,7 @@ def test_what_is_written_and_said(kind: str, trained: dict[str, tuple[Path, list
         tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|pad|>" and not tokenizer.bos_token
     )
     assert len(tokenizer("<think>")["input_ids"]) == 1
-    assert any("100% of" in line for line in said) and any("bytes per token" in line for line in said)
+    assert any("are unchanged" in line for line in said) and any("bytes per token" in line for line in said)
     assert (folder / "tokenizer.model").exists() == (kind != "byte_bpe")
     number = next(float(line.split(": ")[1].split()[0]) for line in said if "bytes per token" in line)
     assert number > 1.5  # a byte is 1
@@ -73,7 +75,7 @@ TEXT = st.one_of(
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXT)
 @settings(max_examples=150, deadline=None)
-def test_every_text_comes_back(kind: str, trained: dict[str, tuple[Path, list[str]]], text: str) -> None:
+def test_every_text_is_unchanged(kind: str, trained: Trained, text: str) -> None:
     tokenizer: Any = load_once(trained[kind][0])
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
@@ -89,9 +91,7 @@ def load_once(folder: Path) -> Any:
 
 @given(text=TEXT.filter(lambda text: "<|im_end|>" not in text and "<unk>" not in text))
 @settings(max_examples=100, deadline=None)
-def test_the_folder_of_a_bpe_model_cuts_as_sentencepiece(
-    trained: dict[str, tuple[Path, list[str]]], text: str
-) -> None:
+def test_a_trained_bpe_model_equals_sentencepiece(trained: Trained, text: str) -> None:
     folder = trained["bpe"][0]
     own = KNOWN.setdefault(
         folder / "own", sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
@@ -100,7 +100,7 @@ def test_the_folder_of_a_bpe_model_cuts_as_sentencepiece(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_conversations_are_rendered_at_once(kind: str, trained: dict[str, tuple[Path, list[str]]]) -> None:
+def test_conversations_are_rendered_at_once(kind: str, trained: Trained) -> None:
     tokenizer: Any = load_once(trained[kind][0])
     talk = Conversation(({"role": "user", "content": "A cat?"}, {"role": "assistant", "content": " Yes.\n"}))
     (row,) = Renderer(tokenizer).render([talk])
@@ -112,28 +112,27 @@ def test_conversations_are_rendered_at_once(kind: str, trained: dict[str, tuple[
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_text_gives_the_same_tokenizer(kind: str, tmp_path: Path) -> None:
-    for name, seed in (("one", 0), ("two", 0), ("other", 1)):
-        given = wanted(tmp_path, kind, vocab_size=310, out=tmp_path / name, sample_mb=0.02, seed=seed)
-        train_tokenizer(given, lambda _: None)
+    for name, sample in (("one", 0.02), ("two", 0.02), ("other", 0.01)):
+        train_tokenizer(
+            wanted(tmp_path, kind, vocab_size=310, out=tmp_path / name, sample_mb=sample), lambda _: None
+        )
     one, two, other = ((tmp_path / n / "tokenizer.json").read_bytes() for n in ("one", "two", "other"))
     assert one == two and other != one, "of another sample"
 
 
-def test_held_out_lines_are_not_learned_from(tmp_path: Path) -> None:
-    given = wanted(tmp_path, "byte_bpe")
-    files = tokenizer_training.data_files(given.files[0])
-    counted = tokenizer_training.count(files, given, lambda _: None)
-    learned = list(tokenizer_training._training_texts(files, given, counted, 1.0))
-    assert len(counted.held_out) == 100 and counted.lines == 2000
-    assert not set(learned) & set(counted.held_out)
-    assert len(set(learned)) + len(set(counted.held_out)) == len(set(lines()))
+def test_held_out_lines_are_not_trained_on(tmp_path: Path) -> None:
+    held_out, texts = tokenizer_training._texts(wanted(tmp_path, "byte_bpe"), lambda _: None)
+    assert 20 < len(held_out) <= 100
+    assert not set(texts) & set(held_out)
+    assert set(texts) | set(held_out) == set(lines())
 
 
-@given(st.text(alphabet="ab \u4e2d", max_size=9000))
-@settings(max_examples=50, deadline=None)
-def test_pieces_together_are_the_line(text: str) -> None:
-    pieces = list(tokenizer_training._pieces(text))
-    assert "".join(pieces) == text and max(map(len, pieces)) <= tokenizer_training.PIECE
+def test_of_much_text_every_nth_line_is_used(tmp_path: Path) -> None:
+    logged: list[str] = []
+    held_out, texts = tokenizer_training._texts(wanted(tmp_path, "byte_bpe", sample_mb=0.02), logged.append)
+    assert "1 of 4 is used" in logged[-1]
+    assert {*held_out, *texts} == set(lines()[::4])
+    assert 0.01e6 < sum(len(text.encode()) for text in lines()[::4]) <= 0.02e6
 
 
 def test_rows_of_any_format(tmp_path: Path) -> None:
@@ -148,23 +147,22 @@ def test_rows_of_any_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "size", "said"),
     [
-        ("unigram", 200, "give 260 or more"),
         ("byte_bpe", 258, "give 259 or more"),
-        ("unigram", 265, "characters of this text need"),
-        ("bpe", 265, "characters of this text need"),
-        ("unigram", 10**6, "more than this text allows; give"),
-        ("bpe", 10**6, "more than this text allows; give"),
+        ("unigram", 200, "required_chars"),
+        ("bpe", 265, "required_chars"),
+        ("unigram", 10**6, "Please set it to a value <="),
+        ("bpe", 10**6, "Please set it to a value <="),
         ("byte_bpe", 10**6, "more than this text allows; give"),
     ],
 )
-def test_sizes_that_the_text_does_not_give(model: str, size: int, said: str, tmp_path: Path) -> None:
+def test_impossible_vocabulary_sizes(model: str, size: int, said: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=said) as error:
         train_tokenizer(wanted(tmp_path, model, vocab_size=size), lambda _: None)
     assert "--vocab_size" in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_what_cannot_be_learned_from(tmp_path: Path) -> None:
+def test_bad_files_and_options(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"good\n\n\xff\nb\0d\n")
     (tmp_path / "blank.txt").write_text("\n \n")
     (tmp_path / "sign.txt").write_text("a\u2581b\n")
@@ -184,20 +182,18 @@ def test_what_cannot_be_learned_from(tmp_path: Path) -> None:
         of("nothing.txt")
     with pytest.raises(SpecError, match="'wordpiece' is not supported; choose unigram, bpe, byte_bpe"):
         of("blank.txt", "wordpiece")
-    with pytest.raises(SpecError, match="--special: the name is empty"):
-        train_tokenizer(wanted(tmp_path, "byte_bpe", special=("",)), lambda _: None)
     (tmp_path / "byte_bpe").mkdir()
     with pytest.raises(LockedError, match="exists already"):
         of("bad.txt")
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
     for out in (tmp_path / "a.txt" / "tok", Path("/proc/tok")):
         with pytest.raises(StorageError, match=r"^--out .*tok cannot be created \(.*\); give another folder"):
             train_tokenizer(wanted(tmp_path, "byte_bpe", out=out), lambda _: None)
 
 
-def test_text_that_does_not_come_back_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tokenizer_that_changes_text_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_training, "HARD", ("a\u2581b", "c"))
     with pytest.raises(DataError, match=r"1 of .* change if(.|\n)*becomes 'a b'"):
         train_tokenizer(wanted(tmp_path, "bpe"), lambda _: None)

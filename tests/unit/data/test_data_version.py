@@ -14,9 +14,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import sentencepiece.sentencepiece_model_pb2 as spm_proto
-from safetensors import safe_open
 
-from dsft.data.cache.block import VERSION
+from dsft.data.cache.block import VERSION, open_block
 from dsft.data.cache.store import Cache, tokenized_rows
 from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import named_template
@@ -195,6 +194,5 @@ def layout(folder: Path) -> str:
         task="pretrain",
         cache=Cache(folder / "cache"),
     )
-    (path,) = folder.glob("cache/*/*.safetensors")
-    with safe_open(path, "np") as file:
-        return ", ".join(f"{name} {file.get_slice(name).get_dtype()}" for name in sorted(file.keys()))
+    block = open_block(next(folder.glob("cache/*/block-*")))
+    return ", ".join(f"{name} {values.dtype}" for name, values in sorted(block.arrays.items()))
