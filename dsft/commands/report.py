@@ -7,22 +7,22 @@ not finished, or that failed, is reported as far as it got.
 
 from __future__ import annotations
 
-import html
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
+from markupsafe import Markup
 
-from dsft.errors import DsftError, MissingInputError, printable
+from dsft.errors import DsftError, MissingInputError
 from dsft.report.curves import compared, figure, series, svg
 from dsft.report.jsonl import read_metrics
+from dsft.report.page import check_page, rendered, write_page
 from dsft.spec.differences import flatten
 from dsft.spec.document import read_document
-from dsft.system.files import check_page, page_begin, write_page
 from dsft.system.json_file import parse_json, read_text, reason_of
 from dsft.system.redact import one_line
 from dsft.system.run_folder import named_run
@@ -31,17 +31,6 @@ PAGE = "report.html"
 _ANSWER_TOKENS = 200
 LARGEST = 2**20
 """Maximum size in bytes of a run's JSON and YAML files; usual ones have some thousand."""
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1c2024; background: #fff; color-scheme: light;
-  max-width: 70rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; border-bottom: 1px solid #d5d9de; }
-svg { max-width: 100%; height: auto; } .wide { overflow-x: auto; } table { border-collapse: collapse; }
-pre { font: 14px/1.5 ui-monospace, monospace; white-space: pre-wrap; } summary { cursor: pointer; }
-th, td { text-align: right; padding: .2rem .8rem; border-bottom: 1px solid #d5d9de;
-  font-variant-numeric: tabular-nums; }
-th:first-child, td:first-child, .text td { text-align: left; vertical-align: top; }
-"""
 Table = list[list[str]]
 """Rows of cells; the first row is the head, the first column names the rows."""
 
@@ -122,53 +111,61 @@ def _mapping(found: Any) -> dict[str, Any]:
 # --- the page ---------------------------------------------------------------------------------------------
 
 
+class Section(NamedTuple):
+    """A heading and what is below it: rows of cells, text, or HTML; left out if empty. kind: text for a table
+    of sentences."""
+
+    title: str
+    content: Table | str
+    kind: str = ""
+
+
 def page(runs: Sequence[RunFolder], answers: Sequence[Table]) -> str:
     """Return the HTML of the page. answers: a table of each run, or none."""
-    title = " and ".join(run.name for run in runs)
-    body = [f"<h1>{_text(title)}</h1>", _section("Results", _table(results(runs)))]
+    sections = [Section("Results", results(runs))]
     if len(runs) > 1:
-        body.append(_section("Curves together", _curves(compared, {run.name: run.records for run in runs})))
-        body.append(_section("What differs in the specs", _table(differing(runs), "text")))
+        sections.append(
+            Section("Curves together", _curves(compared, {run.name: run.records for run in runs}))
+        )
+        sections.append(Section("What differs in the specs", differing(runs), "text"))
     for run in runs:
         of = f": {run.name}" if len(runs) > 1 else ""
-        body.append(_section(f"Not shown{of}", _text("; ".join(run.unreadable))))
-        body.append(_section(f"Curves{of}", _curves(figure, run.name, run.records)))
-        body.append(_section(f"Memory{of}", _table(memory(run))))
-        body.append(_section(f"Rows{of}", _table(ledger(run))))
-    body += [
-        _section(f"Answers: {run.name}", _table(rows, "text"))
-        for run, rows in zip(runs, answers, strict=False)
-    ]
-    for run in runs:
-        files = {"spec.yaml": run.spec, "versions.json": run.versions}
-        body += [
-            _folded(f"{name} of {run.name}", _dumped(content)) for name, content in files.items() if content
+        sections += [
+            Section(f"Not shown{of}", "; ".join(run.unreadable)),
+            Section(f"Curves{of}", _curves(figure, run.name, run.records)),
+            Section(f"Memory{of}", memory(run)),
+            Section(f"Rows{of}", ledger(run)),
         ]
-    head = [
-        page_begin("dsft report"),
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>",
+    sections += [
+        Section(f"Answers: {run.name}", rows, "text") for run, rows in zip(runs, answers, strict=False)
     ]
-    return "\n".join([*head, *filter(None, body), "</body></html>\n"])
+    files = {
+        f"{name} of {run.name}": yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True)
+        for run in runs
+        for name, content in (("spec.yaml", run.spec), ("versions.json", run.versions))
+        if content
+    }
+    title = " and ".join(run.name for run in runs)
+    return rendered("dsft report", "report.html.jinja", title=title, sections=sections, files=files)
 
 
 def results(runs: Sequence[RunFolder]) -> Table:
     """Return a table with a column for each run."""
     figures: dict[str, Callable[[RunFolder], str]] = {
         "steps": lambda run: f"{int(run.records[-1]['train/global_step']):,}",
-        "training loss, first step": lambda run: _number(_values(run, "train/loss")[:1]),
-        "training loss, last step": lambda run: _number(_values(run, "train/loss")[-1:]),
-        "held-out loss, last": lambda run: _number(_values(run, "eval/loss")[-1:]),
+        "training loss, first step": lambda run: _number(run, "train/loss", 0),
+        "training loss, last step": lambda run: _number(run, "train/loss"),
+        "held-out loss, last": lambda run: _number(run, "eval/loss"),
         "held-out loss, lowest": lambda run: _lowest(run, "eval/loss"),
-        "reward accuracy, last": lambda run: _number(_values(run, "train/rewards/accuracies")[-1:]),
-        "reward margin, last": lambda run: _number(_values(run, "train/rewards/margins")[-1:]),
+        "reward accuracy, last": lambda run: _number(run, "train/rewards/accuracies"),
+        "reward margin, last": lambda run: _number(run, "train/rewards/margins"),
         "tokens per second, median": lambda run: _median(run, "perf/tokens_per_second", ",.0f"),
         "seconds per step, median": lambda run: _median(run, "perf/step_time", ".3g"),
-        "skipped steps": lambda run: str(_skipped(run) or ""),
+        "skipped steps": lambda run: str(
+            sum(not math.isfinite(record.get("train/grad_norm", 0.0)) for record in run.records) or ""
+        ),
     }
-    rows = [[name, *(of(run) for run in runs)] for name, of in figures.items()]
-    return [["", *(run.name for run in runs)], *(row for row in rows if any(row[1:]))]
+    return _table(["", *(run.name for run in runs)], [[name, *map(of, runs)] for name, of in figures.items()])
 
 
 def differing(runs: Sequence[RunFolder]) -> Table:
@@ -176,18 +173,18 @@ def differing(runs: Sequence[RunFolder]) -> Table:
     leaves = [dict(flatten(run.spec)) for run in runs]
     keys = sorted({key for found in leaves for key in found})
     rows = [[key, *(str(found.get(key, "")) for found in leaves)] for key in keys]
-    return [["key", *(run.name for run in runs)], *(row for row in rows if len(set(row[1:])) > 1)]
+    return _table(["key", *(run.name for run in runs)], [row for row in rows if len(set(row[1:])) > 1])
 
 
 def memory(run: RunFolder) -> Table:
     """Return measured and planned bytes of each phase, the largest over all ranks."""
-    rows = []
-    for phase, kinds in _mapping(run.memory.get("phases")).items():
-        for kind, found in _mapping(kinds).items():
-            if "measured" in _mapping(found):
-                above, planned = found.get("above_start"), found.get("planned")
-                rows.append([f"{phase}, {kind}", *map(_gib, (found["measured"], above, planned))])
-    return [["phase", "measured", "above the start", "planned"], *rows] if rows else []
+    rows = [
+        [f"{phase}, {kind}", *(_gib(found.get(name)) for name in ("measured", "above_start", "planned"))]
+        for phase, kinds in _mapping(run.memory.get("phases")).items()
+        for kind, found in _mapping(kinds).items()
+        if isinstance(found, dict)
+    ]
+    return _table(["phase", "measured", "above the start", "planned"], rows)
 
 
 def ledger(run: RunFolder) -> Table:
@@ -197,13 +194,9 @@ def ledger(run: RunFolder) -> Table:
         for name, part in run.data.items()
         if _mapping(_mapping(part).get("total"))
     }
-    names = [
-        name for name in next(iter(totals.values()), {}) if any(total.get(name) for total in totals.values())
-    ]
-    rows = [
-        [name.replace("_", " "), *(f"{total.get(name, 0):,}" for total in totals.values())] for name in names
-    ]
-    return [["", *totals], *rows] if rows else []
+    names = [name for name in next(iter(totals.values()), {}) if any(t.get(name) for t in totals.values())]
+    rows = [[name.replace("_", " "), *(f"{t.get(name, 0):,}" for t in totals.values())] for name in names]
+    return _table(["", *totals], rows)
 
 
 def _answers(run: RunFolder, prompts: Sequence[str]) -> Table:
@@ -226,19 +219,23 @@ def _answers(run: RunFolder, prompts: Sequence[str]) -> Table:
 # --- parts ------------------------------------------------------------------------------------------------
 
 
+def _table(head: Sequence[str], rows: Table) -> Table:
+    """Return a table without rows that say nothing, or [] if none is left."""
+    said = [row for row in rows if any(row[1:])]
+    return [list(head), *said] if said else []
+
+
 def _curves(draw: Callable[..., Any], *given: Any) -> str:
+    """Return a figure as HTML, or in words why there is none."""
     try:
-        return svg(draw(*given))
+        return Markup(svg(draw(*given)))
     except Exception as error:  # noqa: B902  values so large that matplotlib cannot place them
-        return f"<p>They cannot be drawn: {_text(one_line(error))}</p>"
+        return f"They cannot be drawn: {one_line(error)}"
 
 
-def _values(run: RunFolder, key: str) -> list[float]:
-    return series(run.records, key)[1]
-
-
-def _number(values: Sequence[float]) -> str:
-    return f"{values[0]:.4f}" if values else ""
+def _number(run: RunFolder, key: str, at: int = -1) -> str:
+    values = series(run.records, key)[1]
+    return f"{values[at]:.4f}" if values else ""
 
 
 def _lowest(run: RunFolder, key: str) -> str:
@@ -248,39 +245,9 @@ def _lowest(run: RunFolder, key: str) -> str:
 
 
 def _median(run: RunFolder, key: str, spec: str) -> str:
-    values = _values(run, key)
+    values = series(run.records, key)[1]
     return format(statistics.median(values), spec) if values else ""
-
-
-def _skipped(run: RunFolder) -> int:
-    return sum(not math.isfinite(record.get("train/grad_norm", 0.0)) for record in run.records)
 
 
 def _gib(size: object) -> str:
     return f"{size / 2**30:.2f} GiB" if isinstance(size, int) else ""
-
-
-def _dumped(content: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True)
-
-
-def _section(title: str, content: str) -> str:
-    return f"<h2>{_text(title)}</h2>\n{content}" if content else ""
-
-
-def _folded(title: str, text: str) -> str:
-    return f"<details><summary>{_text(title)}</summary><pre>{_text(text)}</pre></details>"
-
-
-def _table(rows: Table, kind: str = "") -> str:
-    if len(rows) < 2:
-        return ""
-    cells = ["".join(f"<td>{_text(cell)}</td>" for cell in row) for row in rows]
-    cells[0] = cells[0].replace("td>", "th>")
-    return (
-        f'<div class="wide"><table class="{kind}">{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
-    )
-
-
-def _text(text: str) -> str:
-    return html.escape(printable(text), quote=True)

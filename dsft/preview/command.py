@@ -14,8 +14,8 @@ from dsft.preview.page import page
 from dsft.preview.terminal import PLAIN_WIDTH, Colors, as_text
 from dsft.preview.view import as_mapping, collect, view
 from dsft.report.console import task_progress
+from dsft.report.page import check_page, write_page
 from dsft.spec.load import load_spec
-from dsft.system.files import check_page, write_page
 
 ROWS, PAGE_ROWS, JSON_ROWS = 5, 20, 100
 PAGE_PROBLEMS, PROBLEMS = 100, 1000  # rows of each kind

@@ -51,39 +51,6 @@ def is_own(path: Path, mark: bytes) -> bool:
         return False
 
 
-def page_begin(command: str) -> str:
-    """Return what every HTML page of a command begins with, by which it knows its own pages."""
-    generator = f'<meta name="generator" content="{command}">'
-    return f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{generator}'
-
-
-def check_page(path: Path, option: str, command: str) -> None:
-    """Check that a page of a command can be written, before the work for it begins. option: that chooses its
-    path. Raises StorageError."""
-    wrong = None
-    if path.is_dir():
-        wrong = f"this is a folder; name a file, such as {path / 'page.html'}, with {option}"
-    elif not path.parent.is_dir():
-        wrong = f"the folder {path.parent} does not exist; create it, or name another file with {option}"
-    elif not is_own(path, page_begin(command).encode()):
-        wrong = (
-            f"this file is not a page of {command}, and is not overwritten; name another file with {option}"
-        )
-    if wrong is not None:
-        raise StorageError(f"{path}: {wrong}")
-
-
-def write_page(path: Path, text: str, option: str) -> None:
-    """Write a page. Raises StorageError if that fails."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(
-            f"{path}: cannot be written ({error.strerror}); free some space, or name another file with "
-            f"{option}"
-        ) from error
-
-
 def sync_folder(path: Path) -> None:
     """Flush a folder's names (new files, renames) to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

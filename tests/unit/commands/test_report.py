@@ -132,7 +132,7 @@ def test_a_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) ->
     text = report.write_report(["x"], [], None).read_text()
     assert "memory.json holds an integer of more than 300 digits" in text
     assert "data.json cannot be read (it is a named pipe, not a file)" in text
-    assert r"torch: &quot;\uD800&quot;" in text
+    assert r"torch: &#34;\uD800&#34;" in text
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, inside matplotlib
