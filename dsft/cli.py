@@ -221,20 +221,13 @@ def plan(
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare all layouts on these hosts: which fit, and which not.")
     ] = False,
-    longest: Annotated[bool, typer.Option("--longest", help="Print the longest row that fits.")] = False,
 ) -> None:
     """Show batch sizes, ranks, memory and DeepSpeed keys. This needs no GPU."""
-    if compare and longest:
-        raise typer.BadParameter("--compare and --longest cannot be combined; give one of them.")
-    if compare or longest:
-        from dsft.plan.show_compare import print_comparison as show
-        from dsft.plan.show_longest import print_longest
-
-        (print_longest if longest else show)(spec, overrides or (), as_json=as_json, world_size=processes)
-        return
     from dsft.plan.show import print_plan
 
-    print_plan(spec, overrides or (), as_json=as_json, explain=explain, world_size=processes)
+    print_plan(
+        spec, overrides or (), as_json=as_json, explain=explain, comparing=compare, world_size=processes
+    )
 
 
 @command(LOOK, "dsft preview specs/mychat.yaml --html rows.html")

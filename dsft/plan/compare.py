@@ -1,5 +1,5 @@
 """Compare all layouts of a run on its hosts: which fit, in which order to try them, and why the others do
-not.
+not; and find the longest rows that fit.
 
 Each layout is checked with the rules of `dsft validate`, so none is offered that validation would refuse.
 """
@@ -7,6 +7,7 @@ Each layout is checked with the rules of `dsft validate`, so none is offered tha
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,6 +33,7 @@ from dsft.spec.schema import Dpo, Parallel, Spec
 Device = Literal["none", "cpu", "nvme"]
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
 AS_FAST = 1.05  # micro-batch sizes within this factor of the fastest count as equally fast
+ROW_STEP, LONGEST = 128, 1 << 27  # tokens: by which lengths of rows are tried, and the largest one
 
 
 @dataclass(frozen=True)
@@ -140,13 +142,30 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class LongestRow:
+    """The longest row that fits if so many ranks split each row, and otherwise the spec's layout.
+
+    batch   batch sizes, with the plan's global batch
+    tokens  data.max_length, a multiple of ROW_STEP unless the model's positions limit it; 0 if not even
+            ROW_STEP tokens fit
+    limit   what longer rows would exceed
+    """
+
+    sequence_parallel: int
+    batch: BatchSizes
+    tokens: int
+    limit: str
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """All layouts by verdict. fitting: in the order to try them; too_large: the one closest to fitting
-    first."""
+    """All layouts by verdict. fitting: in the order to try them; too_large: the one closest to fitting first;
+    longest: for each number of ranks that could split a row, none where no limit of memory is known."""
 
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
     refused: tuple[Candidate, ...]
+    longest: tuple[LongestRow, ...]
 
     @property
     def advice(self) -> Candidate | None:
@@ -171,6 +190,7 @@ def compare(plan: Plan) -> Comparison:
         tuple(sorted(fitting, key=lambda c: (c.keys.order, c.seconds))),
         tuple(sorted(too_large, key=lambda c: c.sizes[0].full)),
         tuple(c for c in found if c.refused),
+        tuple(filter(None, (_longest_row(plan, size) for size in group_sizes(plan)))),
     )
 
 
@@ -304,6 +324,41 @@ def size_of(plan: Plan, spec: Spec, layout: Layout) -> Size:
     full, fullest = (needs[0].needs / needs[0].limit, needs[0].where) if needs else (0.0, "")
     seconds = cost(plan.census, spec, batch, flows, plan.hosts)
     return Size(batch, sizes, flows, share, seconds, over, full, fullest)
+
+
+def _longest_row(plan: Plan, split: int) -> LongestRow | None:
+    """Return the longest row that takes at most the share ROOMY of the memory of a GPU and of a host, if
+    `split` ranks split each; None if that is refused or no limit is known. The micro-batch size is the
+    spec's, or a divisor of it that divides a group's share of the global batch."""
+    spec, positions = plan.spec, plan.census.max_positions
+    if split != spec.parallel.sequence_parallel:
+        share = plan.batch.global_batch_size * split // plan.layout.shards
+        changes = batch_keys(plan, math.gcd(plan.batch.micro_batch_size, share))
+        if split == 1:
+            changes["parallel.sequence_parallel_across_hosts"] = False
+        spec = changed(spec, changes | {"parallel.sequence_parallel": split})
+    if not any(memory_limits(spec)) or any(refusals(spec)):
+        return None
+    try:
+        layout = layout_of(spec.parallel, plan.layout.world_size)
+        batch = batch_on(spec, layout)
+    except SpecError:
+        return None
+
+    def over(tokens: int) -> str:
+        """Return the place whose limit rows of this length exceed; empty if they fit."""
+        longer = changed(spec, {"data.max_length": tokens})
+        budget = spec.data.max_tokens_per_micro_batch
+        if budget is not None:
+            longer = changed(longer, {"data.max_tokens_per_micro_batch": max(budget, longer.longest_example)})
+        found = size_of(plan, longer, layout)
+        return found.fullest if found.full > ROOMY else ""
+
+    if positions is not None and not over(positions):
+        return LongestRow(split, batch, positions, "the model's positions")
+    steps = range(1, (positions or LONGEST) // ROW_STEP + 1)
+    tokens = ROW_STEP * bisect_left(steps, True, key=lambda step: bool(over(ROW_STEP * step)))
+    return LongestRow(split, batch, tokens, over(tokens + ROW_STEP))
 
 
 def _has_batch(spec: Spec, layout: Layout, batch: BatchSizes) -> bool:

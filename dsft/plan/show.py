@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from dsft.plan.build import Plan, build_plan, memory_limits, rank_ranges
+from dsft.plan.compare import compare
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import entries
 from dsft.plan.ds_entries import ABSENT, ConfigEntry, HostFacts, entries_of_run, nested
@@ -23,7 +22,8 @@ from dsft.plan.memory.reference import ReferenceMemory
 from dsft.plan.mixture import active_line, gather_line
 from dsft.plan.reference import has_engine, in_stages, reference_entries, reference_line
 from dsft.plan.schedule import batch_scale, scaling_equation
-from dsft.plan.tables import figures, heading, printed
+from dsft.plan.show_compare import comparison_mapping, comparison_parts
+from dsft.plan.tables import heading, printed, table
 from dsft.plan.traffic import bubble
 from dsft.spec.batch import has_wide_gradients
 from dsft.spec.load import load_spec
@@ -39,15 +39,22 @@ SHOWN_RANGES = 16
 
 
 def print_plan(
-    spec_path: Path, overrides: Sequence[str], *, as_json: bool, explain: bool, world_size: int | None
+    spec_path: Path,
+    overrides: Sequence[str],
+    *,
+    as_json: bool,
+    explain: bool,
+    comparing: bool,
+    world_size: int | None,
 ) -> None:
-    """Plan the spec and print the plan. The data files are not checked, since they may be on another
-    machine."""
+    """Plan the spec and print the plan, or the comparison of all layouts on its hosts. The data files are not
+    checked, since they may be on another machine."""
     plan = build_plan(load_spec(spec_path, overrides, check_files=False), world_size)
+    found = compare(plan) if comparing else None
     if as_json:
-        print(json.dumps(as_mapping(plan), indent=2))
-        return
-    print(printed(parts(plan, explain=explain)), end="")
+        print(json.dumps(comparison_mapping(plan, found) if found else as_mapping(plan), indent=2))
+    else:
+        print(printed(comparison_parts(plan, found) if found else parts(plan, explain=explain)), end="")
 
 
 def as_mapping(plan: Plan) -> dict[str, Any]:
@@ -71,10 +78,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
             "layers_of_stages": cut_of(spec.parallel, plan.census).counts,
         },
         "memory": {
-            "per_gpu": [
-                dataclasses.asdict(rank) | {"device": rank.device, "gpu": rank.gpu}
-                for rank in plan.memory.stages
-            ],
+            "per_gpu": _per_gpu(plan.memory.stages),
             "per_host": dict(plan.memory.hosts),
             "not_counted": NOT_COUNTED,
         },
@@ -89,6 +93,10 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _per_gpu(stages: Sequence[RankMemory]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(rank) | {"device": rank.device, "gpu": rank.gpu} for rank in stages]
+
+
 def _reference_mapping(plan: Plan) -> dict[str, Any] | None:
     """Return the reference's part of the mapping; None if the loss has no reference. Its entry "deepspeed" is
     None if the reference has no DeepSpeed engine of its own."""
@@ -98,9 +106,7 @@ def _reference_mapping(plan: Plan) -> dict[str, Any] | None:
     keys = _reference_keys(plan)
     return {
         "line": reference_line(plan.spec),
-        "per_gpu": [
-            dataclasses.asdict(rank) | {"device": rank.device, "gpu": rank.gpu} for rank in reference.stages
-        ],
+        "per_gpu": _per_gpu(reference.stages),
         "per_host": None if reference.hosts is None else dict(reference.hosts),
         "deepspeed": nested(keys) if keys else None,
         "reasons": {entry.key: entry.reason for entry in keys},
@@ -137,7 +143,7 @@ def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
     if scaling is not None:
         yield Text(scaling)
     yield heading("Ranks")
-    yield _ranks(plan)
+    yield from _ranks(plan)
     yield heading("Memory")
     yield _memory(plan)
     for host, size in _swapped(plan).items():
@@ -163,11 +169,11 @@ def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
         yield from map(Text, _reference(plan, plan.reference))
     if explain:
         yield heading("DeepSpeed")
-        yield _table_of(_keys(plan))
+        yield _entries(_keys(plan))
         yield from _of_run(plan)
         if _reference_keys(plan):
             yield heading("DeepSpeed, of the reference")
-            yield _table_of(_reference_keys(plan))
+            yield _entries(_reference_keys(plan))
     if plan.warnings:
         yield heading("Warnings")
         for warning in plan.warnings:
@@ -216,7 +222,7 @@ def _of_run(plan: Plan) -> Iterator[RenderableType]:
     if other:
         yield heading("DeepSpeed, of the run")
         yield Text(f"The run in {folder} was last started with other values of these keys.")
-        yield _table_of(other)
+        yield _entries(other)
 
 
 def _steps(plan: Plan) -> str:
@@ -229,61 +235,58 @@ def _steps(plan: Plan) -> str:
     )
 
 
-def _ranks(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False)
+def _ranks(plan: Plan) -> Iterator[RenderableType]:
+    found, stages = rank_ranges(plan.layout, plan.hosts), plan.layout.pipeline_stages
     splits = plan.layout.sequence_parallel > 1
-    for column in ("host", "ranks", "local ranks", "pipeline stage", "data ranks"):
-        table.add_column(column)
-    if splits:
-        table.add_column("sequence ranks, of each row's tokens")
-    found = rank_ranges(plan.layout, plan.hosts)
-    left_out = range(SHOWN_RANGES - 1, len(found) - 1) if len(found) > SHOWN_RANGES else range(0)
-    for number, one in enumerate(found):
-        if number not in left_out:
-            stage = f"{one.stage} of {plan.layout.pipeline_stages}"
-            ranks, local_ranks, data_ranks = map(_range, (one.ranks, one.local_ranks, one.data_ranks))
-            parts = [_range(one.sequence_ranks)] if splits else []
-            table.add_row(one.host, ranks, local_ranks, stage, data_ranks, *parts)
-        elif number == left_out[0]:
-            table.add_row(f"… {len(left_out)} more")
-    return table
+    rows = [
+        (
+            one.host,
+            *map(_range, (one.ranks, one.local_ranks)),
+            f"{one.stage} of {stages}",
+            *map(_range, (one.data_ranks, *([one.sequence_ranks] if splits else []))),
+        )
+        for one in found[:SHOWN_RANGES]
+    ]
+    head = ["host", "ranks", "local ranks", "pipeline stage", "data ranks"]
+    yield table([*head, "sequence ranks, of each row's tokens"] if splits else head, rows)
+    if len(found) > SHOWN_RANGES:
+        yield Text(f"… {len(found) - SHOWN_RANGES} more; --json has all")
 
 
 def _range(pair: tuple[int, int]) -> str:
     return str(pair[0]) if pair[0] == pair[1] else f"{pair[0]}-{pair[1]}"
 
 
-def _memory(plan: Plan) -> Table:
-    stages = plan.memory.stages
-    table = figures(
-        "per GPU", *(("bytes",) if len(stages) == 1 else (f"stage {rank.stage}" for rank in stages))
-    )
-    rows = (
-        ("parameters", "parameters"),
-        ("reference", "reference"),
-        ("gradients", "gradients"),
-        ("fp32 weights", "master"),
-        ("optimizer states", "moments"),
-        ("buffers and copies", "buffers"),
-        ("activations, about", "activations"),
-        ("logits, about", "head"),
-        ("driver and fragments, about", "beside"),
-        ("total", "gpu"),
-        ("in the host's memory", "offloaded"),
-        ("freed, but retained by malloc", "retained"),
-    )
+MEMORY = {
+    "parameters": "parameters",
+    "reference": "reference",
+    "gradients": "gradients",
+    "master": "fp32 weights",
+    "moments": "optimizer states",
+    "buffers": "buffers and copies",
+    "activations": "activations, about",
+    "head": "logits, about",
+    "beside": "driver and fragments, about",
+    "gpu": "total",
+    "offloaded": "in the host's memory",
+    "retained": "freed, but retained by malloc",
+}
+"""Field of RankMemory -> its row."""
+
+
+def _memory(plan: Plan) -> RenderableType:
+    stages, rows = plan.memory.stages, list[list[str]]()
+    head = [f"stage {rank.stage}" for rank in stages] if len(stages) > 1 else ["bytes"]
     if len(stages) > 1:
-        cut = cut_of(plan.spec.parallel, plan.census)
-        owned = (cut.layers(rank.stage) for rank in stages)
-        table.add_row("layers", *(_range((layers[0], layers[-1])) for layers in owned))
-    for label, field in rows:
+        owned = map(cut_of(plan.spec.parallel, plan.census).layers, range(len(stages)))
+        rows.append(["layers", *(_range((layers[0], layers[-1])) for layers in owned)])
+    for field, label in MEMORY.items():
         sizes = [getattr(rank, field) for rank in stages]
         if field not in ("reference", "beside", "offloaded", "retained") or any(sizes):
-            table.add_row(label, *map(size_text, sizes))
-    table.add_section()
+            rows.append([label, *map(size_text, sizes)])
     for label, size in _host_rows(plan.memory.hosts):
-        table.add_row(f"{label}, with its processes", size, *[""] * (len(stages) - 1))
-    return table
+        rows.append([f"{label}, with its processes", size, *[""] * (len(stages) - 1)])
+    return table(["per GPU", *head], rows)
 
 
 def _recomputation(plan: Plan) -> Iterator[RenderableType]:
@@ -291,12 +294,17 @@ def _recomputation(plan: Plan) -> Iterator[RenderableType]:
     if not plan.recomputation:
         return
     yield heading("Gradient checkpointing")
-    table = figures("value", "layers", "per GPU", "matrix products")
-    for choice in plan.recomputation:
-        here = "  (this plan)" if choice.value == plan.spec.model.gradient_checkpointing else ""
-        value = json.dumps(choice.value)
-        table.add_row(f"{value}{here}", str(choice.layers), size_text(choice.gpu), f"{choice.work - 1:+.0%}")
-    yield table
+    own = plan.spec.model.gradient_checkpointing
+    rows = [
+        (
+            json.dumps(choice.value) + ("  (this plan)" if choice.value == own else ""),
+            str(choice.layers),
+            size_text(choice.gpu),
+            f"{choice.work - 1:+.0%}",
+        )
+        for choice in plan.recomputation
+    ]
+    yield table(("value", "layers", "per GPU", "matrix products"), rows)
 
 
 def _swapped(plan: Plan) -> dict[str, int]:
@@ -329,13 +337,12 @@ def _traffic(plan: Plan) -> RenderableType:
     """Return the table of what the busiest rank sends, reads and writes in a step."""
     if not plan.traffic:
         return Text("Ranks exchange nothing.")
-    table = figures("traffic of a rank, at most", "times per step", "bytes each", "bytes per step")
-    table.add_column("link")
-    for flow in plan.traffic:
-        table.add_row(
-            flow.what, str(flow.times), size_text(flow.bytes_each), size_text(flow.bytes), flow.link
-        )
-    return table
+    head = ("traffic of a rank, at most", "times per step", "bytes each", "bytes per step", "link")
+    rows = [
+        (flow.what, str(flow.times), size_text(flow.bytes_each), size_text(flow.bytes), flow.link)
+        for flow in plan.traffic
+    ]
+    return table(head, rows)
 
 
 def _less_traffic(plan: Plan) -> Iterator[str]:
@@ -387,11 +394,6 @@ def _host_rows(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
     return [(f"host {host}", size_text(size)) for host, size in sizes.items()]
 
 
-def _table_of(found: Sequence[ConfigEntry]) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for column in ("key", "value", "reason"):
-        table.add_column(column, overflow="fold", no_wrap=column == "key")
-    for entry in found:
-        value = "-" if entry.value is ABSENT else json.dumps(entry.value)
-        table.add_row(Text(entry.key), Text(value), Text(entry.reason))
-    return table
+def _entries(found: Sequence[ConfigEntry]) -> RenderableType:
+    rows = [(one.key, "-" if one.value is ABSENT else json.dumps(one.value), one.reason) for one in found]
+    return table(("key", "value", "reason"), rows, fixed="key")

@@ -1,28 +1,25 @@
-"""Print the comparison of a run's layouts as text or JSON: the command `dsft plan --compare`."""
+"""Format the comparison of a run's layouts as text or JSON, for `dsft plan --compare`."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from dsft.plan.build import GPU_MEMORY, HOST_MEMORY, Plan, build_plan, memory_limits
-from dsft.plan.compare import ROOMY, Candidate, Comparison, LayoutKeys, Size, compare
+from dsft.plan.build import GPU_MEMORY, HOST_MEMORY, Plan, memory_limits
+from dsft.plan.compare import ROOMY, Candidate, Comparison, LayoutKeys, LongestRow, Size
 from dsft.plan.cost import assumed
 from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.mixture import active_line, gather_line
-from dsft.plan.tables import figures, heading, printed
+from dsft.plan.tables import heading, table
+from dsft.spec.batch import BatchSizes
 from dsft.spec.document import dotted
 from dsft.spec.findings import Finding
-from dsft.spec.load import load_spec
 from dsft.system.disk import size_text
 
 _VALUES = re.compile(r"\d+|'[^']*'")  # the values in a rule's message; its other words are always the same
@@ -42,19 +39,7 @@ PARTS = {
 SHOWN = 8  # layouts per table; --json has all
 
 
-def print_comparison(
-    spec_path: Path, overrides: Sequence[str], *, as_json: bool, world_size: int | None
-) -> None:
-    """Compare the layouts on the spec's hosts and print the comparison."""
-    plan = build_plan(load_spec(spec_path, overrides, check_files=False), world_size)
-    found = compare(plan)
-    if as_json:
-        print(json.dumps(as_mapping(plan, found), indent=2))
-    else:
-        print(printed(parts(plan, found)), end="")
-
-
-def as_mapping(plan: Plan, found: Comparison) -> dict[str, Any]:
+def comparison_mapping(plan: Plan, found: Comparison) -> dict[str, Any]:
     """Return the comparison as a mapping for JSON: sizes in bytes, times in seconds; candidates in the order
     to try them, with every micro-batch size that was evaluated."""
     verdicts = (("fits", found.fitting), ("too large", found.too_large), ("refused", found.refused))
@@ -66,6 +51,7 @@ def as_mapping(plan: Plan, found: Comparison) -> dict[str, Any]:
         "assumed": assumed(plan.spec),
         "advice": list(found.advice.overrides) if found.advice else None,
         "candidates": [_mapping(one, verdict) for verdict, group in verdicts for one in group],
+        "longest_rows": [dataclasses.asdict(row) for row in found.longest],
     }
 
 
@@ -96,7 +82,7 @@ def _mapping(candidate: Candidate, verdict: str) -> dict[str, Any]:
     }
 
 
-def parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
+def comparison_parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
     """Yield the parts of the output in order."""
     ranks, hosts = plan.layout.world_size, len(plan.hosts)
     yield Text(
@@ -127,11 +113,11 @@ def parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
         )
     if found.too_large:
         yield heading("What is too large")
-        table = figures("layout", "smallest micro-batch")
-        table.add_column("does not fit")
-        for one in found.too_large[:SHOWN]:
-            table.add_row(label(one.keys), str(one.sizes[0].batch.micro_batch_size), _over(one.sizes[0]))
-        yield table
+        rows = [
+            (label(one.keys), str(one.sizes[0].batch.micro_batch_size), _over(one.sizes[0]))
+            for one in found.too_large[:SHOWN]
+        ]
+        yield table(("layout", "smallest micro-batch", "does not fit"), rows)
         yield from _more(found.too_large)
         if any(one.keys.zero_stage == 3 for one in found.too_large):
             yield from map(Text, gather_line(plan.census, plan.spec))
@@ -142,6 +128,9 @@ def parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
             f"{len(found.refused)} layouts, for {rules} reason{'s' * (rules > 1)}, such as "
             f"{label(found.refused[0].keys)}: {_reason(found.refused[0].refused[0])}. --json has all."
         )
+    if found.longest:
+        yield heading("The longest row (data.max_length) that fits, by the ranks that split it")
+        yield _longest(plan, found.longest)
 
 
 def _more(group: Sequence[Candidate]) -> Iterator[Text]:
@@ -159,7 +148,8 @@ def _advice(plan: Plan, found: Comparison) -> Iterator[str]:
             yield f"Offload to NVMe needs a folder; to include it, compare again with {disk}."
         return
     assert first.best is not None
-    micro, accumulation = first.best.batch.micro_batch_size, first.best.batch.accumulation_steps
+    batch = first.best.batch
+    micro, accumulation = batch.micro_batch_size, batch.accumulation_steps
     yield f"{label(first.keys)}; micro-batch {micro} × accumulation {accumulation}"
     yield f"  {_typed(first)}"
     for order in range(first.keys.order):
@@ -200,16 +190,11 @@ def label(keys: LayoutKeys) -> str:
     return ", ".join(word for word in words if word)
 
 
-def _fitting(group: Sequence[Candidate]) -> Table:
-    table = figures(
-        "layout", "micro-batch × accumulation", "GPU", "host", "", "bubble", "step, about", "waiting"
-    )
-    for candidate in group:
-        size = candidate.best
-        assert size is not None
-        table.add_row(
+def _fitting(group: Sequence[Candidate]) -> RenderableType:
+    rows = [
+        (
             label(candidate.keys),
-            f"{size.batch.micro_batch_size} × {size.batch.accumulation_steps}",
+            _batch(size.batch),
             size_text(size.device),
             size_text(max(size.memory.hosts.values())),
             "tight" if size.is_tight else "",
@@ -217,7 +202,31 @@ def _fitting(group: Sequence[Candidate]) -> Table:
             f"{size.cost.seconds:.3g} s",
             f"{1 - size.cost.computing / size.cost.seconds:.0%}",
         )
-    return table
+        for candidate in group
+        if (size := candidate.best) is not None
+    ]
+    head = ("layout", "micro-batch × accumulation", "GPU", "host", "", "bubble", "step, about", "waiting")
+    return table(head, rows)
+
+
+def _longest(plan: Plan, found: Sequence[LongestRow]) -> RenderableType:
+    marks = {plan.layout.sequence_parallel: ", as in the spec"}
+    rows = [
+        (
+            str(row.sequence_parallel) + marks.get(row.sequence_parallel, ""),
+            str(row.batch.data_parallel),
+            _batch(row.batch),
+            f"{row.tokens:,}",
+            row.limit,
+        )
+        for row in found
+    ]
+    head = ("parallel.sequence_parallel", "groups", "micro-batch × accumulation", "tokens", "what limits it")
+    return table(head, rows)
+
+
+def _batch(batch: BatchSizes) -> str:
+    return f"{batch.micro_batch_size} × {batch.accumulation_steps}"
 
 
 def _over(size: Size) -> str:

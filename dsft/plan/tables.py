@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -13,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dsft.errors import printable
+
+_NUMBER = re.compile(r"[+-]?\d|$")
 
 PLAIN_WIDTH = 160  # characters, if the output is not a terminal
 
@@ -38,9 +41,19 @@ def heading(words: str) -> Text:
     return Text(f"\n{words}", style="bold")
 
 
-def figures(*columns: str) -> Table:
-    """Return an empty table with words in the first column and numbers in the others."""
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right")
-    return table
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], fixed: str = "") -> Table:
+    """Return a table without the columns that have no entry; numbers are aligned to the right, except in the
+    first column. fixed: name of a column that is not wrapped."""
+    made = Table(box=box.SIMPLE, pad_edge=False)
+    shown = [number for number in range(len(head)) if any(row[number] for row in rows)]
+    for number in shown:
+        is_number = number > 0 and all(_NUMBER.match(row[number]) for row in rows)
+        made.add_column(
+            head[number],
+            justify="right" if is_number else "left",
+            overflow="fold",
+            no_wrap=head[number] == fixed,
+        )
+    for row in rows:
+        made.add_row(*(Text(row[number]) for number in shown))
+    return made

@@ -17,7 +17,7 @@ from dsft.plan.build import Plan, build_plan
 from dsft.plan.census import Census, Parameter
 from dsft.plan.compare import Candidate, Comparison, compare
 from dsft.plan.memory.sizes import GIB
-from dsft.plan.show_compare import as_mapping, parts
+from dsft.plan.show_compare import comparison_mapping, comparison_parts
 from dsft.plan.tables import rendered
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
@@ -177,7 +177,7 @@ def test_a_packed_budget_keeps_its_tokens() -> None:
 
 
 def shown(made: dict[str, Any]) -> str:
-    return rendered(parts(*compared(made)), terminal=False)
+    return rendered(comparison_parts(*compared(made)), terminal=False)
 
 
 def test_the_page_names_the_advice_and_why_not_the_others() -> None:
@@ -185,7 +185,7 @@ def test_the_page_names_the_advice_and_why_not_the_others() -> None:
     page = shown(document({"a": 4}, accelerator=small, host_memory_gib=64.0))
     assert "plain data parallel: a GPU of stage 0 needs" in page or "checkpointing: a GPU of stage 0" in page
     assert "parallel.zero_stage=" in page.split("What fits")[0]
-    refused = " ".join(page.split("What is refused")[1].split())
+    refused = " ".join(page.split("What is refused")[1].partition("The longest row")[0].split())
     assert refused.startswith("187 layouts, for 7 reasons, such as plain data parallel, parameters on host:")
     assert "DeepSpeed silently ignores the key" in refused and refused.endswith("--json has all.")
     assert "is not set" not in page and "warning" not in page
@@ -202,7 +202,7 @@ def test_the_page_names_the_advice_and_why_not_the_others() -> None:
 
 def test_programs_get_every_size_and_reason() -> None:
     plan, found = compared(document({"a": 2}, accelerator={"name": "H100", "memory_gib": 80}))
-    told = json.loads(json.dumps(as_mapping(plan, found)))
+    told = json.loads(json.dumps(comparison_mapping(plan, found)))
     assert len(told["candidates"]) == len(every(found))
     first = told["candidates"][0]
     assert first["verdict"] == "fits" and first["layout"]["zero_stage"] == 0 and first["warnings"]

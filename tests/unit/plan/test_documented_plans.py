@@ -95,7 +95,7 @@ def test_readme_shows_what_the_plan_prints(spec: str) -> None:
 
 def test_docs_show_the_longest_rows(spec: str) -> None:
     with_more_positions()
-    found = json.loads(plan(spec, "--longest", "--json", *LONG_ROWS, "cluster.accelerator.memory_gib=79"))
+    found = json.loads(plan(spec, "--compare", "--json", *LONG_ROWS, "cluster.accelerator.memory_gib=79"))
     printed = [
         [
             str(row["sequence_parallel"]),
@@ -103,7 +103,7 @@ def test_docs_show_the_longest_rows(spec: str) -> None:
             f"{row['batch']['micro_batch_size']} × {row['batch']['accumulation_steps']}",
             f"{row['tokens']:,}",
         ]
-        for row in found["rows"]
+        for row in found["longest_rows"]
     ]
     assert rows("plan.md", "## The longest row") == printed
 

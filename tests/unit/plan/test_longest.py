@@ -1,9 +1,8 @@
-"""The longest rows that fit (`dsft plan --longest`) by the plan's own memory, and the layouts of `--compare`
-that split rows."""
+"""`dsft plan --compare`: the longest rows that fit by the plan's own memory, and the layouts that split
+rows."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from dsft.errors import SpecError
 from dsft.plan.build import Plan, build_plan, memory_needs
 from dsft.plan.census import Census, Heads, Parameter
-from dsft.plan.compare import ROOMY, Candidate, compare
-from dsft.plan.longest import STEP, LongestRow, hints, longest_rows
-from dsft.plan.memory.sizes import GIB
-from dsft.plan.show_compare import label
-from dsft.plan.show_longest import parts, print_longest
+from dsft.plan.compare import ROOMY, ROW_STEP, Candidate, LongestRow, compare
+from dsft.plan.show_compare import comparison_parts, label
 from dsft.plan.tables import rendered
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
@@ -56,9 +51,12 @@ def planned(made: dict[str, Any]) -> Plan:
     return build_plan(Spec.model_validate(made))
 
 
+def longest_rows(made: dict[str, Any]) -> tuple[LongestRow, ...]:
+    return compare(planned(made)).longest
+
+
 def full(made: dict[str, Any], row: LongestRow, tokens: int) -> float:
-    """The highest ratio of need to limit in the plan of a spec that has such rows, split so."""
-    assert row.batch is not None
+    """Return the highest ratio of need to limit in the plan of a spec with rows of `tokens` tokens."""
     made = made | {
         "data": made["data"] | {"max_length": tokens},
         "train": made["train"] | {"micro_batch_size": row.batch.micro_batch_size},
@@ -83,31 +81,29 @@ def full(made: dict[str, Any], row: LongestRow, tokens: int) -> float:
 )
 def test_that_length_fits_and_a_somewhat_longer_one_does_not(sections: dict[str, Any]) -> None:
     made = document(**sections)
-    rows = longest_rows(planned(made))
+    rows = longest_rows(made)
     assert [row.sequence_parallel for row in rows] == [1, 2, 4]
     for row in rows:
-        assert row.tokens % STEP == 0 and row.tokens > 0
-        assert full(made, row, row.tokens) <= ROOMY < full(made, row, row.tokens + STEP)
-    assert [row.batch and row.batch.global_batch_size for row in rows] == [8, 8, 8]
+        assert row.tokens % ROW_STEP == 0 and row.tokens > 0
+        assert full(made, row, row.tokens) <= ROOMY < full(made, row, row.tokens + ROW_STEP)
+    assert [row.batch.global_batch_size for row in rows] == [8, 8, 8]
     lengths = [row.tokens for row in rows]
     assert lengths == sorted(lengths) and lengths[2] > 2 * lengths[0]
 
 
 def test_positions_and_too_little_memory_limit_a_row_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    (row, *_) = longest_rows(planned(document(gpu=0.1)))
+    (row, *_) = longest_rows(document(gpu=0.1))
     assert (row.tokens, row.limit) == (0, "a GPU of stage 0")
     monkeypatch.setattr("dsft.plan.build.census", lambda *_: replace(CENSUS, max_positions=1000))
-    rows = longest_rows(planned(document(gpu=80.0)))
+    rows = longest_rows(document(gpu=80.0))
     assert {(row.tokens, row.limit) for row in rows} == {(1000, "the model's positions")}
-    assert not list(hints(planned(document(gpu=80.0)), rows))  # no key of the spec raises these
-    with pytest.raises(SpecError, match="cluster.accelerator.memory_gib: is not set; set it, in GiB"):
-        longest_rows(planned(document(gpu=None)))
+    assert longest_rows(document(gpu=None)) == ()  # no limit is known
 
 
-def test_the_sizes_of_groups_divide_hosts_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_sizes_divide_hosts_and_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     def sizes(hosts: dict[str, int], **parallel: Any) -> list[int]:
         made = document(hosts=hosts, parallel=parallel, train={"global_batch_size": 48})
-        return [row.sequence_parallel for row in longest_rows(planned(made))]
+        return [row.sequence_parallel for row in longest_rows(made)]
 
     assert sizes({"a": 8, "b": 4}) == [1, 2, 4]
     assert sizes({"a": 6, "b": 6}) == [1, 2]  # 3 does not divide the heads
@@ -116,24 +112,18 @@ def test_the_sizes_of_groups_divide_hosts_and_heads(monkeypatch: pytest.MonkeyPa
     assert sizes({"a": 8}) == [1]
 
 
-def test_what_is_refused_and_what_else_helps_is_said(tmp_path: Path, capsys: Any) -> None:
-    made = document(model={"attention": "eager"})
-    page = " ".join(rendered(parts(plan := planned(made), longest_rows(plan)), terminal=False).split())
-    assert "With parallel.sequence_parallel=2: 2 does not work with model.attention eager" in page
-    assert "1, as in the spec 4 2 × 1" in page
-    assert (
-        "longer rows: train.micro_batch_size=1, model.gradient_checkpointing=true, parallel.zero_stage=3."
-        in page
-    )
-    spec = tmp_path / "x.yaml"
-    spec.write_text(yaml.safe_dump(document()), encoding="utf-8")
-    print_longest(spec, (), as_json=True, world_size=None)
-    told = json.loads(capsys.readouterr().out)
-    assert [row["sequence_parallel"] for row in told["rows"]] == [1, 2, 4]
-    assert told["limits"] == {"device": 2 * GIB, "host": None}
-    print_longest(spec, (), as_json=False, world_size=None)
-    shown = " ".join(capsys.readouterr().out.split())  # its lines are as wide as the terminal
-    assert "at most 95% of the 2.0 GiB of a GPU, with 8 examples a step" in shown
+def test_the_longest_rows_are_the_last_table_of_the_comparison() -> None:
+    def table(**sections: Any) -> list[str]:
+        plan = planned(document(**sections))
+        page = rendered(comparison_parts(plan, compare(plan)), terminal=False)
+        rows = page.partition("The longest row (data.max_length) that fits")[2].splitlines()
+        return [" ".join(line.split()) for line in rows if line[1:2].isdigit()]
+
+    own, two, four = table()
+    assert own.startswith("1, as in the spec 4 2 × 1 ") and own.endswith(" a GPU of stage 0")
+    assert two.startswith("2 2 2 × 2 ") and four.startswith("4 1 2 × 4 ")
+    assert len(table(model={"attention": "eager"})) == 1  # such attention cannot be split
+    assert table(gpu=None) == []
 
 
 def split(found: tuple[Candidate, ...]) -> set[int]:

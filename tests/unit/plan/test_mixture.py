@@ -16,9 +16,8 @@ from dsft.plan.cost import HALF_TOKENS, cost
 from dsft.plan.flops import work
 from dsft.plan.memory.phases import LIVE, live_elements
 from dsft.plan.memory.ranks import memory
-from dsft.plan.show import as_mapping
-from dsft.plan.show import parts as plan_parts
-from dsft.plan.show_compare import parts
+from dsft.plan.show import as_mapping, parts
+from dsft.plan.show_compare import comparison_parts
 from dsft.plan.tables import rendered
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import layout_of
@@ -52,7 +51,7 @@ def plan_of(name: str, *overrides: str) -> Plan:
 
 
 def text_of(plan: Plan) -> str:
-    return " ".join(rendered(parts(plan, compare(plan)), terminal=False, width=1000).split())
+    return " ".join(rendered(comparison_parts(plan, compare(plan)), terminal=False, width=1000).split())
 
 
 def test_the_published_counts_come_out() -> None:
@@ -90,7 +89,7 @@ def test_deepseek_v3_on_sixteen_hosts_does_not_fit_and_says_why() -> None:
 
 def test_a_plan_at_zero_3_names_the_gather_and_what_is_active() -> None:
     plan = plan_of("qwen3_30b_a3b", "parallel.zero_stage=3")
-    text = " ".join(rendered(plan_parts(plan, explain=False), terminal=False, width=1000).split())
+    text = " ".join(rendered(parts(plan, explain=False), terminal=False, width=1000).split())
     assert "1.1 GiB, and as much again while they arrive" in text
     assert as_mapping(plan)["model"]["active"] == 3_353_032_704
     module, matrix = 603_979_776, 402_653_184

@@ -93,8 +93,6 @@ def test_a_batch_that_the_cluster_cannot_hold(dsft, write: Write) -> None:  # no
 
 
 def test_exit_codes_and_words_for_wrong_command_lines(dsft, write: Write) -> None:  # noqa: ANN001
-    code, _, err = dsft("plan", str(write()), "--compare", "--longest")
-    assert code == 2 and "--compare and --longest cannot be combined" in err
     assert dsft("validate", "none.yaml")[0] == 66
     assert "validate" in dsft("validat")[2]
     for arguments in (["validate"], ["validate", str(write()), "--no-file"], ["init"]):
