@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ from pydantic import ValidationError
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.ds_entries import UserConfig
-from dsft.plan.ds_keys import unknown_keys
-from dsft.plan.ds_values import wrong_values
+from dsft.plan.ds_keys import problems
 from dsft.spec.batch import BatchSizes
 from dsft.spec.combinations import combinations
 from dsft.spec.document import dotted
@@ -32,23 +31,26 @@ from dsft.system.json_file import read_json
 LARGEST = 2**20
 """Maximum size of a file in bytes; usual files have a few thousand."""
 
-SPEC_DECIDES = (
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping pipeline "
-    "checkpoint zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
-).split()
-"""Keys whose value in the file is only compared with the spec's, not used."""
-
-WITHOUT_EFFECT = {
-    "tensorboard": "dsft writes metrics.jsonl and W&B",
-    "csv_monitor": "dsft writes metrics.jsonl and W&B",
-    "comet": "dsft writes metrics.jsonl and W&B",
+_METRICS = "dsft writes metrics.jsonl and W&B"
+_NO_EFFECT = "it has no effect here"
+SPEC_DECIDES = {
+    **dict.fromkeys(
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "
+        "pipeline checkpoint zero_allow_untested_optimizer zero_force_ds_cpu_optimizer scheduler".split(),
+        _NO_EFFECT,
+    ),
+    "optimizer": "the engine builds the optimizer from the spec",
+    "tensorboard": _METRICS,
+    "csv_monitor": _METRICS,
+    "comet": _METRICS,
     "wandb": "the spec's wandb section is used",
     "activation_checkpointing": "the spec's model.gradient_checkpointing decides",
     "dataloader_drop_last": "dsft reads the data",
     "vocabulary_size": "the tokenizer has it",
     "use_data_before_expert_parallelism": "there are no experts to place",
 }
-"""Keys that DeepSpeed reads and dsft leaves out -> what decides instead."""
+"""Keys and sections whose values in the file are compared with the spec's, not used -> the reason for those
+that the spec has no value for."""
 
 FIXED: Mapping[str, Any] = {
     "fp16.enabled": False,
@@ -75,17 +77,23 @@ def merge_config_file(
     file = read_config_file(path)
     if "bfloat16" in file:  # DeepSpeed's other name for it
         file["bf16"] = file.pop("bfloat16")
-    unknown = [Problem(key, rest) for key, _, rest in (s.partition(": ") for s in unknown_keys(file))]
-    _refuse(path, [*unknown, *_unusable(file, spec)])
+    _refuse(path, _unusable(file, spec))
     merged, changes = _with_file(spec, file)
     base = deepspeed_config(merged, batch)
-    unused = list(_unused(merged, base, file))
+    spec_decides = dict(SPEC_DECIDES)
+    if merged.train.precision == "fp16":  # the loss scale is dsft's own (engine/gradients.py)
+        spec_decides["fp16"] = _NO_EFFECT
+    unused = list(_unused(merged, base, file, spec_decides))
     if strict:
-        _refuse(path, [Problem(key, f"{rest}; with --strict the file must agree") for key, rest in unused])
-    left_out = {*_LEFT_OUT, *(["fp16"] if merged.train.precision == "fp16" else [])}
-    problems: list[Problem] = []
-    values = dict(_decided(base, file, "", left_out, problems))
-    _refuse(path, problems)
+        _refuse(path, ((key, f"{rest}; with --strict the file must agree") for key, rest in unused))
+    set_here = dict(_leaves(file, {*spec_decides, *switched_off_keys()}))
+    values = {key: value for key, value in set_here.items() if value not in ("auto", None)}
+    values = {key: value for key, value in values.items() if not key.endswith(".nvme_path")}  # in `merged`
+    without = [key for key, value in set_here.items() if value == "auto" and _lookup(base, key) is None]
+    _refuse(
+        path,
+        ((key, '"auto", but the spec has no value for it; write one, or leave it out') for key in without),
+    )
     lines = (*changes, *(f"{key} {rest}" for key, rest in unused))
     return merged, UserConfig(path.name, values, tuple(f"{path.name}: {line}" for line in lines))
 
@@ -107,9 +115,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return values
 
 
-_LEFT_OUT = {*SPEC_DECIDES, *WITHOUT_EFFECT, "optimizer", "scheduler", *switched_off_keys()}
-
-
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -123,9 +128,10 @@ def _bad_file(path: Path, reason: str) -> SpecError:
     return SpecError("The DeepSpeed configuration cannot be used.", [Problem(str(path), reason)])
 
 
-def _refuse(path: Path, problems: list[Problem]) -> None:
-    if problems:
-        raise SpecError(f"{path} cannot be used.", problems)
+def _refuse(path: Path, problems: Iterable[tuple[str, str]]) -> None:
+    """Raise SpecError with all problems, (key, clause) each, if there are any."""
+    if found := [Problem(*one) for one in problems]:
+        raise SpecError(f"{path} cannot be used.", found)
 
 
 def _lookup(config: Mapping[str, Any], path: str) -> Any:
@@ -136,19 +142,17 @@ def _lookup(config: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _unusable(file: Mapping[str, Any], spec: Spec) -> Iterator[Problem]:
+def _unusable(file: Mapping[str, Any], spec: Spec) -> Iterator[tuple[str, str]]:
+    """Yield (key, clause) for each key and value of the file that cannot be used."""
     not_offered = dict(in_json(file))
-    for key, feature in not_offered.items():
-        yield Problem(key, feature.clause())
+    yield from ((key, feature.clause()) for key, feature in not_offered.items())
     for key, fixed in FIXED.items():
         value = _lookup(file, key)
         wanted = spec.train.precision == "fp16" if key == "fp16.enabled" else fixed
         if value is not None and value not in (wanted, "auto"):
             way_out = "set train.precision" if key == "fp16.enabled" else "leave it out"
-            yield Problem(key, f"{json.dumps(value)}, but dsft supports only {json.dumps(wanted)}; {way_out}")
-    for key, clause in wrong_values(file):
-        if key not in not_offered:
-            yield Problem(key, clause)
+            yield key, f"{json.dumps(value)}, but dsft supports only {json.dumps(wanted)}; {way_out}"
+    yield from ((key, clause) for key, clause in problems(file) if key not in not_offered)
 
 
 def _with_file(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
@@ -199,77 +203,53 @@ def validated(values: Mapping[str, Any]) -> Spec:
     return spec
 
 
-def _unused(spec: Spec, base: Mapping[str, Any], file: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (key, rest of the sentence) for each value of the file that is not used."""
-    for key in SPEC_DECIDES:
-        yield from _differing(key, file.get(key), base.get(key), spec)
-    if spec.train.precision == "fp16":  # the loss scale is dsft's own (engine/gradients.py)
-        yield from _differing("fp16", file.get("fp16"), base["fp16"], spec)
-    for key, reason in WITHOUT_EFFECT.items():
-        value = file.get(key)
-        if value is not None and not (isinstance(value, Mapping) and value.get("enabled") is False):
-            yield key, f"is left out: {reason}"
-    yield from _optimizer(spec, file.get("optimizer") or {})
-    kind = _lookup(file, "scheduler.type")
-    if kind is not None and kind != "auto":
-        yield "scheduler", f"{kind}, but the spec's {spec.optim.lr_scheduler_type} is used"
-
-
-def _differing(key: str, value: Any, ours: Any, spec: Spec) -> Iterator[tuple[str, str]]:
-    if key == "gradient_clipping":
-        ours = spec.train.max_grad_norm  # the effective value, even if dsft clips instead of DeepSpeed
-    if isinstance(value, Mapping):
-        for name, below in value.items():
-            yield from _differing(f"{key}.{name}", below, _lookup(ours or {}, name), spec)
-    elif value is not None and value != "auto" and value != ours:
-        used = (
-            f"but the spec's {json.dumps(ours)} is used" if ours is not None else "which has no effect here"
-        )
-        size = spec.parallel.sequence_parallel
-        if key == "train_batch_size" and size > 1:
-            used += f": global_batch_size × sequence_parallel {size}, since DeepSpeed counts examples by rank"
-        yield key, f"{json.dumps(value)}, {used}"
-
-
-def _optimizer(spec: Spec, section: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    optim = spec.optim
-    kind = section.get("type")
-    if kind is not None and str(kind).lower() not in ("auto", optim.name):
-        yield "optimizer.type", f"{kind}, but the spec's {optim.name} is used"
-    ours = {
+def _unused(
+    spec: Spec, base: Mapping[str, Any], file: Mapping[str, Any], spec_decides: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Yield (key, rest of the sentence) for each value of the file that is not used and not the spec's. base:
+    the configuration that follows from the spec."""
+    optim, size = spec.optim, spec.parallel.sequence_parallel
+    params = {
         "lr": optim.learning_rate,
         "weight_decay": optim.weight_decay,
         "betas": list(optim.betas),
         "eps": optim.eps,
         "momentum": optim.momentum,
     }
-    given = section.get("params")
-    for name, value in given.items() if isinstance(given, Mapping) else ():
-        if name in ours:
-            yield from _differing(f"optimizer.params.{name}", value, ours[name], spec)
-        elif value != "auto":
-            yield f"optimizer.params.{name}", "is left out: the engine builds the optimizer from the spec"
+    ours = {
+        **base,
+        "gradient_clipping": spec.train.max_grad_norm,  # the effective value, even if dsft clips
+        "optimizer": {"type": optim.name, "params": params},
+        "scheduler": {"type": optim.lr_scheduler_type},
+    }
+    for section, reason in spec_decides.items():
+        given = file.get(section)
+        if isinstance(given, Mapping) and given.get("enabled") is False:
+            continue
+        for key, value in _leaves({section: given}):
+            used = _lookup(ours, key)
+            if value in ("auto", None, used) or (key == "optimizer.type" and str(value).lower() == used):
+                continue
+            if used is None:
+                yield key, f"is left out: {reason}"
+                continue
+            rest = f"{json.dumps(value)}, but the spec's {json.dumps(used)} is used"
+            if key == "train_batch_size" and size > 1:
+                rest += (
+                    f": global_batch_size × sequence_parallel {size}, since DeepSpeed counts examples by rank"
+                )
+            yield key, rest
 
 
-def _decided(
-    base: Mapping[str, Any],
-    file: Mapping[str, Any],
-    prefix: str,
-    left_out: Collection[str],
-    problems: list[Problem],
+def _leaves(
+    values: Mapping[str, Any], left_out: Collection[str] = (), prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for what the file sets, except for the dotted keys in `left_out`. "auto"
-    takes the value of `base`; if `base` has none, a problem is appended to `problems`."""
-    for key, value in file.items():
-        name, ours = f"{prefix}{key}", base.get(key)
-        if name in left_out:
+    """Yield (dotted key, value) of all sections, except for the dotted keys in `left_out`."""
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if key in left_out:
             continue
         if isinstance(value, Mapping):
-            yield from _decided(
-                ours if isinstance(ours, Mapping) else {}, value, f"{name}.", left_out, problems
-            )
-        elif value == "auto" and key not in base:
-            problem = '"auto", but the spec has no value for it; write one, or leave it out'
-            problems.append(Problem(name, problem))
-        elif value not in ("auto", None) and key != "nvme_path":  # which the merged spec has
-            yield name, value
+            yield from _leaves(value, left_out, f"{key}.")
+        else:
+            yield key, value

@@ -10,7 +10,7 @@ import pytest
 from dsft.plan.census import Census, Elements, Parameter
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.ds_entries import HostFacts
-from dsft.plan.ds_keys import unknown_keys
+from dsft.plan.ds_keys import problems
 from dsft.plan.memory.offload import AIO_ROWS, swapped
 
 DISK = {"device": "nvme", "nvme_path": "/disk"}
@@ -33,7 +33,7 @@ def test_deepspeed_takes_the_keys_and_dsft_knows_them(make_spec: Any) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     config = deepspeed_config(make_spec(parallel=BOTH), None)
-    assert unknown_keys(config) == []
+    assert list(problems(config)) == []
     parsed = DeepSpeedConfig(json.loads(json.dumps(config | {"train_micro_batch_size_per_gpu": 1})))
     offload = parsed.zero_config.offload_optimizer
     assert (str(offload.nvme_path), offload.buffer_count, offload.pipeline) == ("/disk", 4, False)
