@@ -6,13 +6,14 @@ rank fills its own row, all others are zeros.
 
 from __future__ import annotations
 
-import math
 import re
+import statistics
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import add
 from typing import NamedTuple, Protocol
 
 import psutil
@@ -23,17 +24,14 @@ from dsft.data.steps.copies import to_device
 from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import resident
 
-LAGS, LAGS_NOT = 1.3, 1.15
-"""Ratio of a rank's own work to the others': above the first it is a straggler, below the second it no longer
-is."""
-LOST = 0.1
-"""Fraction of a step; if the others spend less than that waiting for the slowest rank, no line is printed."""
 RECORDS, STEPS, SECONDS = 5, 20, 10.0
-"""The least number of records, steps and seconds to judge by, so that neither one slow step, nor rows of
-unequal length, nor a short disturbance by another program makes a straggler."""
-JUDGED_EVERY = 1.0  # seconds; shorter windows are judged together
-MOSTLY = 0.75
-"""Fraction of the recent records in which a straggler must be the slowest rank, by more than LAGS_NOT."""
+"""The least number of records, steps and seconds that are judged together, so that neither one slow step, nor
+a short disturbance by another program makes a straggler."""
+LAGS, LOST = 1.3, 0.1
+"""A rank lags if its own work takes at least LAGS times that of the others, and the difference at least the
+fraction LOST of the time, ..."""
+BEHIND, MOSTLY = 1.15, 0.75
+"""... and if it was the slowest, by more than BEHIND times, in the fraction MOSTLY of the records."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,7 @@ class RankWindow(NamedTuple):
 
 
 WIDTH = len(RankWindow._fields)
+NOTHING = RankWindow(*[0.0] * WIDTH)
 
 
 class WaitTimer(Protocol):
@@ -129,24 +128,15 @@ class HostWatch:
 
 def host_names(locations: Sequence[RankLocation]) -> list[str]:
     """Return each rank's host as it appears in the names of metrics: the first label of the host name where
-    that is unique, reduced to letters, digits, - and _. Two machines of the same name are told apart since
-    each local rank occurs once per machine; the second gets a number."""
-    hosts: dict[tuple[str, int], str] = {}
-    counted: Counter[tuple[str, int]] = Counter()
-    keys = []
-    for location in locations:
-        keys.append((location.host, counted[location.host, location.local_rank]))
-        counted[location.host, location.local_rank] += 1
-    short = {key: re.sub(r"[^A-Za-z0-9_-]+", "-", key[0].partition(".")[0]) for key in dict.fromkeys(keys)}
+    that is unique, else the whole name, reduced to letters, digits, - and _."""
+
+    def reduced(name: str) -> str:
+        return re.sub(r"[^A-Za-z0-9_-]+", "-", name) or "host"
+
+    short = {location.host: reduced(location.host.partition(".")[0]) for location in locations}
     common = Counter(short.values())
-    for key, name in short.items():
-        if common[name] > 1:  # such as a.one and a.two, or two machines of one name
-            name = re.sub(r"[^A-Za-z0-9_-]+", "-", key[0])
-        wanted, number = name or "host", 1
-        while (name := wanted if number == 1 else f"{wanted}_{number}") in hosts.values():
-            number += 1
-        hosts[key] = name
-    return [hosts[key] for key in keys]
+    names = {host: name if common[name] == 1 else reduced(host) for host, name in short.items()}
+    return [names[location.host] for location in locations]
 
 
 def host_record(names: Sequence[str], ranks: Sequence[RankWindow]) -> dict[str, float]:
@@ -170,130 +160,63 @@ def host_record(names: Sequence[str], ranks: Sequence[RankWindow]) -> dict[str, 
 
 
 class StragglerDetector:
-    """A detector of stragglers over the last records.
-
-    A rank is compared with those that do the same work: all, or those of its pipeline stage. Stages differ by
-    nature; where each stage is one rank, a rank's share of the total work is compared with its share in the
-    first records, so a rank that is slow from the start is taken for a large stage.
-    """
+    """A detector that compares ranks with those that do the same work, the other ranks of their pipeline
+    stage, and names each that lags once. A stage of one rank is compared with nothing."""
 
     def __init__(
         self, locations: Sequence[RankLocation], names: Sequence[str], seconds: float = SECONDS
     ) -> None:
         self._locations, self._names, self._seconds = locations, names, seconds
-        stages = {location.stage for location in locations}
-        self._by_itself = len(stages) == len(locations)  # no two ranks do the same work
-        everyone = range(len(locations))
-        self._groups = (
-            [list(everyone)]
-            if self._by_itself
-            else [[rank for rank in everyone if locations[rank].stage == stage] for stage in sorted(stages)]
-        )
-        self._usual: list[float] | None = None if self._by_itself else [1.0] * len(locations)
-        # Windows, each with its slowest rank.
-        self._recent: deque[tuple[Sequence[RankWindow], Delay | None]] = deque()
-        self._unjudged = 0.0  # seconds
-        self._named: int | None = None
+        stages: dict[int, list[int]] = {}
+        for rank, location in enumerate(locations):
+            stages.setdefault(location.stage, []).append(rank)
+        self._peers = [ranks for ranks in stages.values() if len(ranks) > 1]
+        self._total: Sequence[RankWindow] = ()  # since ranks were last judged
+        self._behind: list[int] = []  # the slowest rank of each record, -1 if it is hardly slower
+        self._named: set[int] = set()
 
     def add(self, ranks: Sequence[RankWindow]) -> tuple[dict[str, float], list[str]]:
-        """Add a window. Return its metrics, the ratio of the slowest rank's own work to what is expected from
-        its peers (1: none lags) and its number, and the lines to print. Both are empty for a single rank, and
-        until a pipeline's usual shares are known."""
-        if len(ranks) < 2:
+        """Add a window. Return its metrics, the ratio of the slowest rank's own work to that of its peers (1:
+        none lags) and its number, and the lines to print. Both are empty where no rank has peers."""
+        if not self._peers:
             return {}, []
         slowest = self._slowest(ranks)
-        lines = self._judge(ranks, slowest)
-        if slowest is None:
-            return {}, lines
-        return {"rel/straggler_ratio": max(slowest.ratio, 1.0), "rel/straggler_rank": slowest.rank}, lines
+        self._behind.append(slowest.rank if slowest.ratio > BEHIND else -1)
+        summed = zip(self._total or [NOTHING] * len(ranks), ranks, strict=True)
+        self._total = [RankWindow(*map(add, *both)) for both in summed]
+        record = {"rel/straggler_ratio": max(slowest.ratio, 1.0), "rel/straggler_rank": slowest.rank}
+        return record, list(self._judged())
 
-    def _judge(self, ranks: Sequence[RankWindow], slowest: Delay | None) -> list[str]:
-        recent = self._recent
-        recent.append((ranks, slowest))
-        self._unjudged += ranks[0].seconds
-        if self._unjudged < JUDGED_EVERY or not self._trimmed():
-            return []
-        self._unjudged = 0.0
-        of_ranks = zip(*(ranks for ranks, _ in recent), strict=True)
-        total = [RankWindow(*map(math.fsum, zip(*windows, strict=True))) for windows in of_ranks]
-        if self._usual is None:
-            self._usual = [max(spent.own, 1e-9) for spent in total]
-            recent.clear()
-            return []
-        delays = self._delays(total)
-        lines = []
-        if self._named is not None and delays[self._named].ratio < LAGS_NOT:
-            lines.append(f"{self._who(self._named)} no longer lags.")
-            self._named = None
-        found = max(delays, key=lambda each: each.ratio)
-        if found.rank == self._named or found.ratio < LAGS or found.lost < LOST:
-            return lines
-        slow = [each.rank for _, each in recent if each is not None and each.ratio > LAGS_NOT]
-        if slow.count(found.rank) < MOSTLY * len(recent):
-            return lines
-        self._named = found.rank
-        return [*lines, self._warning(found, total[found.rank])]
+    def _slowest(self, ranks: Sequence[RankWindow]) -> Delay:
+        return max((_delay(ranks, peers) for peers in self._peers), key=lambda delay: delay.ratio)
 
-    def _trimmed(self) -> bool:
-        """Drop the oldest windows that are not needed to judge; return whether there are enough."""
-        first = [ranks[0] for ranks, _ in self._recent]
-        steps, seconds = sum(spent.steps for spent in first), sum(spent.seconds for spent in first)
-        number = 0
-        while self._suffices(len(first) - number, steps, seconds):
-            steps, seconds = steps - first[number].steps, seconds - first[number].seconds
-            number += 1
-        for _ in range(number - 1):
-            self._recent.popleft()
-        return number > 0
-
-    def _suffices(self, records: int, steps: float, seconds: float) -> bool:
-        return records >= RECORDS and steps >= STEPS and seconds >= self._seconds
-
-    def _slowest(self, ranks: Sequence[RankWindow]) -> Delay | None:
-        """Return the slowest rank; None while a pipeline's usual shares are not known."""
-        return max(self._delays(ranks), key=lambda each: each.ratio) if self._usual else None
-
-    def _delays(self, ranks: Sequence[RankWindow]) -> list[Delay]:
-        """Compare each rank with its peers, by time or by time per token, whichever is more lenient: neither
-        rows of unequal length nor work that does not depend on tokens count as lagging."""
-        usual = self._usual
-        assert usual is not None
-        found: dict[int, Delay] = {}
-        for group in self._groups:
-            times = [ranks[rank].own / usual[rank] for rank in group]
-            expected = others_medians(times)
-            tokens = [ranks[rank].tokens for rank in group]
-            if all(tokens):
-                per_token = others_medians([time / n for time, n in zip(times, tokens, strict=True)])
-                by_tokens = [median * n for median, n in zip(per_token, tokens, strict=True)]
-                expected = list(map(max, expected, by_tokens))
-            for rank, others in zip(group, expected, strict=True):
-                mine = ranks[rank]
-                wanted = max(others * usual[rank], 0.01 * mine.seconds)
-                lost = (mine.own - wanted) / mine.seconds
-                found[rank] = Delay(rank, mine.own / wanted, lost, wanted / mine.steps)
-        return [found[rank] for rank in range(len(ranks))]
-
-    def _who(self, rank: int) -> str:
-        return f"rank {rank} ({self._names[rank]}, local rank {self._locations[rank].local_rank})"
-
-    def _warning(self, found: Delay, mine: RankWindow) -> str:
-        others = "that of the other ranks" if len(self._groups) == 1 else "that of its stage's other ranks"
-        expected = "that of its first steps" if self._by_itself else others
+    def _judged(self) -> Iterator[str]:
+        """Yield the line on a rank that lags, once there is enough to judge by."""
+        total, behind = self._total, self._behind
+        if len(behind) < RECORDS or total[0].steps < STEPS or total[0].seconds < self._seconds:
+            return
+        self._total, self._behind = (), []
+        found = self._slowest(total)
+        rank, mine = found.rank, total[found.rank]
+        lags = found.ratio >= LAGS and found.lost >= LOST and behind.count(rank) >= MOSTLY * len(behind)
+        if not lags or rank in self._named:
+            return
+        self._named.add(rank)
+        where = f"{self._names[rank]}, local rank {self._locations[rank].local_rank}"
         line = (
-            f"warning: {self._who(found.rank)} lags: over {mine.steps:.0f} steps its own work took "
-            f"{found.ratio:.2f} times {expected}, {mine.own / mine.steps:.3g} s per step instead of "
-            f"{found.expected:.3g}; the other ranks wait for it {100 * found.lost:.0f} % of the time"
+            f"warning: rank {rank} ({where}) lags: over {mine.steps:.0f} steps its own work took "
+            f"{found.ratio:.2f} times that of the other ranks of its stage, {mine.own / mine.steps:.3g} s "
+            f"per step instead of {found.expected / mine.steps:.3g}; they wait for it "
+            f"{100 * found.lost:.0f} % of the time"
         )
         if mine.data > 0.5 * found.lost * mine.seconds:
             line += f"; it waits {mine.data / mine.steps:.3g} s per step for data"
-        return f"{line}. See docs/telemetry.md."
+        yield f"{line}. See docs/telemetry.md."
 
 
-@dataclass(frozen=True)
-class Delay:
+class Delay(NamedTuple):
     """How far a rank is behind. ratio: its own seconds ÷ those expected; lost: the difference, as a fraction
-    of the window's seconds; expected: seconds per step."""
+    of the window's seconds; expected: seconds."""
 
     rank: int
     ratio: float
@@ -301,12 +224,14 @@ class Delay:
     expected: float
 
 
-def others_medians(values: Sequence[float]) -> list[float]:
-    """Return for each value the median of the others; there must be two or more."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranked, others = [values[index] for index in order], len(values) - 1
-    found = [0.0] * len(values)
-    for position, index in enumerate(order):
-        low, high = (k + (k >= position) for k in ((others - 1) // 2, others // 2))
-        found[index] = (ranked[low] + ranked[high]) / 2
-    return found
+def _delay(ranks: Sequence[RankWindow], peers: Sequence[int]) -> Delay:
+    """Compare the slowest of the peers with the median of the others: of their times or of their times per
+    token, whichever is more lenient. Neither rows of unequal length nor work that does not depend on tokens
+    count as lagging."""
+    slowest = max(peers, key=lambda rank: ranks[rank].own)
+    mine, others = ranks[slowest], [ranks[rank] for rank in peers if rank != slowest]
+    expected = statistics.median(each.own for each in others)
+    if mine.tokens and all(each.tokens for each in others):
+        expected = max(expected, mine.tokens * statistics.median(each.own / each.tokens for each in others))
+    expected = max(expected, 0.01 * mine.seconds)
+    return Delay(slowest, mine.own / expected, (mine.own - expected) / mine.seconds, expected)

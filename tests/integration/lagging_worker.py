@@ -34,7 +34,6 @@ from dsft.objective.next_token import next_token
 from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.rank.environment import detect
-from dsft.report import hosts
 from dsft.run.loop import Progress, Record, Schedule, fit
 from dsft.run.trainer import watch_hosts
 from dsft.spec.batch import batch_sizes
@@ -71,14 +70,12 @@ class Case:
 
     name: str
     zero_stage: int = 2
-    stages: int = 1
     slowed: str = "whole"
 
 
 CASES = (
     Case("ZeRO 2"),
     Case("ZeRO 3", zero_stage=3),
-    Case("pipeline", zero_stage=0, stages=2),
     Case("data", slowed="data"),
 )
 
@@ -128,7 +125,7 @@ def main(healthy: int, slowed: int, words: list[str]) -> None:
     world = join(detect(os.environ), Layout(ranks, 1))
     for case in CASES:
         if all(word in case.name for word in words):
-            own = replace(world, layout=Layout(ranks, case.stages))
+            own = replace(world, layout=Layout(ranks, 1))
             told = outcome(case, own, healthy, slowed)
             if world.rank == 0:
                 print("CASE " + json.dumps({"case": case.name} | told), flush=True)
@@ -142,21 +139,20 @@ def outcome(case: Case, world: World, healthy: int, slowed: int) -> dict[str, An
         {
             "name": "lagging", "task": "pretrain", "model": {"from_config": LLAMA},
             "data": {"train": [{"path": "builtin:quickstart"}]},
-            "parallel": {"zero_stage": case.zero_stage, "pipeline_stages": case.stages},
+            "parallel": {"zero_stage": case.zero_stage},
             "train": {"micro_batch_size": ROWS, "accumulation_steps": 4, "precision": "fp32", "max_steps": 1},
             "optim": {"learning_rate": 1e-4},
         }
     )  # fmt: skip
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
-    keep, cut = sharding_for(config, world), balanced([1] * 4, case.stages)
+    keep, cut = sharding_for(config, world), balanced([1] * 4, 1)
     policy = build_model(spec.model, FACTS, 1, torch.float32, world.stage, cut, keep)
     objective = next_token()
     engine = build_engine(policy, spec, config, world, objective)
     records: list[Record] = []
     said: list[tuple[int, str]] = []
     watch = watch_hosts(world, lambda line: said.append((len(records) + 1, line)))
-    watch._detector._seconds = 0.0 if case.stages > 1 else SECONDS  # its usual parts are of the healthy steps
-    hosts.JUDGED_EVERY = 0.0
+    watch._detector._seconds = SECONDS
     trainer = PlainTrainer(objective, world, records.append, watch=watch)
     schedule = Schedule(healthy + slowed, 1, None, None, lambda step: 1e-4, 3, seed=1)
     with ended(Steps(case, world, 4, healthy)) as steps:
