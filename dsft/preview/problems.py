@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.sets.dataset import Dataset
+from dsft.data.sets.dataset import Dataset, Ids
 from dsft.data.sets.load import on_too_long
-from dsft.data.sets.selection import SourceData, is_duplicate
+from dsft.data.sets.selection import SourceData
 from dsft.spec.schema import Data, Spec
 
 if TYPE_CHECKING:
@@ -27,11 +27,12 @@ KINDS: Mapping[str, str] = {
     "truncated": "truncated",
     "empty": "empty",
     "no_target": "without a target",
+    "identical": "with two answers that are the same when truncated",
     "no_end": "trained on without their end of turn or text",
     "duplicate": "repeating an earlier one",
 }
-_TOO_LONG = {"error": "too_long", "drop": "dropped", "truncate": "truncated"}
-Mask = NDArray[np.bool_]
+_IN_LEDGER = {"too_long": "dropped", "no_target": "without_target", "no_end": "without_end"}
+"""Kind of problem -> its name in the ledger, where that is another."""
 SourceSets = Sequence[SourceData]
 """What the sets have of one source: what is trained on or evaluated, then what is held out."""
 EACH = 3  # worst examples of each kind
@@ -54,85 +55,72 @@ def problems_of(
     them in the order of the sources."""
     counts = dict.fromkeys(KINDS, 0)
     found: dict[str, list[RowProblem]] = {kind: [] for kind in KINDS}
-    content = np.concatenate([read.records.content[: read.count] for read, *_ in sources])
-    duplicate, start = is_duplicate(content), 0
     for source in sources:
-        read, account = source[0], source[0].account
+        account = source[0].account
         counts["bad"] += account.bad_rows
         found["bad"] += [RowProblem(place, "bad", reason) for place, reason in account.bad]
-        hashes = content[start : start + read.count]
-        masks = _masks(source, spec) | {"duplicate": duplicate[start : start + read.count]}
-        start += read.count
-        for kind, mask in masks.items():
-            counts[kind] += int(np.count_nonzero(mask))
-            rows = np.flatnonzero(mask)[: max(0, limit - len(found[kind]))].astype(np.int32)
+        for kind, rows in _rows_by_kind(source, spec).items():
+            counts[kind] += len(rows)
+            rows = rows[: max(0, limit - len(found[kind]))]
             if kind == "duplicate":
-                reasons = [f"repeats {place}" for place in _first_places(sources, content, hashes[rows])]
+                reasons = [f"repeats {place}" for place in _first_places(sources, source[0], rows)]
             else:
                 reasons = [_reason(kind, source, row, spec.data) for row in rows.tolist()]
             found[kind] += [
-                RowProblem(at, kind, why) for at, why in zip(read.places(rows), reasons, strict=True)
+                RowProblem(at, kind, why) for at, why in zip(source[0].places(rows), reasons, strict=True)
             ]
     return {kind: (count, found[kind][:limit]) for kind, count in counts.items() if count}
 
 
 def kinds_of(source: SourceSets, row: int, spec: Spec) -> list[str]:
     """Return the kinds of problems of one row, in words, except whether it is a duplicate."""
-    return [KINDS[kind] for kind, mask in _masks(source, spec).items() if mask[row]]
+    kinds = _rows_by_kind(source, spec)
+    return [KINDS[kind] for kind in kinds if kind != "duplicate" and row in kinds[kind]]
 
 
-def _masks(source: SourceSets, spec: Spec) -> dict[str, Mask]:
-    """Return for each kind of problem a mask (count,) of the rows that have it."""
-    records, count = source[0].records, source[0].count
-    lengths, targets = records.lengths[:count], records.trained[:count]
-    empty = lengths <= 1
-    no_target = (targets == 0) & ~empty
-    masks = {"empty": empty, "no_target": no_target, "no_end": ~records.ended[:count] & ~empty & ~no_target}
-    kind = _TOO_LONG.get(on_too_long(spec))
-    if kind is not None:
-        masks[kind] = (records.longest[:count] > spec.data.max_length) & ~no_target
-    for one in source:
-        masks["no_end"][one.of("without_end")] = True
-    return masks
+def _rows_by_kind(source: SourceSets, spec: Spec) -> dict[str, Ids]:
+    """Return for each kind of problem but bad rows the rows that have it, ascending, as the ledgers count
+    them. A row of data.eval is a duplicate also if data.train has it."""
+    other = "dropped" if on_too_long(spec) == "error" else "too_long"
+    found = {
+        kind: np.sort(np.concatenate([one.of(_IN_LEDGER.get(kind, kind)) for one in source]))
+        for kind in KINDS
+        if kind not in ("bad", other)
+    }
+    again = source[0].also_in_train
+    if again is not None:
+        found["duplicate"] = np.union1d(found["duplicate"], again).astype(np.int32)
+    return found
 
 
-def _first_places(
-    sources: Sequence[SourceSets], content: NDArray[np.uint64], hashes: NDArray[np.uint64]
-) -> Iterator[str]:
-    """Yield the place of the first row, over all sources, with one of the `hashes` (k,). content: the
-    hashes of all rows of all sources."""
-    rows = np.flatnonzero(np.isin(content, hashes)) if len(hashes) else np.zeros(0, np.int64)
-    values, first = np.unique(content[rows], return_index=True)
-    for row in rows[first[np.searchsorted(values, hashes)]].tolist():
-        for source in sources:
-            if row < source[0].count:
-                yield source[0].records.source(row)
-                break
-            row -= source[0].count
-
-
-def _truncated(source: SourceSets, row: int, data: Data) -> str:
-    records = source[0].records
-    length, targets, first = int(records.lengths[row]), int(records.trained[row]), records.each * row
-    for examples in (one.examples for one in source):
-        at = int(np.searchsorted(examples.row_ids, first))
-        if at < len(examples) and examples.row_ids[at] == first:
-            lost = targets - examples.target_counts[at]
-            return f"{examples.extent(at)}; {lost:,} of {targets:,} trained tokens lost"
-    if records.each > 1:
-        return f"{length:,} tokens; both answers are the same when truncated to {data.max_length:,} tokens"
-    return f"{length:,} tokens; no target is left when truncated to {data.max_length:,} tokens"
+def _first_places(sources: Sequence[SourceSets], read: SourceData, rows: Ids) -> Iterator[str]:
+    """Yield for each of the rows of a source the place of the first row, over all sources, that has its
+    content."""
+    wanted = read.records.content[rows]
+    places: dict[int, str] = {}
+    for one, *_ in sources:
+        content = one.records.content[: one.count]
+        for row in np.flatnonzero(np.isin(content, wanted)).tolist():
+            places.setdefault(int(content[row]), one.records.source(row))
+    yield from (places[content] for content in wanted.tolist())
 
 
 def _reason(kind: str, source: SourceSets, row: int, data: Data) -> str:
     records = source[0].records
+    length, targets, first = int(records.lengths[row]), int(records.trained[row]), records.each * row
+    if kind == "truncated":
+        for examples in (one.examples for one in source):
+            at = int(np.searchsorted(examples.row_ids, first))
+            if at < len(examples) and examples.row_ids[at] == first:
+                lost = targets - examples.target_counts[at]
+                return f"{examples.extent(at)}; {lost:,} of {targets:,} trained tokens lost"
     match kind:
-        case "truncated":
-            return _truncated(source, row, data)
         case "empty":
-            return f"{int(records.lengths[row])} tokens, too few to train on"
+            return f"{length} tokens, too few to train on"
+        case "no_target" if targets == 0:
+            return f"none of its {length:,} tokens is a target"
         case "no_target":
-            return f"none of its {int(records.lengths[row]):,} tokens is a target"
+            return f"{length:,} tokens; no target is left when truncated to {data.max_length:,} tokens"
         case "no_end":
             return "its targets stop before the end of the turn or text"
         case _:

@@ -22,7 +22,7 @@ from dsft.system.json_file import read_json
 from dsft.system.redact import one_line
 
 SERVER = "https://api.wandb.ai"
-ANSWER_SECONDS = 4.0  # for a server to answer at the start, before the run is recorded offline
+ANSWER_SECONDS = 10.0  # for a server to answer at the start, before the run is recorded offline
 FINISH_SECONDS = 20.0  # for the last uploads at the end
 
 
@@ -93,7 +93,6 @@ def _start(
     run_id = run_id_of(run_dir)
     if mode == "online":
         try:
-            _ask_server(os.environ)
             run = _init(section, run_dir, config, run_id, "online")
             log(f"W&B: {run.url}")
             return run
@@ -107,26 +106,6 @@ def _start(
     return run
 
 
-def _ask_server(environ: Mapping[str, str]) -> None:
-    """Raise within seconds where the server does not answer or rejects the key: wandb.init would wait half a
-    minute, whatever its init_timeout."""
-    import requests  # comes with wandb; uses the environment's proxies and netrc file
-
-    address = (environ.get("WANDB_BASE_URL") or SERVER).rstrip("/")
-    key = environ.get("WANDB_API_KEY")
-    try:
-        answer = requests.post(
-            f"{address}/graphql",
-            json={"query": "query { viewer { id } }"},
-            auth=("api", key) if key else None,
-            timeout=ANSWER_SECONDS,
-        )
-    except requests.RequestException as error:
-        raise ConnectionError(f"{address} cannot be reached ({type(error).__name__})") from error
-    if not answer.ok:
-        raise ConnectionError(f"{address} answered {answer.status_code} {answer.reason}")
-
-
 def _init(section: Wandb, run_dir: Path, config: dict[str, Any], run_id: str, mode: str) -> Any:
     import wandb
 
@@ -138,7 +117,8 @@ def _init(section: Wandb, run_dir: Path, config: dict[str, Any], run_id: str, mo
         "x_disable_meta": True,  # it contains the command line
         "x_save_requirements": False,  # versions.json has them
     }
-    bounded = {"init_timeout": 20.0, "finish_timeout": FINISH_SECONDS}
+    answer = float(os.environ.get("WANDB_INIT_TIMEOUT") or ANSWER_SECONDS)
+    bounded = {"init_timeout": answer, "finish_timeout": FINISH_SECONDS}
     settings = wandb.Settings(**quiet, **private, **bounded)  # type: ignore[arg-type]
     wandb.setup(settings)  # init alone would print before it reads `silent`
     run = wandb.init(
