@@ -22,8 +22,7 @@ from dsft.errors import CheckpointError, MissingInputError
 from dsft.model.build import around
 from dsft.model.config import config_around
 from dsft.model.conversion import TensorMap, read_map
-from dsft.model.files import SafetensorsFile, digests, folder_with, weight_files
-from dsft.model.tensor_types import DTYPES
+from dsft.model.files import TENSOR_TYPES, SafetensorsFile, digests, folder_with, weight_files
 from dsft.model.whole import text_key
 from dsft.system.json_file import read_json
 
@@ -99,7 +98,9 @@ class TensorsAround:
         self._names = _trained_names(whole.text_map(tensors, causal_lm), causal_lm)
         made = self._converted.shapes
         others = {key: file for key, file in self._file_of.items() if key not in made}
-        self.dtypes = {key: DTYPES[file.dtype(key)] for key, file in others.items() if key not in self._names}
+        self.dtypes = {
+            key: TENSOR_TYPES[file.dtype(key)] for key, file in others.items() if key not in self._names
+        }
         self.shapes: Mapping[str, tuple[int, ...]] = {
             key: values.shapes[self._names[key]] if key in self._names else file.shape(key)
             for key, file in others.items()

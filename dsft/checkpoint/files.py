@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsft.model.tensor_types import NAMES
+from dsft.model.files import TENSOR_TYPES
 from dsft.system.files import sync_folder
 
 THREADS = 8
@@ -28,6 +28,8 @@ THREADS = 8
 
 CHUNK = 16 * 2**20
 """Elements of a tensor that are in host memory at a time."""
+
+_TYPE_NAMES = {dtype: name for name, dtype in TENSOR_TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def write_tensors(
     for entry in entries:
         start, end = end, end + entry.num_bytes
         header[entry.name] = {
-            "dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]
+            "dtype": _TYPE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]
         }  # fmt: skip
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # pad, so that the data is aligned

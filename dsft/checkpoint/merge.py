@@ -19,8 +19,7 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.api import Kind
 from dsft.model.build import has_frozen, initial_values
 from dsft.model.files import digests, model_files
-from dsft.model.lora import PREFIX, condensed, inject, saved_modules, scale
-from dsft.model.lora_experts import misread
+from dsft.model.lora import PREFIX, condensed, inject, misread, saved_modules, scale
 from dsft.model.vocabulary import NewRows, vocabulary_names
 from dsft.model.whole import Whole
 from dsft.spec.schema import Lora, Model

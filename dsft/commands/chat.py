@@ -32,7 +32,7 @@ from dsft.data.tokenizer.load import load_tokenizer, num_ids
 from dsft.errors import DsftError, MissingInputError, brief, printable
 from dsft.model.config import config_around, read_config
 from dsft.model.files import model_files
-from dsft.model.lora_experts import own_names
+from dsft.model.lora import own_names
 from dsft.model.read import load_whole
 from dsft.system.json_file import read_json
 from dsft.system.run_folder import named_export

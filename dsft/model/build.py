@@ -33,7 +33,7 @@ from dsft.model.routing import freeze_routers, routing_of
 from dsft.model.split_points import check_cut
 from dsft.model.stage import cut_to_stage
 from dsft.model.vocabulary import ExtendedReader, NewRows
-from dsft.model.weights import Sharding, TensorReader, Weights
+from dsft.model.weights import Sharding, TensorReader, Weights, plain
 from dsft.model.whole import Whole, whole_of
 from dsft.plan.cut import Cut
 from dsft.spec.patterns import matches, unmatched
@@ -92,9 +92,9 @@ def build_model(  # noqa: PLR0913, PLR0917  a model's section, and what a run kn
     if model.lora is not None:
         names = whole.name if whole else str
         adapters = with_adapters(causal_lm, model.lora, seed, dtype, sharding, names)
-        fill_adapted(weights, policy, dtype, adapters)
+        fill_adapted(weights, policy, plain(dtype), adapters)
     else:
-        weights.fill(policy, dtype, sharding)
+        weights.fill(policy, plain(dtype), sharding)
     return policy
 
 
@@ -107,7 +107,7 @@ def initial_values(
     weights = _weights(model, causal_lm, seed, dtype, rows, around(model, causal_lm))
     if isinstance(weights, ReadWeights):
         return lambda name: weights.tensor(causal_lm.get_parameter(name), dtype)
-    weights.fill(causal_lm, dtype, WHOLE)
+    weights.fill(causal_lm, plain(dtype), WHOLE)
     return lambda name: causal_lm.get_parameter(name).detach()
 
 

@@ -1,22 +1,14 @@
-"""Count a model's parameters without its weights: the child process behind `dsft plan`.
-
-Reads one JSON object on standard input, {"model": the spec's section}; writes one on the last line of
-standard output: the census, or {"problems": [[where, message], …]}, or {"missing": message}. Builds the
-transformers class on the meta device. Reads the config and tokenizer from their folder or the hub's cache;
-writes nothing.
-"""
+"""Count a model's parameters without its weights, for `dsft plan` and for a run's start: build the
+transformers class on the meta device. Reads the config and tokenizer from their folder or the hub's cache."""
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from dsft.data.tokenizer.load import open_tokenizer
-from dsft.errors import MissingInputError, SpecError
 from dsft.model.attention_choice import requirements_of
 from dsft.model.build import around, check_trainable, choose_trained
 from dsft.model.config import TokenFacts, on_meta, resolve_config, token_facts
@@ -134,18 +126,3 @@ def _layers(causal_lm: PreTrainedModel, num_layers: int) -> dict[int, int]:
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return {id(p): index for index, layer in enumerate(module) for p in layer.parameters()}
     return {}
-
-
-def main() -> None:
-    request = json.load(sys.stdin)
-    try:
-        answer = take_census(Model.model_validate(request["model"]))
-    except SpecError as error:
-        answer = {"problems": [[problem.where, problem.message] for problem in error.problems]}
-    except MissingInputError as error:
-        answer = {"missing": str(error)}
-    print("\n" + json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -134,5 +134,42 @@ def _one_by_one(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or torch.cuda.get_device_capability()[0] not in ONE_KERNEL
 
 
+OF_EXPERTS = ("experts", "gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names of experts' weights, in modules and in files."""
+
+NO_ADAPTERS = (
+    "the routed experts, which get no adapters: the weights of all experts of a layer are one tensor; leave "
+    "it out, so that attention, dense layers and shared experts get adapters, or train experts in full with "
+    "model.trainable"
+)
+
+
+def routers(causal_lm: nn.Module) -> frozenset[str]:
+    """Return the names of the modules that choose experts, and of those below them."""
+    roots = tuple(layer.router for layer in expert_layers(causal_lm))
+    names = (name for name, _ in causal_lm.named_modules())
+    return frozenset(
+        name for name in names if name in roots or name.startswith(tuple(f"{r}." for r in roots))
+    )
+
+
+def of_experts(causal_lm: nn.Module, wanted: str, module: str | None = None) -> bool:
+    """Whether a name that someone wrote for a layer means routed experts. module: the module that it names,
+    None if there is none."""
+    layers = expert_layers(causal_lm)
+    if module is not None:
+        return any(module == layer.experts or module.startswith(f"{layer.experts}.") for layer in layers)
+    return bool(layers) and wanted.rpartition(".")[2] in OF_EXPERTS
+
+
+def left_out(causal_lm: nn.Module) -> Iterator[str]:
+    """Yield the line for the start of a run whose adapters leave out experts."""
+    if expert_layers(causal_lm):
+        yield (
+            "adapters: the routed experts get none and stay as they are; attention, dense layers and shared "
+            "experts have them as model.lora.target_modules says"
+        )
+
+
 def _error(where: str, message: str) -> SpecError:
     return SpecError("The model cannot be trained.", [Problem(where, message)])

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from dsft.errors import MissingInputError
 from dsft.model.conversion import ConvertedTensors, TensorMap, read_map
 from dsft.model.read import check_tensors
-from dsft.model.tensor_types import DTYPES
 from dsft.model.weights import Shape
 from dsft.model.whole import Whole
 from dsft.system.digest import content_digests
@@ -29,6 +28,13 @@ from dsft.system.json_file import read_json, reason_of, special_kind
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+TENSOR_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""The types of tensors in safetensors files (https://github.com/huggingface/safetensors#format)."""
 TRAINABLE = ("F64", "F32", "F16", "BF16")
 """safetensors' types of weights that can be trained; those of quantized models cannot."""
 
@@ -53,7 +59,7 @@ class SafetensorsFile:
             raise MissingInputError(f"{path} cannot be read ({error}); give the complete folder.") from None
         self._tensors.pop("__metadata__", None)
         for key, facts in self._tensors.items():
-            if facts["dtype"] not in DTYPES:
+            if facts["dtype"] not in TENSOR_TYPES:
                 raise MissingInputError(
                     f"{path}: {key} has the type {facts['dtype']}, which dsft does not know; save the model "
                     "in another type."
@@ -71,7 +77,7 @@ class SafetensorsFile:
     def read(self, key: str, start: int, out: Tensor) -> None:
         """Fill `out`, (n,) of any type on the CPU, from the flattened tensor, beginning with element
         `start`."""
-        dtype = DTYPES[self.dtype(key)]
+        dtype = TENSOR_TYPES[self.dtype(key)]
         first = self._begin + self._tensors[key]["data_offsets"][0] + start * dtype.itemsize
         with self.path.open("rb", buffering=0) as file:
             file.seek(first)

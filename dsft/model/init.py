@@ -18,14 +18,17 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from dsft.model.weights import (
+    DTYPES,
     NamedModule,
     Sharding,
+    StorageOf,
     TensorSlots,
     has_nan,
     initialization_order,
     own_tensors,
     uninitialized_error,
 )
+from dsft.plan.storage import Storage
 
 
 class FreshWeights:
@@ -39,12 +42,12 @@ class FreshWeights:
         self._tied = _tied(model)
         self._finished = _finished(self._order, self._tied)
 
-    def fill(self, root: nn.Module, dtype: torch.dtype, sharding: Sharding) -> None:
+    def fill(self, root: nn.Module, storage_of: StorageOf, sharding: Sharding) -> None:
         """See `Weights.fill`. Values are drawn in float32, then rounded; tied tensors are drawn as the
         input embedding. Raises DsftError where transformers leaves a tensor of this architecture without a
         value."""
         slots = TensorSlots(root)
-        created: dict[int, Tensor] = {}  # by the id of the meta tensor
+        created: dict[int, tuple[Tensor, Storage]] = {}  # by the id of the meta tensor
         tied: set[int] = set()
         with init_scope():
             for named, finished in zip(self._order, self._finished, strict=True):
@@ -52,25 +55,25 @@ class FreshWeights:
                     continue
                 for old in own_tensors(named.module):
                     if old.is_meta:
-                        created[id(old)] = slots.blank(old)
+                        created[id(old)] = slots.blank(old), storage_of(old)
                         if id(old) in self._tied:
-                            tied.add(id(created[id(old)]))
+                            tied.add(id(created[id(old)][0]))
                 torch.default_generator.manual_seed(module_seed(self._seed, named.name))
                 initialize_module(named, tied)
                 for key in finished:
                     if key in created:
-                        self._finish(named, created[key], dtype, slots, sharding)
+                        self._finish(named, *created[key], slots, sharding)
         slots.end(sharding, self._kind)
 
     def _finish(
-        self, named: NamedModule, tensor: Tensor, dtype: torch.dtype, slots: TensorSlots, sharding: Sharding
+        self, named: NamedModule, tensor: Tensor, storage: Storage, slots: TensorSlots, sharding: Sharding
     ) -> None:
         if not isinstance(tensor, nn.Parameter):
             return
         if has_nan(tensor):
             local = next(name for name, p in named.module.named_parameters() if p is tensor)
             raise uninitialized_error(self._kind, f"{named.name}.{local}")
-        tensor.data = tensor.data.to(dtype)
+        tensor.data = tensor.data.to(DTYPES[storage.precision])
         slots.take(tensor, sharding)
 
 

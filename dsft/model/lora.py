@@ -6,9 +6,11 @@ peft is imported only when a model gets adapters.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.model.experts import NO_ADAPTERS, of_experts, routers
 from dsft.model.init import module_seed
-from dsft.model.lora_experts import NO_ADAPTERS, of_experts, own_names, routers
 from dsft.model.names import ADAPTER, is_adapter, plain_name
 from dsft.model.vocabulary import vocabulary_names
-from dsft.model.weights import Sharding, Weights, check_finite
+from dsft.model.weights import Sharding, StorageOf, Weights, check_finite
 from dsft.spec.patterns import no_match
 from dsft.spec.schema import Lora
 
@@ -106,7 +108,7 @@ def with_adapters(
     return Sharding(take=take) if lora.use_dora or read is not None else Sharding(sharding.span, take)
 
 
-def fill_adapted(weights: Weights, root: nn.Module, dtype: torch.dtype, sharding: Sharding) -> None:
+def fill_adapted(weights: Weights, root: nn.Module, storage_of: StorageOf, sharding: Sharding) -> None:
     """Call `Weights.fill` on a model with adapters. They are taken out meanwhile, since some models
     initialize what is below a module by its name (GPT-2's attention). Then `sharding` takes them."""
     from peft.tuners.lora import LoraLayer
@@ -120,7 +122,7 @@ def fill_adapted(weights: Weights, root: nn.Module, dtype: torch.dtype, sharding
     for parent, name, layer in places:
         setattr(parent, name, layer.base_layer)
     try:
-        weights.fill(root, dtype, sharding)
+        weights.fill(root, storage_of, sharding)
     finally:
         for parent, name, layer in places:
             setattr(parent, name, layer)
@@ -220,6 +222,39 @@ def _reader(causal_lm: PreTrainedModel, folder: Path, names: Names) -> Callable[
             del places[name]
 
     return read
+
+
+@contextmanager
+def own_names() -> Iterator[None]:
+    """Let peft read names of modules as they are inside the block. Otherwise it takes gate_proj, up_proj and
+    down_proj of some mixtures for those of their experts in files of transformers 4, though the model has
+    layers of these names (peft 0.21, utils/transformers_weight_conversion.py)."""
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:  # an older peft
+        yield
+        return
+    changing = "convert_peft_config_for_transformers"
+    original = getattr(conversion, changing)
+    setattr(conversion, changing, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        setattr(conversion, changing, original)
+
+
+def misread(causal_lm: PreTrainedModel, config: Any) -> bool:
+    """Whether peft's own loader would take some of the adapters for others (`own_names`). config: peft's."""
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:
+        return False
+    read = copy.deepcopy(config)
+    try:
+        convert_peft_config_for_transformers(read, model=causal_lm, conversions=None)
+    except ValueError:  # some of gate_proj, up_proj and down_proj, not all
+        return True
+    return bool(set(read.target_modules) != set(config.target_modules))
 
 
 def _config(causal_lm: PreTrainedModel, lora: Lora, targets: list[str]) -> Any:

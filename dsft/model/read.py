@@ -22,15 +22,18 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from dsft.errors import MissingInputError, brief
 from dsft.model.init import init_scope, initialize_module, mark_initialized
 from dsft.model.weights import (
+    DTYPES,
     NamedModule,
     Shape,
     Sharding,
+    StorageOf,
     TensorReader,
     TensorSlots,
     check_finite,
     initialization_order,
     own_tensors,
 )
+from dsft.plan.storage import Storage
 
 SHOWN = 5
 """Number of tensors that an error names."""
@@ -48,7 +51,7 @@ class ReadWeights:
         self._names = _names(model)
         check_tensors(model, values.shapes, values.unexpected, values.where)
 
-    def fill(self, root: nn.Module, dtype: torch.dtype, sharding: Sharding) -> None:
+    def fill(self, root: nn.Module, storage_of: StorageOf, sharding: Sharding) -> None:
         """See `Weights.fill`. Raises MissingInputError where the files have two values for a tied tensor."""
         slots = TensorSlots(root)
         with init_scope():
@@ -57,7 +60,7 @@ class ReadWeights:
                     continue
                 for old in own_tensors(named.module):
                     if isinstance(old, nn.Parameter) and old.is_meta:
-                        self._fill_parameter(old, dtype, slots, sharding)
+                        self._fill_parameter(old, storage_of(old), slots, sharding)
                 self._fill_buffers(named, slots)
         slots.end(sharding, self._kind)
 
@@ -67,9 +70,8 @@ class ReadWeights:
         self._read(old, 0, value)
         return value.view(old.shape)
 
-    def _fill_parameter(
-        self, old: Tensor, dtype: torch.dtype, slots: TensorSlots, sharding: Sharding
-    ) -> None:
+    def _fill_parameter(self, old: Tensor, storage: Storage, slots: TensorSlots, sharding: Sharding) -> None:
+        dtype = DTYPES[storage.precision]
         start, stop = sharding.span(old.numel())
         part = torch.empty(stop - start, dtype=dtype)
         self._read(old, start, part)

@@ -18,12 +18,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dsft.errors import DsftError, MissingInputError
+from dsft.plan.storage import Storage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The type of a model's parameters, by train.precision."""
-
+"""The type in which a model computes, by train.precision."""
+PRECISIONS = {dtype: precision for precision, dtype in DTYPES.items()}
 
 Shape = tuple[int, ...]
+
+StorageOf = Callable[[Tensor], Storage]
+"""What each of a model's parameters is stored as."""
+
+
+def plain(dtype: torch.dtype) -> StorageOf:
+    """Return a function that stores every parameter as one tensor of this type."""
+    storage = Storage(PRECISIONS[dtype])
+    return lambda parameter: storage
 
 
 @dataclass(frozen=True)
@@ -67,10 +77,11 @@ class TensorReader(Protocol):
 class Weights(Protocol):
     """A source of a model's values."""
 
-    def fill(self, root: nn.Module, dtype: torch.dtype, sharding: Sharding) -> None:
-        """Give all tensors on the meta device under `root` their values, on the CPU: parameters in `dtype`,
-        buffers in their own type. Tensors that have values already (an adapter) are left as they are. Every
-        parameter goes through `sharding.take` once. Raises DsftError where there is no value for a tensor."""
+    def fill(self, root: nn.Module, storage_of: StorageOf, sharding: Sharding) -> None:
+        """Give all tensors on the meta device under `root` their values, on the CPU: parameters as
+        `storage_of` says, buffers in their own type. Tensors that have values already (an adapter) are left
+        as they are. Every parameter goes through `sharding.take` once. Raises DsftError where there is no
+        value for a tensor."""
         ...
 
 

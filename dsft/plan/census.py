@@ -1,8 +1,8 @@
 """Take the census of a model: name, shape and layer of each parameter, read from the model's own class.
 
-A child process (`python -m dsft.model.census`) builds the class on the meta device, so torch is not imported
-here. Censuses are cached under a digest of the model section, the config files it names, the versions of
-transformers and peft, and VERSION.
+`dsft.model.census` builds the class on the meta device. It imports torch, so it is imported only for a model
+that is not in the cache. Censuses are cached under a digest of the model section, the config files it names,
+the versions of transformers and peft, and VERSION.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsft.errors import DsftError, MissingInputError, Problem, SpecError
+from dsft.errors import DsftError, brief
+from dsft.plan.storage import Form, Storage, Stored
 from dsft.spec.schema import Model
 from dsft.system.files import cache_folder, cache_json, cached_json
 
@@ -30,8 +29,7 @@ VERSION = 11
 """Version of cached censuses. Increase it when the same model section, files and library versions give
 another census (parameters, names, layers, reasons) or another JSON format. Checked by
 tests/unit/plan/test_census_version.py."""
-TIMEOUT = 300  # seconds; imports of torch and transformers on a slow machine take up to a minute
-ROOT = Path(__file__).resolve().parents[2]
+COUNTER = "dsft.model.census"  # above this package, and it imports torch
 
 
 class Elements(NamedTuple):
@@ -55,6 +53,7 @@ class Parameter:
     mlp        name of the MLP that it belongs to, of those that can be computed in chunks of tokens
     saved      of the parameters of a recurrent module: at its first one the bytes per token that the module's
                backward needs, in 16 bits and in fp32, at the others zeros; empty outside such modules
+    form       what it is stored as (`dsft.plan.storage`)
     """
 
     name: str
@@ -68,6 +67,7 @@ class Parameter:
     top_k: int = 1
     mlp: str | None = None
     saved: tuple[int, ...] = ()
+    form: Form = "plain"
 
     @property
     def numel(self) -> int:
@@ -77,6 +77,10 @@ class Parameter:
     def active(self) -> int:
         """Number of elements that one token uses."""
         return self.numel * self.top_k // self.experts
+
+    def stored(self, precision: str) -> tuple[Stored, ...]:
+        """Return the tensors that hold it on a rank that has all of it."""
+        return Storage(precision, self.form).tensors(self.numel)
 
     @property
     def module(self) -> str:
@@ -194,26 +198,13 @@ def known_elements(model: Model) -> Elements | None:
 
 
 def _count(model: Model) -> dict[str, Any]:
-    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    request = json.dumps({"model": model.model_dump(mode="json")})
-    command = [sys.executable, "-m", "dsft.model.census"]
+    """Return what `take_census` answers. Raises its errors, and DsftError for what a model's class raises."""
     try:
-        done = subprocess.run(
-            command, input=request, env=environ, capture_output=True, text=True, timeout=TIMEOUT
-        )
-    except subprocess.TimeoutExpired as error:
-        raise DsftError(
-            f"the model's parameters could not be counted within {TIMEOUT} s; is the machine overloaded?"
-        ) from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise DsftError(f"the model's parameters could not be counted: {last}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if "problems" in answer:
-        raise SpecError("The model cannot be built.", [Problem(*problem) for problem in answer["problems"]])
-    if "missing" in answer:
-        raise MissingInputError(answer["missing"])
+        answer: dict[str, Any] = import_module(COUNTER).take_census(model)
+    except DsftError:
+        raise
+    except Exception as error:
+        raise DsftError(f"the model's parameters could not be counted: {brief(error)}") from error
     return answer
 
 

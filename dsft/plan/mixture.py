@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from dsft.plan.census import Census
-from dsft.plan.memory.sizes import weight_bytes
 from dsft.spec.schema import Spec
 from dsft.system.disk import size_text
 
@@ -26,13 +25,13 @@ def active_line(census: Census) -> Iterator[str]:
 
 def gather_line(census: Census, spec: Spec) -> Iterator[str]:
     """Yield the line on what ZeRO 3 gathers of a mixture of experts."""
-    modules: Counter[str] = Counter()
+    modules, sizes = Counter[str](), Counter[str]()
     for parameter in census.parameters:
         if parameter.experts > 1:
             modules[parameter.module] += parameter.numel
+            sizes[parameter.module] += sum(t.bytes for t in parameter.stored(spec.train.precision))
     if modules:
-        largest = max(modules.values())
-        size = size_text(largest * weight_bytes(spec))
+        largest, size = max(modules.values()), size_text(max(sizes.values()))
         yield (
             f"ZeRO 3 gathers all experts of a layer at once, on any number of ranks: {largest:,} parameters, "
             f"{size}, and as much again while they arrive. Only expert parallelism, which dsft does not "

@@ -17,8 +17,9 @@ from dsft.plan.census import Census, Heads
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
 from dsft.plan.memory.ranks import most_tokens
-from dsft.plan.memory.sizes import FP32, moment_bytes, runs_on_cpu, weight_bytes
+from dsft.plan.memory.sizes import compute_bytes, moment_bytes, runs_on_cpu
 from dsft.plan.reference import dpo_of, needs_reference, reference_stage
+from dsft.plan.storage import FP32, Stored
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout, hosts_of_ranks
 from dsft.spec.schema import Spec
@@ -71,7 +72,7 @@ class _Step:
     """One pipeline stage in a step.
 
     trained        trained elements of the stage
-    sharded        elements that ZeRO 3 gathers for each use; small parameters are whole on every rank
+    sharded        the tensors that ZeRO 3 gathers for each use; small ones are whole on every rank
     tied           elements of a trained embedding that is tied to the head, on the first and the last stage
     layers         number of layers in the stage
     recomputed     number of these that are checkpointed
@@ -86,7 +87,7 @@ class _Step:
     layout: Layout
     stage: int
     trained: int
-    sharded: int
+    sharded: Sequence[Stored]
     tied: int
     layers: int
     recomputed: int
@@ -104,7 +105,15 @@ class _Step:
     @property
     def hidden_bytes(self) -> int:
         """Bytes of the rank's hidden states of a micro-batch between two layers."""
-        return self.tokens * self.hidden * weight_bytes(self.spec)
+        return self.tokens * self.hidden * compute_bytes(self.spec)
+
+    @property
+    def sharded_elements(self) -> int:
+        return sum(tensor.numel for tensor in self.sharded)
+
+    def size(self, elements: int) -> int:
+        """Return the bytes of some elements of what ZeRO 3 gathers."""
+        return elements * sum(tensor.bytes for tensor in self.sharded) // max(self.sharded_elements, 1)
 
     def ranks(self, stage: int) -> range:
         """Return the ranks of one stage."""
@@ -117,18 +126,16 @@ class _Step:
         groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
         return max(groups, key=lambda group: len({self.on[rank] for rank in group}))
 
-    def ring(
-        self, what: str, times: int, elements: int, width: int, ranks: Sequence[int] = ()
-    ) -> Iterator[Flow]:
+    def ring(self, what: str, times: int, size: int, ranks: Sequence[int] = ()) -> Iterator[Flow]:
         """Yield the flows of a ring all-gather or reduce-scatter among `ranks`, by default the stage's.
 
-        elements: number in total; width: bytes of each. Each rank sends to the next one, so one rank per host
+        size: bytes in total. Each rank sends to the next one, so one rank per host
         sends to another host; the traffic between hosts is divided by the ranks of a host, which take turns,
         since each GPU has its network card.
         """
         together = ranks or self.ranks(self.stage)
         on_hosts = Counter(self.on[rank] for rank in together).values()
-        sent = elements * width * (len(together) - 1) // len(together)
+        sent = size * (len(together) - 1) // len(together)
         if len(on_hosts) > 1:
             yield Flow(what, "between hosts", times, sent // min(on_hosts))
             sent -= sent // max(on_hosts)
@@ -152,12 +159,13 @@ def _step(
     cut, stage = part
     layers = cut.layers(stage)
     parameters = census.stage(stage, cut)
+    stored = [tensor for parameter in parameters for tensor in parameter.stored(spec.train.precision)]
     return _Step(
         spec,
         layout,
         stage,
         trained=sum(p.numel for p in parameters if p.trained),
-        sharded=sum(p.numel for p in parameters if p.numel > PERSIST_BELOW),
+        sharded=[one for one in stored if one.numel > PERSIST_BELOW],
         tied=sum(p.numel for p in parameters if p.embedding and p.aliases and p.trained),
         layers=len(layers),
         recomputed=sum(map(spec.model.checkpoints, layers)),
@@ -182,20 +190,20 @@ def _gradients(step: _Step) -> Iterator[Flow]:
     all_reduces = zero == 0 or zero == 1 and spec.train.precision == "bf16" and not offloads
     elements = step.trained * (2 if all_reduces else 1)
     width = 2 if step.spec.train.reduce_dtype == "bf16" else FP32
-    yield from step.ring("gradients", step.micro_batches if zero >= 2 else 1, elements, width)
+    yield from step.ring("gradients", step.micro_batches if zero >= 2 else 1, elements * width)
 
 
 def _parameters(step: _Step) -> Iterator[Flow]:
     """Yield the gathering of parameters: of the updated ones once per step at ZeRO 1 and 2, for each forward
     and backward at ZeRO 3, and there for the pass that counts the tokens of experts."""
     zero = step.spec.parallel.zero_stage
-    width = weight_bytes(step.spec)
     if zero in (1, 2):
-        yield from step.ring("updated parameters", 1, step.trained, width)
+        yield from step.ring("updated parameters", 1, step.trained * compute_bytes(step.spec))
     elif zero == 3:
-        yield from step.ring("parameters for use", step.micro_batches, _gathered(step), width)
+        yield from step.ring("parameters for use", step.micro_batches, step.size(_gathered(step)))
         if step.spec.model.experts.balance == "global_batch":
-            yield from step.ring("parameters to count tokens", step.micro_batches, step.sharded, width)
+            counting = step.size(step.sharded_elements)
+            yield from step.ring("parameters to count tokens", step.micro_batches, counting)
 
 
 def _gathered(step: _Step) -> int:
@@ -204,7 +212,8 @@ def _gathered(step: _Step) -> int:
     in between (partitioned_param_coordinator.py:634 __params_to_release). With gradient checkpointing,
     recomputation is one more use."""
     uses_between = 2 + step.recomputed / step.layers
-    return 2 * step.sharded - min(step.sharded, int(LIVE / uses_between))
+    sharded = step.sharded_elements
+    return 2 * sharded - min(sharded, int(LIVE / uses_between))
 
 
 def _reference(step: _Step) -> Iterator[Flow]:
@@ -215,8 +224,8 @@ def _reference(step: _Step) -> Iterator[Flow]:
         return
     adapter = dpo_of(spec).reference == "adapter"
     if (spec.parallel.zero_stage if adapter else reference_stage(spec)) == 3:
-        width = weight_bytes(spec)
-        yield from step.ring("reference's parameters", step.micro_batches, step.sharded, width)
+        size = step.size(step.sharded_elements)
+        yield from step.ring("reference's parameters", step.micro_batches, size)
 
 
 def _pipeline(step: _Step) -> Iterator[Flow]:
@@ -232,7 +241,7 @@ def _pipeline(step: _Step) -> Iterator[Flow]:
         back = _link_between(step, step.stage - 1)
         yield Flow("gradients of hidden states", back, times, step.hidden_bytes)
     if last > 0 and step.stage in (0, last):
-        yield from step.ring("tied gradients", 1, 2 * step.tied, FP32, (*step.ranks(0), *step.ranks(last)))
+        yield from step.ring("tied gradients", 1, 2 * step.tied * FP32, (*step.ranks(0), *step.ranks(last)))
 
 
 def _split_rows(step: _Step) -> Iterator[Flow]:
@@ -247,14 +256,14 @@ def _split_rows(step: _Step) -> Iterator[Flow]:
     counts = spec.model.experts.balance == "global_batch"
     if step.heads is not None:
         times = ((2 + counts + again) * step.layers + step.recomputed) * step.micro_batches
-        to_each = step.tokens * step.heads.exchanged(size) * weight_bytes(spec) // size
+        to_each = step.tokens * step.heads.exchanged(size) * compute_bytes(spec) // size
         on_hosts = Counter(step.on[rank] for rank in group).values()
         away = size - min(on_hosts)
         yield Flow("all-to-alls of attention", "between hosts", times, away * to_each)
         yield Flow("all-to-alls of attention", "within a host", times, (max(on_hosts) - 1) * to_each)
     if step.stage == step.layout.pipeline_stages - 1:
         times = (1 + again) * step.micro_batches
-        yield from step.ring("log-probabilities", times, size * step.tokens, FP32, group)
+        yield from step.ring("log-probabilities", times, size * step.tokens * FP32, group)
 
 
 def _link_between(step: _Step, other: int) -> Link:
@@ -271,7 +280,7 @@ def hidden_size(census: Census) -> int:
 def _to_host(step: _Step) -> Iterator[Flow]:
     """Yield the traffic to and from host memory, including what passes through it to a disk."""
     parallel, model = step.spec.parallel, step.spec.model
-    width = weight_bytes(step.spec)
+    width = compute_bytes(step.spec)
     if parallel.offload_optimizer.device != "none":
         yield Flow("gradients", "host memory", 1, step.share * FP32)
         zero, times = parallel.zero_stage, step.micro_batches
@@ -298,9 +307,9 @@ def _to_disk(step: _Step) -> Iterator[Flow]:
         yield Flow("optimizer states", "disk", 1, 2 * states)
     if parallel.offload_parameters.device == "nvme":
         yield Flow("parameters for use", "disk", step.micro_batches, _read(step))
-        yield Flow("updated parameters", "disk", 1, step.share * weight_bytes(step.spec))
+        yield Flow("updated parameters", "disk", 1, step.share * compute_bytes(step.spec))
 
 
 def _read(step: _Step) -> int:
     """Return the bytes of its own share that a rank reads for a micro-batch."""
-    return -(-_gathered(step) // step.layout.shards) * weight_bytes(step.spec)
+    return step.size(-(-_gathered(step) // step.layout.shards))

@@ -16,9 +16,8 @@ from dsft.engine.partition import sharding_for, share_buffers
 from dsft.model.attention import attend_padded, attend_per_segment, check_can_compile
 from dsft.model.build import build_model, switch_off_dropout
 from dsft.model.conversion import persistent_buffers, renames
-from dsft.model.experts import described
+from dsft.model.experts import described, left_out
 from dsft.model.files import tensor_names
-from dsft.model.lora_experts import left_out
 from dsft.model.policy import Policy
 from dsft.model.weights import DTYPES
 from dsft.plan.ds_entries import ConfigEntry

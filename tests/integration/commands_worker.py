@@ -11,23 +11,8 @@ import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 from dsft import cli
-from dsft.errors import MissingInputError, SpecError
-from dsft.model.census import take_census
-from dsft.plan import census
-from dsft.spec.schema import Model
-
-
-def count(model: Model) -> dict[str, Any]:
-    """Count the parameters here, where transformers is imported already, not in a process of its own."""
-    try:
-        return take_census(model)
-    except SpecError as error:
-        return {"problems": [[problem.where, problem.message] for problem in error.problems]}
-    except MissingInputError as error:
-        return {"missing": str(error)}
 
 
 def result(words: list[str]) -> tuple[int, str]:
@@ -46,7 +31,6 @@ def result(words: list[str]) -> tuple[int, str]:
 
 
 def main(commands: str, results: str) -> None:
-    census._count = count
     sys.modules.pop("matplotlib", None)  # hidden from forked ranks, needed by dsft report
     found = [result(words) for words in json.loads(Path(commands).read_text())]
     Path(results).write_text(json.dumps(found))

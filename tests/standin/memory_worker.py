@@ -41,7 +41,7 @@ from dsft.model import build
 from dsft.model.attention import attend_per_segment
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
-from dsft.model.weights import DTYPES, Sharding, TensorSlots
+from dsft.model.weights import DTYPES, Sharding, StorageOf, TensorSlots
 from dsft.objective.next_token import next_token
 from dsft.plan.census import Elements, census_from
 from dsft.plan.ds_config import deepspeed_config
@@ -124,10 +124,11 @@ def cases() -> Iterator[Case]:
 class NoValues:
     """A source of weights that gives them memory and nothing else."""
 
-    def fill(self, root: nn.Module, dtype: torch.dtype, keep: Sharding) -> None:
+    def fill(self, root: nn.Module, storage_of: StorageOf, keep: Sharding) -> None:
         places = TensorSlots(root)
         for parameter in list(root.parameters()):
             if parameter.is_meta:
+                dtype = DTYPES[storage_of(parameter).precision]
                 places.take(places.put(parameter, torch.empty(parameter.shape, dtype=dtype)), keep)
         for buffer in list(root.buffers()):
             if buffer.is_meta:

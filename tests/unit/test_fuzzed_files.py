@@ -38,10 +38,8 @@ from dsft.data.rows import Conversation
 from dsft.data.tokenizer.load import byte_level_tokenizer, open_tokenizer
 from dsft.errors import DsftError, printable
 from dsft.model.build import build_model
-from dsft.model.census import take_census
 from dsft.model.config import token_facts
 from dsft.model.files import digests, model_files
-from dsft.plan import census
 from dsft.spec.files import CHAT_TEMPLATES
 from dsft.spec.schema import Model
 from tests.damage import damage, damaged_bytes, damaged_value, fresh, json_bytes
@@ -301,7 +299,6 @@ def write_finished(folder: Path) -> None:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(census, "_count", lambda model: json.loads(json.dumps(take_census(model))))
     monkeypatch.setattr("dsft.commands.report.svg", lambda drawn: "")  # which takes half a second
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsft.plan.census import Census, Parameter
-from dsft.plan.memory.sizes import FP32, chunk_limit, runs_on_cpu, weight_bytes
+from dsft.plan.memory.sizes import chunk_limit, compute_bytes, runs_on_cpu
 from dsft.plan.memory.tensors import Tensors, each, one
+from dsft.plan.storage import FP32
 from dsft.spec.schema import Spec
 
 
@@ -29,18 +30,18 @@ def mlp_chunks(spec: Spec, census: Census, tokens: int) -> int:
             layers.setdefault(parameter.layer, []).append(parameter)
     largest = max((sum(_saved(own, 0, spec)) for own in layers.values()), default=0)
     limit = chunk_limit("cpu" if runs_on_cpu(spec) else "cuda")
-    return max(1, -(-tokens * largest * weight_bytes(spec) // limit))
+    return max(1, -(-tokens * largest * compute_bytes(spec) // limit))
 
 
 def activations(own: Sequence[Parameter], hidden: int, spec: Spec, tokens: int, chunks: int) -> Tensors:
     """Return what the backward needs of a layer with these parameters: of its MLP one of `chunks` chunks, the
     sums of its gradients in float32, and those of a chunk; of a recurrence what was counted."""
-    token = tokens * weight_bytes(spec)
-    recurrent = one(tokens * sum(p.saved[weight_bytes(spec) == FP32] for p in own if p.saved))
+    token = tokens * compute_bytes(spec)
+    recurrent = one(tokens * sum(p.saved[compute_bytes(spec) == FP32] for p in own if p.saved))
     own = [parameter for parameter in own if not parameter.saved]
     mlp = [parameter for parameter in own if chunks > 1 and parameter.mlp]
     others = [parameter for parameter in own if not (chunks > 1 and parameter.mlp)]
-    sums = each((p.numel for p in mlp if p.trained), FP32 + weight_bytes(spec))
+    sums = each((p.numel for p in mlp if p.trained), FP32 + compute_bytes(spec))
     return (
         each(_saved(others, hidden, spec), token)
         + each(_saved(mlp, 0, spec), -(-token // chunks))
@@ -61,7 +62,7 @@ def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
     """
     matrices = [p.shape for p in own if len(p.shape) == 2 and p.experts == 1 and ".lora_" not in p.name]
     ranks = [min(p.shape) for p in own if len(p.shape) == 2 and ".lora_" in p.name]
-    norms = weight_bytes(spec) < FP32 and any(p.trained and len(p.shape) == 1 for p in own)
+    norms = compute_bytes(spec) < FP32 and any(p.trained and len(p.shape) == 1 for p in own)
     widest = max((shape[0] for shape in matrices), default=0)
     found = [size for shape in matrices for size in shape] + [widest, *ranks] + [hidden] * (2 * norms)
     experts = [p for p in own if p.experts > 1 and len(p.shape) == 3]

@@ -8,13 +8,14 @@ for anything else, so a run may pin at most half of a host's memory.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsft.plan.census import Census
+from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import Cut
-from dsft.plan.memory.sizes import FP32, GIB, moment_bytes, weight_bytes
+from dsft.plan.memory.sizes import GIB, compute_bytes, moment_bytes
+from dsft.plan.storage import FP32
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 
@@ -99,7 +100,7 @@ class Swapped:
 def swapped(census: Census, spec: Spec, ranks: int, sub_group: int = SUB_GROUP) -> Swapped:
     """Return what each of the `ranks` ranks among which the model is sharded swaps to its disk. sub_group:
     elements updated at a time."""
-    keys, moments, weight = swap_keys(spec), moment_bytes(spec), weight_bytes(spec)
+    keys, moments, weight = swap_keys(spec), moment_bytes(spec), compute_bytes(spec)
     trained = [parameter.numel for parameter in census.parameters if parameter.trained]
     share = sum(-(-numel // ranks) for numel in trained)
     updated = min(share, sub_group + -(-max(trained, default=0) // ranks))
@@ -108,11 +109,17 @@ def swapped(census: Census, spec: Spec, ranks: int, sub_group: int = SUB_GROUP) 
         states = share * (FP32 + moments + FP32)
         locked += STATE_BUFFERS * updated * FP32
     if "offload_parameters" in keys:
-        parameters = sum(-(-parameter.numel // ranks) for parameter in census.parameters) * weight
+        parameters = _shards(census.parameters, spec, ranks)
         # whole sizes, not parts (stage3.py:1015 max_partition_numel)
         whole = min(sum(trained), updated * ranks)
         locked += (PARAMETER_BUFFERS * largest_part(census, ranks) + whole) * weight
     return Swapped(states, parameters, locked)
+
+
+def _shards(parameters: Iterable[Parameter], spec: Spec, ranks: int) -> int:
+    """Return the bytes of one rank's shares of the parameters."""
+    stored = (tensor for parameter in parameters for tensor in parameter.stored(spec.train.precision))
+    return sum(tensor.shard(ranks).bytes for tensor in stored)
 
 
 def largest_part(census: Census, ranks: int) -> int:
@@ -139,7 +146,7 @@ def locked_bytes(census: Census, spec: Spec, layout: Layout, stage: int, cut: Cu
     offloaded weights, of which DeepSpeed pins the trained ones even if pin_memory is false (stage3.py:906
     pin_memory).
     """
-    ranks, zero, weight = layout.shards, spec.parallel.zero_stage, weight_bytes(spec)
+    ranks, zero, weight = layout.shards, spec.parallel.zero_stage, compute_bytes(spec)
     own = census.stage(stage, cut)
     share = -(-sum(p.numel for p in own if p.trained) // ranks)
     total = 0
@@ -147,7 +154,7 @@ def locked_bytes(census: Census, spec: Spec, layout: Layout, stage: int, cut: Cu
         accumulated = FP32 if zero < 3 and weight == FP32 else 0
         total += share * (2 * FP32 + (weight if zero < 3 else 0) + accumulated)
     if spec.parallel.offload_parameters.device == "cpu":
-        total += sum(-(-p.numel // ranks) for p in own) * weight
+        total += _shards(own, spec, ranks)
     return total
 
 

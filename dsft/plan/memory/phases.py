@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
 from dsft.plan.memory.offload import SUB_GROUP
-from dsft.plan.memory.sizes import FP32
-from dsft.plan.memory.tensors import NONE, Phase, Tensors, each, merged, one
+from dsft.plan.memory.tensors import NONE, Phase, Tensors, each, held, merged, one
+from dsft.plan.storage import FP32, Stored
 
 ROUNDED = 64 << 20  # torch rounds pinned tensors up to this many bytes to a power of two
 REDUCED_AT_ONCE = 500_000_000
@@ -23,16 +23,17 @@ REDUCED_AT_ONCE = 500_000_000
 class RankSetup:
     """The part of a model that one rank trains, and how.
 
-    trained, frozen        number of elements of each parameter of the rank's stage
+    trained                number of elements of each trained parameter of the rank's stage
+    frozen                 the tensors that hold its other parameters
     zero                   ZeRO stage
     ranks                  data-parallel ranks
-    weight                 bytes per element of the weights
+    weight                 bytes per element of trained weights
     reduced                bytes per element in the reduction over ranks
     moment                 bytes per element of the optimizer states
     gradient               bytes per element of the gradients that ZeRO 3 keeps
     bucket, gathered       elements of the reduction bucket and of the gathering bucket
     module, matrix         elements of the layers' largest module, whose parameters ZeRO 3 gathers together,
-                           and of their largest parameter
+                           and of their largest parameter, as they are stored
     optimizer, parameters  devices of offload_optimizer and offload_parameters
     groups                 parameter groups of the optimizer
     accumulates            whether steps have several micro-batches
@@ -42,7 +43,7 @@ class RankSetup:
     """
 
     trained: tuple[int, ...]
-    frozen: tuple[int, ...]
+    frozen: tuple[Stored, ...]
     zero: int
     ranks: int
     weight: int
@@ -68,6 +69,21 @@ class RankSetup:
     @property
     def elements(self) -> int:
         return sum(self.trained)
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """The tensors that hold the parameters of the stage."""
+        return (*(Stored(numel, self.weight) for numel in self.trained), *self.frozen)
+
+    @property
+    def frozen_shards(self) -> Tensors:
+        """This rank's shares of the parameters that are not trained, at ZeRO 3."""
+        return held(tensor.shard(self.ranks) for tensor in self.frozen)
+
+    @property
+    def resident(self) -> Tensors:
+        """The small parameters that ZeRO 3 keeps whole."""
+        return held(tensor for tensor in self.stored if tensor.numel <= PERSIST_BELOW)
 
     @property
     def share(self) -> int:
@@ -99,10 +115,10 @@ class RankSetup:
         is_rounded = self.pinned and 0 < size <= ROUNDED
         return one(1 << (size - 1).bit_length() if is_rounded else size)
 
-    def gathering(self, elements: int) -> Tensors:
-        """Return gloo's own copy of the elements that it gathers (ProcessGroupGloo, all_gather_into_tensor);
+    def gathering(self, size: int) -> Tensors:
+        """Return gloo's own copy of the bytes that it gathers (ProcessGroupGloo, all_gather_into_tensor);
         nothing on a GPU."""
-        return one(elements * self.weight) if self.on_cpu and self.ranks > 1 else NONE
+        return one(size) if self.on_cpu and self.ranks > 1 else NONE
 
 
 def phases(rank: RankSetup) -> dict[str, Phase]:
@@ -126,10 +142,9 @@ def weights(rank: RankSetup) -> Tensors:
     """Return the weights as they are stored between their uses."""
     if rank.zero < 3:
         flat = each(rank.trained, rank.weight) if rank.zero == 0 else one(rank.elements * rank.weight)
-        return flat + each(rank.frozen, rank.weight)
-    small = [numel for numel in rank.trained + rank.frozen if numel <= PERSIST_BELOW]
-    shards = one(rank.share * rank.weight) + each(rank.shares(rank.frozen), rank.weight)
-    return shards + each(small, rank.weight)  # trained shards are one tensor (stage3.py:972 defragment)
+        return flat + held(rank.frozen)
+    shards = one(rank.share * rank.weight)  # trained shards are one tensor (stage3.py:972 defragment)
+    return shards + rank.frozen_shards + rank.resident
 
 
 def _whole(rank: RankSetup) -> dict[str, Phase]:
@@ -180,7 +195,7 @@ def _bf16(rank: RankSetup) -> dict[str, Phase]:
         "backward": merged(left, rank.backward),
         "widening": merged(steady, {"buffers": one(rank.largest * FP32)}),  # bf16_optimizer.py:523 hp_grad
         "reduction": merged(steady, {"buffers": whole if is_copied else NONE}),
-        "update": merged(steady, {"buffers": rank.gathering(rank.elements)}),
+        "update": merged(steady, {"buffers": rank.gathering(rank.elements * rank.weight)}),
     }
 
 
@@ -217,7 +232,7 @@ def _partitioned(rank: RankSetup) -> dict[str, Phase]:
         "forward": merged(steady, {"gradients": whole + added if rank.accumulates else NONE}, rank.forward),
         "backward": merged(steady, backward, rank.backward),
         "update": merged(steady, update),
-        "gathering": merged(steady, {"buffers": rank.gathering(rank.elements)}),
+        "gathering": merged(steady, {"buffers": rank.gathering(rank.elements * rank.weight)}),
     }
 
 
@@ -282,9 +297,8 @@ def _sharded(rank: RankSetup) -> dict[str, Phase]:
     steady = merged({"parameters": weights(rank), "buffers": bucket, "offloaded": one(rank.locked)}, states)
     if rank.parameters != "none":
         flat = rank.in_host(rank.share, rank.weight)
-        on_host = flat + each(rank.shares(rank.frozen), rank.weight) if rank.parameters == "cpu" else NONE
-        resident = [numel for numel in rank.trained + rank.frozen if numel <= PERSIST_BELOW]
-        steady = merged(steady, {"offloaded": on_host}) | {"parameters": each(resident, rank.weight)}
+        on_host = flat + rank.frozen_shards if rank.parameters == "cpu" else NONE
+        steady = merged(steady, {"offloaded": on_host}) | {"parameters": rank.resident}
     reduced = max(min(rank.bucket, rank.elements), rank.largest)
     reducing = one(reduced * rank.reduced)  # copied into rank order (coalesced_collectives.py:122 cat)
     if rank.adds_in_place:
@@ -329,15 +343,19 @@ def gathered(rank: RankSetup) -> Tensors:
     largest module or a bucket of smaller ones is gathered (gloo has a copy of it), and the shards that are
     sent (partition_parameters.py:1343 flat_tensor). With one rank nothing is gathered: its shard is the whole
     parameter (_no_gather_coalesced)."""
-    if rank.ranks == 1:
+    whole = [tensor for tensor in rank.stored if tensor.numel > PERSIST_BELOW]
+    if rank.ranks == 1 or not whole:
         return NONE
-    whole = [numel for numel in rank.trained + rank.frozen if numel > PERSIST_BELOW]
-    ahead = min(max(rank.gathered, rank.module), sum(whole))
+    total = sum(tensor.numel for tensor in whole)
+
+    def size(elements: int) -> int:
+        return elements * sum(tensor.bytes for tensor in whole) // total
+
+    ahead = min(max(rank.gathered, rank.module), total)
     at_once = live_elements(rank.module, rank.matrix, rank.gathered)
-    live = each(whole, rank.weight) if sum(whole) <= at_once else Tensors(0, at_once * rank.weight)
-    return (
-        live + one(ahead * rank.weight) + rank.gathering(ahead) + one(-(-ahead // rank.ranks) * rank.weight)
-    )
+    live = held(whole) if total <= at_once else Tensors(0, size(at_once))
+    sent = size(-(-ahead // rank.ranks))
+    return live + one(size(ahead)) + rank.gathering(size(ahead)) + one(sent)
 
 
 def live_elements(module: int, matrix: int, bucket: int, limit: int = LIVE) -> int:

@@ -23,13 +23,13 @@ from dsft.plan.memory.sizes import (
     FP32,
     PLAIN_BYTES_PER_LOGIT,
     SCORED_PARTS,
+    compute_bytes,
     gpu_bytes,
     head_chunk,
     in_chunks,
     kept_rows,
     moment_bytes,
     runs_on_cpu,
-    weight_bytes,
 )
 from dsft.plan.memory.tensors import NONE, Phase, Row, Tensors, each, one, total
 from dsft.spec.batch import BatchSizes, accumulates, batch_sizes, deepspeed_stage, gradients_stay_bf16
@@ -183,7 +183,7 @@ def stage_memory(
         rows["offloaded"] = max(map(_offloaded, found))
     return RankMemory(
         stage=stage,
-        elements=sum(setup.trained) + sum(setup.frozen),
+        elements=sum(p.numel for p in census.stage(stage, cut_of(spec.parallel, census))),
         one_layer=work.one_layer,
         logits=work.logits,
         loading=max(on_device(named[name]) for name in ("load", "flattening") if name in named),
@@ -246,22 +246,23 @@ def _setup(
     devices = (parallel.offload_optimizer.device, parallel.offload_parameters.device)
     stays = batch is not None and gradients_stay_bf16(spec, batch)
     modules: Counter[str] = Counter()
-    for parameter in parameters:
+    stored = [(p, tensor) for p in parameters for tensor in p.stored(spec.train.precision)]
+    for parameter, tensor in stored:
         if parameter.layer is not None:
             mlp = parameter.mlp if chunks > 1 else None
-            modules[mlp or parameter.module] += parameter.numel
+            modules[mlp or parameter.module] += tensor.numel
     return RankSetup(
         trained=tuple(p.numel for p in parameters if p.trained),
-        frozen=tuple(p.numel for p in parameters if not p.trained),
+        frozen=tuple(tensor for p, tensor in stored if not p.trained),
         zero=deepspeed_stage(spec, batch),
         ranks=layout.shards,
-        weight=weight_bytes(spec),
+        weight=compute_bytes(spec),
         reduced=2 if spec.train.reduce_dtype == "bf16" else FP32,
         moment=moment_bytes(spec),
         bucket=bucket_size(census.trained),
         gathered=bucket_size(census.numel),
         module=max(modules.values(), default=0),
-        matrix=max((p.numel for p in parameters if p.layer is not None), default=0),
+        matrix=max((tensor.numel for p, tensor in stored if p.layer is not None), default=0),
         optimizer=devices[0],
         parameters=devices[1],
         groups=2 if spec.optim.weight_decay or spec.optim.groups else 1,
@@ -273,7 +274,7 @@ def _setup(
         locked=swapped(census, spec, layout.shards).locked if "nvme" in devices else 0,
         forward=work.forward,
         backward=work.backward,
-        gradient=weight_bytes(spec) if stays else FP32,
+        gradient=compute_bytes(spec) if stays else FP32,
     )
 
 
@@ -289,7 +290,7 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
     for parameter in census.stage(stage, cut_of(spec.parallel, census)):
         if parameter.layer is not None:
             found.setdefault(parameter.layer, []).append(parameter)
-    token, hidden = tokens * weight_bytes(spec), _embedding(census)[1]
+    token, hidden = tokens * compute_bytes(spec), _embedding(census)[1]
     scores, (moved, sent) = _scores(census, spec, tokens), _moved(census, spec)
     recomputed = [spec.model.checkpoints(number) for number in found]
     layers = [
@@ -372,7 +373,7 @@ def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
         return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), 0, scored
     if not spec.task_kind.preference:
         return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), vocabulary * hidden * FP32, scored
-    row = vocabulary * weight_bytes(spec)
+    row = vocabulary * compute_bytes(spec)
     stored = kept_rows(tokens, row, chunk)
     at_once = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS if stored == tokens else chunk)
     return stored * row + at_once, 0, scored

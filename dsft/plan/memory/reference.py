@@ -12,7 +12,7 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import PERSIST_BELOW
 from dsft.plan.memory.ranks import Memory, RankMemory, most_tokens, of_host, stage_memory
-from dsft.plan.memory.sizes import weight_bytes
+from dsft.plan.memory.sizes import compute_bytes
 from dsft.plan.reference import (
     dpo_of,
     has_engine,
@@ -85,7 +85,8 @@ def _stages(census: Census, spec: Spec, layout: Layout, tokens: int) -> tuple[Ra
         rank = stage_memory(stage, frozen, own, own_layout, tokens)
         on_gpu = rank.parameters
         if dpo_of(spec).reference_offload == "cpu":
-            on_gpu = sum(p.numel for p in frozen.parameters if p.numel <= PERSIST_BELOW) * weight_bytes(own)
+            stored = [tensor for p in frozen.parameters for tensor in p.stored(own.train.precision)]
+            on_gpu = sum(tensor.bytes for tensor in stored if tensor.numel <= PERSIST_BELOW)
         shares = {"parameters": on_gpu, "offloaded": rank.parameters - on_gpu}
         found.append(replace(rank, **shares, activations=rank.one_layer, head=rank.logits, retained=0))
     return tuple(found)
@@ -99,7 +100,7 @@ def _copies(rank: RankMemory, census: Census, spec: Spec, layout: Layout) -> int
     trained = [p for p in census.stage(rank.stage, cut_of(spec.parallel, census)) if p.trained]
     copied = [p.numel for p in trained if by_copy or not _is_adapters(p)]
     ranks = layout.shards if sharded else 1
-    return sum(-(-numel // ranks) for numel in copied) * weight_bytes(spec)
+    return sum(-(-numel // ranks) for numel in copied) * compute_bytes(spec)
 
 
 def _is_adapters(parameter: Parameter) -> bool:

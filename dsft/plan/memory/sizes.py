@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dsft.plan.flops import memory_of
+from dsft.plan.storage import FP32, width
 from dsft.spec.schema import Accelerator, Cluster, Spec
 
 if TYPE_CHECKING:
     from dsft.plan.census import Census
 
 GIB = 2**30  # bytes
-FP32 = 4  # bytes of an element
 
 BYTES_PER_LOGIT = 8  # the product, its float32 copy and derived values, for weights of 2 or 4 bytes
 CHUNK_BYTES = {"cpu": 1 << 28, "cuda": 1 << 30}
@@ -75,8 +75,10 @@ def runs_on_cpu(spec: Spec) -> bool:
     return accelerator is not None and accelerator.name.lower() == "cpu"
 
 
-def weight_bytes(spec: Spec) -> int:
-    return FP32 if spec.train.precision == "fp32" else 2
+def compute_bytes(spec: Spec) -> int:
+    """Return the bytes of an element in the type in which forward and backward compute: of activations, of
+    trained weights and of their gradients. What other weights take is `Parameter.stored`."""
+    return width(spec.train.precision)
 
 
 def moment_bytes(spec: Spec) -> int:
@@ -89,4 +91,4 @@ def saved_bytes(census: Census, spec: Spec) -> tuple[int, int]:
     """Return the bytes of a checkpoint, which has the trained weights and the optimizer's moments in fp32,
     and those of the export."""
     exported = census.trained if spec.model.lora else census.numel
-    return census.trained * (FP32 + moment_bytes(spec)), exported * weight_bytes(spec)
+    return census.trained * (FP32 + moment_bytes(spec)), exported * compute_bytes(spec)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from dsft.plan.storage import Stored
+
 MALLOC_KEEPS = 32 << 20
 """Bytes. glibc takes larger blocks from the kernel and returns them as soon as they are freed; smaller blocks
 come from its heap and stay with the process when freed (malloc.c, DEFAULT_MMAP_THRESHOLD_MAX)."""
@@ -37,6 +39,11 @@ def one(size: int) -> Tensors:
 def each(elements: Iterable[int], width: int) -> Tensors:
     """Return one tensor for each number of elements, with `width` bytes per element."""
     return sum((one(numel * width) for numel in elements), NONE)
+
+
+def held(stored: Iterable[Stored]) -> Tensors:
+    """Return the tensors that hold parameters."""
+    return sum((one(tensor.bytes) for tensor in stored), NONE)
 
 
 Row = Literal["parameters", "gradients", "master", "moments", "buffers", "activations", "head", "offloaded"]

@@ -19,8 +19,8 @@ from dsft.engine.api import Kind
 from dsft.errors import SpecError
 from dsft.model.build import build_model
 from dsft.model.config import on_meta
-from dsft.model.lora import CONFIG, WEIGHTS
-from dsft.model.lora_experts import left_out, own_names
+from dsft.model.experts import left_out
+from dsft.model.lora import CONFIG, WEIGHTS, own_names
 from dsft.model.policy import Policy
 from dsft.spec.schema import Lora, Model
 from tests.unit.model.test_model_init import FACTS
