@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,6 @@ CARD = "README.md"
 Form = Literal["model", "adapter", "merged"]
 
 _FORMS = {"model": "A model", "adapter": "An adapter", "merged": "A model, with its adapter merged,"}
-_ADAPTER_TAGS = {"model": [], "adapter": ["lora"], "merged": ["lora"]}
 _TASKS = {"sft": "next-token loss on answers", "pretrain": "next-token loss on all tokens"}
 _DPO_OPTIONS = {"beta": "β", "label_smoothing": "label smoothing", "sft_weight": "weight of the SFT term"}
 _PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "peft")
@@ -50,50 +49,39 @@ def origin_of(
 def model_card(state: Values, form: Form) -> str:
     """Return the text of the card. state: a `CheckpointState` as JSON; fields that an older dsft did not
     write are left out."""
-    spec = state["spec"]
+    spec, origin = state["spec"], state.get("origin") or {}
+    model, task = spec.get("model", {}), spec.get("task")
+    name = model.get("name_or_path")
+    is_folder = origin.get("is_folder", name is not None and Path(name).is_dir())
     head = {
-        **_base_model(spec.get("model", {}), state.get("origin") or {}),
+        # the hub rejects a card that names a folder
+        **({"base_model": name} if name and not is_folder and _HUB_ID.fullmatch(name) else {}),
         "library_name": "peft" if form == "adapter" else "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["dsft", "deepspeed", *([spec["task"]] if "task" in spec else []), *_ADAPTER_TAGS[form]],
+        "tags": ["dsft", "deepspeed", *([task] if task else []), *([] if form == "model" else ["lora"])],
     }
-    rows = "\n".join(
-        f"| {name} | {'<br>'.join(map(_quoted, lines))} |" for name, lines in _rows(state, form) if lines
-    )
+    rows: dict[str, Iterable[str]] = {
+        "trained from": _start(model, spec.get("train", {}), origin),
+        "adapter": [] if form == "model" else _adapter(model.get("lora")),
+        "objective": _objective(spec),
+        "reference": _reference(origin.get("reference")),
+        "data": _data(state),
+        "steps": _steps(state),
+        "precision": filter(None, [spec.get("train", {}).get("precision")]),
+        "versions": filter(None, [_versions(state.get("versions", {}))]),
+    }
+    lines = {row: "<br>".join(map(_quoted, values)) for row, values in rows.items()}
+    table = "\n".join(f"| {row} | {text} |" for row, text in lines.items() if text)
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False, width=1000)}---\n\n"
         f"# {_quoted(spec.get('name', 'model'))}\n\n"
         f"{_FORMS[form]} that dsft trained.\n\n"
-        f"| | |\n|---|---|\n{rows}\n"
+        f"| | |\n|---|---|\n{table}\n"
     )
 
 
-def _base_model(model: Values, origin: Values) -> dict[str, str]:
-    """Return the base model if it is on the hub: the hub rejects a card that names a folder."""
-    name = model.get("name_or_path")
-    is_folder = origin.get("is_folder", name is not None and Path(name).is_dir())
-    return {"base_model": name} if name and not is_folder and _HUB_ID.fullmatch(name) else {}
-
-
-def _rows(state: Values, form: Form) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the name of each row and the lines of its value; no lines where it is not known."""
-    spec, origin = state["spec"], state.get("origin") or {}
-    model, train = spec.get("model", {}), spec.get("train", {})
-    yield "trained from", list(_start(model, train, origin))
-    yield "adapter", list(_adapter(model)) if form != "model" else []
-    yield "objective", list(_objective(spec))
-    yield "reference", list(_reference(origin.get("reference")))
-    unit = f"{TASKS[spec['task']].unit}s" if spec.get("task") in TASKS else "rows"
-    yield "data", [_source(name, facts, unit) for name, facts in state.get("data", {}).items()]
-    yield "steps", list(_steps(state))
-    yield "precision", [train["precision"]] if "precision" in train else []
-    versions = _versions(state.get("versions", {}))
-    yield "versions", [versions] if versions else []
-
-
 def _start(model: Values, train: Values, origin: Values) -> Iterator[str]:
-    name = model.get("name_or_path")
-    if name is not None:
+    if name := model.get("name_or_path"):
         yield Path(name).name if Path(name).is_absolute() else name
         if origin.get("digest"):
             yield f"digest of its weight files (sha256sum FILES | sha256sum): {origin['digest'][:32]}"
@@ -101,8 +89,7 @@ def _start(model: Values, train: Values, origin: Values) -> Iterator[str]:
         yield f"fresh weights of a {model['from_config'].get('model_type')} config, seed {train.get('seed')}"
 
 
-def _adapter(model: Values) -> Iterator[str]:
-    lora = model.get("lora") or {}
+def _adapter(lora: Values | None) -> Iterator[str]:
     if lora:
         kind = "DoRA" if lora.get("use_dora") else "LoRA"
         yield f"{kind}, rank {lora.get('rank')}, alpha {lora.get('alpha')}"
@@ -112,12 +99,12 @@ def _adapter(model: Values) -> Iterator[str]:
 
 def _objective(spec: Values) -> Iterator[str]:
     task = spec.get("task", "")
-    if task not in TASKS or not TASKS[task].preference:
-        yield from [_TASKS[task]] if task in _TASKS else []
-        return
-    dpo = spec.get("dpo") or Dpo().model_dump()
-    options = [f"{words} {dpo[key]}" for key, words in _DPO_OPTIONS.items() if dpo.get(key)]
-    yield ", ".join([f"DPO on preference pairs, loss {dpo.get('loss_type', 'sigmoid')}", *options])
+    if task in TASKS and TASKS[task].preference:
+        dpo = spec.get("dpo") or Dpo().model_dump()
+        options = [f"{words} {dpo[key]}" for key, words in _DPO_OPTIONS.items() if dpo.get(key)]
+        yield ", ".join([f"DPO on preference pairs, loss {dpo.get('loss_type', 'sigmoid')}", *options])
+    elif task in _TASKS:
+        yield _TASKS[task]
 
 
 def _reference(reference: Values | None) -> Iterator[str]:
@@ -127,15 +114,11 @@ def _reference(reference: Values | None) -> Iterator[str]:
             yield "changed during training, as an earlier version of dsft found"
 
 
-def _source(name: str, facts: Values, unit: str) -> str:
-    return f"{name}: {facts['rows']:,} {unit} of {facts['tokens']:,} tokens"
-
-
-def _versions(versions: Values) -> str:
-    """Return the versions of the packages; if dsft is a checkout, its commit."""
-    dsft = {"dsft": f"at commit {versions['commit'][:12]}"} if "commit" in versions else {}
-    versions = {**versions, **dsft}
-    return ", ".join(f"{name} {versions[name]}" for name in _PACKAGES if name in versions)
+def _data(state: Values) -> Iterator[str]:
+    task = state["spec"].get("task")
+    unit = f"{TASKS[task].unit}s" if task in TASKS else "rows"
+    for name, facts in state.get("data", {}).items():
+        yield f"{name}: {facts['rows']:,} {unit} of {facts['tokens']:,} tokens"
 
 
 def _steps(state: Values) -> Iterator[str]:
@@ -145,6 +128,12 @@ def _steps(state: Values) -> Iterator[str]:
     yield f"{progress['step']:,} steps{size}"
     if "epoch" in progress and "num_tokens" in progress:
         yield f"{progress['epoch']:.2f} epochs, {progress['num_tokens']:,} tokens"
+
+
+def _versions(versions: Values) -> str:
+    """Return the versions of the packages; if dsft is a checkout, its commit."""
+    dsft = {"dsft": f"at commit {versions['commit'][:12]}"} if "commit" in versions else {}
+    return ", ".join(f"{name} {text}" for name in _PACKAGES if (text := {**versions, **dsft}.get(name)))
 
 
 def _quoted(value: str) -> str:

@@ -10,10 +10,12 @@ from transformers.core_model_loading import SplitModulelist
 
 from dsft.errors import SpecError
 from dsft.model.build import build_model, check_trainable
-from dsft.model.config import TokenFacts
-from dsft.model.init import module_seed
+from dsft.model.config import TokenFacts, on_meta, resolve_config
+from dsft.model.init import FreshWeights, module_seed
 from dsft.model.policy import Policy
+from dsft.model.weights import Sharding
 from dsft.plan.cut import balanced
+from dsft.plan.storage import Storage
 from dsft.spec.schema import Model
 from tests.make import logps_of
 
@@ -53,6 +55,15 @@ def test_stages_together_are_the_whole_model(stages: int) -> None:
 def test_a_tensor_does_not_depend_on_how_many_layers_there_are() -> None:
     whole, shallow = weights(build()), weights(build(num_hidden_layers=2))
     assert all(torch.equal(whole[name], value) for name, value in shallow.items())
+
+
+def test_each_parameter_gets_the_type_that_it_is_stored_as() -> None:
+    model = on_meta(resolve_config(Model(from_config=LLAMA), FACTS))
+    source = FreshWeights(model, 3)
+    source.fill(model, lambda p: Storage("fp32" if p.dim() == 1 else "bf16"), Sharding())
+    found = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert set(found.values()) == {torch.float32, torch.bfloat16}
+    assert all((dtype == torch.float32) == name.endswith("norm.weight") for name, dtype in found.items())
 
 
 def test_another_seed_gives_other_weights_and_layers_differ() -> None:
