@@ -18,6 +18,7 @@ import typer
 from dsft import __version__
 from dsft.commands.groups import AFTER, CLUSTER, LOOK, START, TRAIN, Command, Groups, normalized
 from dsft.errors import DsftError, SpecError, StorageError, printable
+from dsft.spec.task import task_names
 from dsft.system.redact import print_fault, redact_values
 from dsft.system.run_folder import named_checkpoint, named_export
 
@@ -118,7 +119,7 @@ def dsft(
 @command(START, "dsft init mychat --model Qwen/Qwen3-4B --data data/chats.jsonl")
 def init(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the run.")],
-    task: Annotated[str, typer.Option(help="sft, pretrain or dpo.")] = "sft",
+    task: Annotated[str, typer.Option(help=f"{task_names()}.")] = "sft",
     model: Annotated[
         str | None,
         typer.Option(help="Hub id or folder of your model; by default a tiny one with builtin rows."),
@@ -148,9 +149,7 @@ def convert(
             "deepspeed; by default it is recognized by the keys.",
         ),
     ] = None,
-    task: Annotated[
-        str | None, typer.Option(help="sft, pretrain or dpo; by default as in the config.")
-    ] = None,
+    task: Annotated[str | None, typer.Option(help=f"{task_names()}; by default as in the config.")] = None,
     model: Annotated[
         str | None, typer.Option(help="Hub id or folder of the model, if the config names none.")
     ] = None,

@@ -14,15 +14,13 @@ from typing import Any, Literal
 
 import yaml
 
-from dsft.spec.schema import Dpo
+from dsft.spec.schema import SECTIONS
 from dsft.spec.task import TASKS
 
 CARD = "README.md"
 Form = Literal["model", "adapter", "merged"]
 
 _FORMS = {"model": "A model", "adapter": "An adapter", "merged": "A model, with its adapter merged,"}
-_TASKS = {"sft": "next-token loss on answers", "pretrain": "next-token loss on all tokens"}
-_DPO_OPTIONS = {"beta": "β", "label_smoothing": "label smoothing", "sft_weight": "weight of the SFT term"}
 _PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "peft")
 _HUB_ID = re.compile(r"[a-z0-9][\w.-]*(?:/[a-z0-9][\w.-]*)?", re.ASCII | re.IGNORECASE)
 _MARKUP = re.compile(r"[\\`*_{}\[\]<>()#!|~&$@:]|(?<=www)\.", re.IGNORECASE)
@@ -98,13 +96,12 @@ def _adapter(lora: Values | None) -> Iterator[str]:
 
 
 def _objective(spec: Values) -> Iterator[str]:
-    task = spec.get("task", "")
-    if task in TASKS and TASKS[task].preference:
-        dpo = spec.get("dpo") or Dpo().model_dump()
-        options = [f"{words} {dpo[key]}" for key, words in _DPO_OPTIONS.items() if dpo.get(key)]
-        yield ", ".join([f"DPO on preference pairs, loss {dpo.get('loss_type', 'sigmoid')}", *options])
-    elif task in _TASKS:
-        yield _TASKS[task]
+    facts = TASKS.get(spec.get("task", ""))
+    if facts is not None:
+        name = facts.section
+        own = (spec.get(name) or SECTIONS[name]().model_dump()) if name is not None else {}
+        options = [f"{words} {own[key]}" for key, words in facts.options.items() if own.get(key)]
+        yield ", ".join([facts.objective, *options])
 
 
 def _reference(reference: Values | None) -> Iterator[str]:
@@ -123,7 +120,7 @@ def _data(state: Values) -> Iterator[str]:
 
 def _steps(state: Values) -> Iterator[str]:
     progress, batch = state.get("progress", {}), state.get("batch", {})
-    of = {"dpo": "pairs", "pretrain": "rows"}.get(state["spec"].get("task"), "examples")
+    of = TASKS[state["spec"]["task"]].examples if state["spec"].get("task") in TASKS else "examples"
     size = f" of {batch['global_batch_size']} {of}" if "global_batch_size" in batch else ""
     yield f"{progress['step']:,} steps{size}"
     if "epoch" in progress and "num_tokens" in progress:

@@ -11,7 +11,7 @@ from dsft.errors import CheckpointError
 from dsft.model.files import samples
 from dsft.spec.batch import BatchSizes
 from dsft.spec.differences import ABSENT, flatten, json_differences
-from dsft.spec.schema import Spec
+from dsft.spec.schema import SECTIONS, Reference, Spec
 from dsft.system.json_file import read_json
 
 MAY_DIFFER = (
@@ -26,7 +26,6 @@ MAY_DIFFER = (
     "model.gradient_checkpointing",
     "data.packing",  # where it makes other examples (pretraining), their fingerprint differs
     "data.max_tokens_per_micro_batch",
-    "dpo.share_prompts",
     "data.cache_dir",
     "data.num_workers",
     "data.max_dropped_fraction",  # the rows that remain are in the fingerprint
@@ -40,12 +39,10 @@ MAY_DIFFER = (
     "train.log_every",
     "train.eval_every",
     "train.compare_ranks_every",
-    "dpo.reference",  # the reference itself is compared by its key
-    "dpo.reference_zero_stage",
-    "dpo.reference_offload",
-    "dpo.reference_store",
-    "dpo.recheck_rows",
     "train.eval_on_start",
+    # the reference itself is compared by its key
+    *(f"{name}.{key}" for name in SECTIONS for key in Reference.model_fields if key != "reference_model"),
+    *(f"{name}.share_prompts" for name in SECTIONS),
 )
 """Keys, with all below them, that change how a run is carried out or how long it is, not what it learns."""
 

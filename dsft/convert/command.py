@@ -17,7 +17,7 @@ from dsft.convert.shell import options_of
 from dsft.errors import MissingInputError, SpecError, StorageError
 from dsft.spec.document import parse_yaml, quote
 from dsft.spec.load import MAX_BYTES, load_spec
-from dsft.spec.task import TASKS
+from dsft.spec.task import TASKS, task_names
 from dsft.system.json_file import parse_json, read_text, reason_of
 
 TOOLS: Mapping[str, Tool] = {
@@ -80,7 +80,7 @@ def convert_file(
     or converted, StorageError if the spec cannot be written."""
     given, named = _read(path)
     if task is not None and task not in TASKS:
-        raise mistake("--task", f"{quote(task)} is not offered; use sft, pretrain or dpo")
+        raise mistake("--task", f"{quote(task)} is not offered; use {task_names()}")
     task = task or named
     kind = tool or recognized(given)
     if kind not in (*TOOLS, _DEEPSPEED):

@@ -15,6 +15,7 @@ from dsft.errors import Problem, SpecError
 from dsft.spec.aliases import LEFT_OUT, OTHER_NAMES, keys, likely_key
 from dsft.spec.document import SpecDumper, quote
 from dsft.spec.not_offered import feature_of_key, feature_of_value, is_off
+from dsft.spec.task import task_names
 from dsft.system import json_file
 
 T = TypeVar("T")
@@ -225,7 +226,7 @@ def mistake(where: str, message: str) -> SpecError:
 def refuse(name: str, value: str) -> SpecError:
     """Return the error for a method of training that dsft does not have."""
     asked = feature_of_value("task", value)
-    reason = asked.clause() if asked is not None else "the tasks of dsft are sft, pretrain and dpo"
+    reason = asked.clause() if asked is not None else f"the tasks of dsft are {task_names()}"
     return mistake(name, f"{quote(value)}: {reason}")
 
 

@@ -11,6 +11,7 @@ from dsft.convert.draft import Draft, refuse
 from dsft.convert.values import names_in, whole
 from dsft.spec.aliases import VALUES
 from dsft.spec.document import quote
+from dsft.spec.task import task_names
 
 _METHODS = {"dpo": "sigmoid", "simpo": "simpo", "orpo": "orpo", "cpo": "simpo"}
 _TRAIN_ON = {"last_round": "last", "all": "all", "default": "assistant"}
@@ -24,7 +25,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     if draft.get("task_type") not in (None, "causal_lm"):
         raise refuse("task_type", str(draft.get("task_type")))
     task = task or ("dpo" if method else "pretrain" if draft.get("use_chat_template") is False else "sft")
-    draft.put("task", task, "rlhf_type" if method else "choose another one with --task sft, pretrain or dpo")
+    draft.put("task", task, "rlhf_type" if method else f"choose another one with --task {task_names()}")
     kind = arguments.model(draft, TOOL, "tuner_type train_type sft_type")
     draft.comments["model.name_or_path"] = "model; a name of ModelScope may differ on the Hugging Face hub"
     draft.defaults |= {"learning_rate": 1e-4 if kind == "lora" else 1e-5}

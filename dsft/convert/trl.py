@@ -7,6 +7,7 @@ from pathlib import Path
 from dsft.convert import arguments
 from dsft.convert.draft import Draft, hub_path, is_file_name
 from dsft.convert.values import flag
+from dsft.spec.task import task_names
 
 _PREFERENCES = (
     "beta", "precompute_ref_log_probs", "ref_model_mixup_alpha", "sync_ref_model", "max_prompt_length",
@@ -30,7 +31,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     if trl:
         of_task = {"learning_rate": 1e-6, "beta": 0.1} if task == "dpo" else {"learning_rate": 2e-5}
         draft.defaults |= {**_OF_TRL, **of_task}
-    draft.put("task", task, "choose another one with --task sft, pretrain or dpo")
+    draft.put("task", task, f"choose another one with --task {task_names()}")
     if trl and draft.get("router_aux_loss_coef") is None:
         draft.left["router_aux_loss_coef"] = f"on by default in TRL, for mixtures: {arguments.BALANCE}"
     arguments.model(draft, TOOL)

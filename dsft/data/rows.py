@@ -147,11 +147,20 @@ class TokenRows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """The n records of a source's files. Record i is the `each` rows from i × `each` on: one, or the two of a
-    preference pair, which are the prompt with the chosen and with the rejected answer."""
+    """The n records of a source's files, each of them a `unit` ("row" or "pair"). Record i is the `each` rows
+    from i × `each` on: one, or the two of a preference pair, which are the prompt with the chosen and with
+    the rejected answer."""
 
     rows: TokenRows
     each: int
+    unit: str = "row"
+
+    def __post_init__(self) -> None:
+        if len(self.rows.lengths) % self.each:
+            count = len(self.rows.lengths)
+            rule = f"is the last of {count:,} rows, but a {self.unit} is {self.each} rows; add or remove rows"
+            title = f"The rows of a source do not make whole {self.unit}s:"
+            raise DataError(title, [Problem(self.rows.source(count - 1), rule)])
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:

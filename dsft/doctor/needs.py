@@ -157,8 +157,8 @@ def _inputs(spec: Spec, spec_path: Path) -> Iterator[dict[str, str]]:
     named = {"model.name_or_path": spec.model.name_or_path, "model.tokenizer": spec.model.tokenizer}
     if spec.model.lora is not None:
         named["model.lora.path"] = spec.model.lora.path
-    if spec.dpo is not None:
-        named["dpo.reference_model"] = spec.dpo.reference_model
+    if spec.reference is not None:
+        named[spec.own_key("reference_model")] = spec.reference.reference_model
     for key, name in named.items():
         if name is not None:
             yield {"key": key, "path": name, "kind": "folder" if Path(name).exists() else "hub-model"}

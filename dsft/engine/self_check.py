@@ -251,15 +251,15 @@ def shared_pairs(dataset: Dataset) -> list[Example]:
     return [*by_length[:1], *longer[-1:], *by_length[1:2]]
 
 
-def whole_rows(pair: Example) -> tuple[Example, Example]:
-    """Return the chosen and the rejected answer as rows of their own, each after the whole prompt."""
-    border, start = pair.segment_lengths[0], (pair.starts or (0, 0))[1]
-    at = np.arange(len(pair.input_ids))
-    chosen, rejected = at[:border], np.concatenate((at[:start], at[border:]))
-    return (
-        Example(pair.input_ids[chosen], pair.trained[chosen], pair.source),
-        Example(pair.input_ids[rejected], pair.trained[rejected], pair.source),
-    )
+def whole_rows(example: Example) -> list[Example]:
+    """Return each answer of an example as a row of its own, after the whole prompt."""
+    ends, prompt = np.cumsum(example.segment_lengths), 0
+    rows = []
+    for begin, end, start in zip((0, *ends), ends, example.segment_starts, strict=False):
+        prompt = prompt if start else begin  # where the row begins whose first `start` tokens it continues
+        at = np.concatenate((np.arange(prompt, prompt + start), np.arange(begin, end)))
+        rows.append(Example(example.input_ids[at], example.trained[at], example.source))
+    return rows
 
 
 def answers_changed(pairs: Sequence[Example], answer: int) -> list[Example]:

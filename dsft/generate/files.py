@@ -21,7 +21,7 @@ from dsft.generate.torchrun import torchrun_script
 from dsft.plan.census import known_elements
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.ds_entries import HostFacts
-from dsft.plan.reference import dpo_of, has_engine, in_stages, reference_config, reference_model
+from dsft.plan.reference import has_engine, in_stages, reference_config, reference_model, scores_in_training
 from dsft.spec.cluster import cluster_batch
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
@@ -63,7 +63,7 @@ def files(spec: Spec, spec_path: Path, out: Path, overrides: Sequence[str] = ())
     train, spec_from_out = (_relative(out, path) for path in (TRAIN, spec_path))
     config = deepspeed_config(spec, cluster_batch(spec), HostFacts(known_elements(spec.model)))
     texts = {f"ds_configs/{spec.name}.json": json_text(config)}
-    if has_engine(spec) and not in_stages(spec) and dpo_of(spec).reference == "live":
+    if has_engine(spec) and scores_in_training(spec) and not in_stages(spec):
         elements = known_elements(reference_model(spec))
         texts[f"ds_configs/{spec.name}.reference.json"] = json_text(reference_config(spec, elements))
     if spec.cluster is not None:

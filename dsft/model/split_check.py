@@ -31,7 +31,7 @@ def check_can_split(
     config: PreTrainedConfig, size: int, max_length: int, reference: str | None = None
 ) -> None:
     """Raise SpecError where rows of a model with this config cannot be split over `size` ranks. max_length:
-    tokens of the longest row; reference: dpo.reference_model, where it is that."""
+    tokens of the longest row; reference: the key and the name of a reference, where it is that."""
     found = query_heads(on_meta(config), max_length)
     if isinstance(found, str):
         message = f"{found}; set it to 1"
@@ -39,7 +39,7 @@ def check_can_split(
         message = f"{size} {heads_not_divided(odd[0], size)}"
     else:
         return
-    message += f" (the model is dpo.reference_model, {reference!r})" if reference else ""
+    message += f" (the model is {reference})" if reference else ""
     raise SpecError("Rows of the model cannot be split.", [Problem("parallel.sequence_parallel", message)])
 
 

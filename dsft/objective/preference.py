@@ -22,8 +22,7 @@ from torch import Tensor
 from dsft.data.steps.batch import Answers, MicroBatch
 from dsft.objective.answers import answer_logps
 from dsft.objective.api import Objective, Term
-from dsft.spec.preferences import REFERENCE_FREE
-from dsft.spec.schema import Dpo
+from dsft.spec.schema import REFERENCE_FREE, Dpo, LossType
 
 METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
@@ -87,7 +86,7 @@ def orpo(scores: Tensor, dpo: Dpo) -> Tensor:
     return -dpo.beta * F.logsigmoid(log_odds[:, 0] - log_odds[:, 1])
 
 
-LOSSES: Mapping[str, Callable[[Tensor, Dpo], Tensor]] = {
+LOSSES: Mapping[LossType, Callable[[Tensor, Dpo], Tensor]] = {
     "sigmoid": sigmoid, "robust": robust, "hinge": hinge, "apo_zero": apo_zero, "ipo": ipo, "simpo": simpo,
     "orpo": orpo,
 }  # fmt: skip

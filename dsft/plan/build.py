@@ -13,7 +13,7 @@ from dsft.plan.memory import other_version
 from dsft.plan.memory.ranks import Memory, RankMemory, memory, needed
 from dsft.plan.memory.reference import ReferenceMemory, with_reference
 from dsft.plan.memory.sizes import GIB, gpu_bytes
-from dsft.plan.reference import dpo_of, has_engine, reference_model
+from dsft.plan.reference import has_engine, other_model, reference_model
 from dsft.plan.traffic import Flow, traffic
 from dsft.spec.architecture import heads_not_divided
 from dsft.spec.batch import BatchSizes
@@ -72,7 +72,7 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
     layout = layout_of(spec.parallel, sum(hosts.values()))
     batch = batch_on(spec, layout)
     counted = census(spec.model, cache)
-    is_other = has_engine(spec) and dpo_of(spec).reference_model is not None
+    is_other = has_engine(spec) and other_model(spec) is not None
     of_reference = census(reference_model(spec), cache) if is_other else counted
     asked, limits = spec.model.gradient_checkpointing, Limits(*memory_limits(spec))
     spec = decided(spec, counted, of_reference, layout, hosts, limits)
@@ -81,7 +81,9 @@ def build_plan(spec: Spec, world_size: int | None = None, cache: Path | None = N
         message = f"{spec.data.max_length} is over the model's {counted.max_positions} positions; lower it"
         problems = [*problems, Problem("data.max_length", message)]
     problems = [*problems, *_split_problems(spec, counted)]
-    problems += _split_problems(spec, of_reference, " (of dpo.reference_model)") if is_other else ()
+    problems += (
+        _split_problems(spec, of_reference, f" (of {spec.own_key('reference_model')})") if is_other else ()
+    )
     if problems:
         raise SpecError("The run cannot be planned.", problems)
     sizes, reference = with_reference(memory(counted, spec, layout, hosts), of_reference, spec, layout, hosts)

@@ -21,7 +21,6 @@ from dsft.plan.cost import Cost, cost
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.memory.ranks import Memory, memory
 from dsft.plan.memory.reference import with_reference
-from dsft.plan.reference import dpo_of, needs_reference
 from dsft.plan.traffic import Flow, bubble, traffic
 from dsft.spec.batch import BatchSizes
 from dsft.spec.findings import Finding
@@ -38,7 +37,7 @@ ROW_STEP, LONGEST = 128, 1 << 27  # tokens: by which lengths of rows are tried, 
 
 @dataclass(frozen=True)
 class LayoutKeys:
-    """One combination of the keys that define a layout. reference: value of dpo.reference, None if the loss
+    """One combination of the keys that define a layout. reference: how it is computed, None if the loss
     has no reference; sequence_parallel: ranks that split each row."""
 
     zero_stage: int
@@ -83,8 +82,8 @@ class LayoutKeys:
             found[f"{key}.nvme_path"] = path if device == "nvme" else None
             if device == "none":
                 found[f"{key}.pin_memory"] = None
-        if self.reference not in (None, dpo_of(spec).reference):
-            found["dpo.reference"] = self.reference
+        if spec.reference is not None and self.reference != spec.reference.reference:
+            found[spec.own_key("reference")] = self.reference
         default_zero = is_cut and "zero_stage" not in own.model_fields_set  # depends on pipeline_stages
         always = {"parallel.zero_stage"} if default_zero else set()
         return {key: value for key, value in found.items() if key in always or value != value_at(spec, key)}
@@ -202,8 +201,8 @@ def _layouts(plan: Plan) -> Iterator[LayoutKeys]:
     recomputes = dict.fromkeys((False, True, own))
     splits = sorted({1, spec.parallel.sequence_parallel})
     references: tuple[str | None, ...] = (None,)
-    if needs_reference(spec):
-        ways = (dpo_of(spec).reference, "precomputed", "live", *(("adapter",) if spec.model.lora else ()))
+    if spec.reference is not None:
+        ways = (spec.reference.reference, "precomputed", "live", *(("adapter",) if spec.model.lora else ()))
         references = tuple(dict.fromkeys(ways))  # the spec's own first
     for stages in range(1, min(ranks, plan.census.num_layers) + 1):
         if ranks % stages:

@@ -17,7 +17,7 @@ from dsft.plan.census import Census
 from dsft.plan.cut import cut_of
 from dsft.plan.flops import gpu_of, work
 from dsft.plan.memory.sizes import runs_on_cpu
-from dsft.plan.reference import dpo_of, needs_reference
+from dsft.plan.reference import scores_in_training
 from dsft.plan.traffic import Flow, Link, bubble, hidden_size
 from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Spec
@@ -114,9 +114,9 @@ def step_flops(census: Census, spec: Spec) -> float:
     found += (2 * layers + attention) * recomputed / census.num_layers
     if spec.model.experts.balance == "global_batch":
         found += 2 * whole + attention
-    if needs_reference(spec):
-        once = dpo_of(spec).reference == "precomputed"
-        found += (2 * whole + attention) / (max(1.0, spec.train.num_train_epochs) if once else 1)
+    if spec.reference is not None:
+        passes = 1 if scores_in_training(spec) else 1 / max(1.0, spec.train.num_train_epochs)
+        found += (2 * whole + attention) * passes
     return found
 
 

@@ -1,7 +1,8 @@
-"""Derive the reference model of a preference run, its layout and its DeepSpeed JSON from the spec.
+"""Derive a run's reference model, its layout and its DeepSpeed JSON from the spec.
 
 Code that reads weights treats the reference as a separate model: a `model` section in which nothing is
-trained.
+trained. Where nothing else is documented, the functions are for specs whose loss needs a reference
+(`Spec.reference`).
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from dsft.plan.census import Elements
 from dsft.plan.ds_config import Row, gathering, silence
 from dsft.plan.ds_entries import ConfigEntry, nested
 from dsft.spec.layout import Layout, layout_of
-from dsft.spec.preferences import REFERENCE_FREE
-from dsft.spec.schema import Dpo, Experts, Lora, Model, Parallel, Spec
+from dsft.spec.schema import Experts, Lora, Model, Parallel, Reference, Spec
 
 
 def reference_model(spec: Spec) -> Model:
-    """Return the `model` section of the reference: dpo.reference_model, or the policy's initial model,
-    including the adapter in model.lora.path. Tokenizer and attention are the policy's, and what computes the
-    experts of its initial model."""
-    policy, other = spec.model, dpo_of(spec).reference_model
+    """Return the `model` section of the reference: the one that `reference_model` names, or the policy's
+    initial model, including the adapter in model.lora.path. Tokenizer and attention are the policy's, and
+    what computes the experts of its initial model."""
+    policy, other = spec.model, _keys(spec).reference_model
     own: dict[str, object] = {
         "gradient_checkpointing": False,
         "activation_offload": False,
@@ -44,26 +44,34 @@ def reference_model(spec: Spec) -> Model:
     return policy.model_copy(update=own)
 
 
-def needs_reference(spec: Spec) -> bool:
-    """Return whether the loss needs a reference."""
-    return spec.task_kind.preference and dpo_of(spec).loss_type not in REFERENCE_FREE
-
-
 def has_engine(spec: Spec) -> bool:
-    """Return whether the reference has its own engine, before training (precomputed) or during it (live)."""
-    return needs_reference(spec) and dpo_of(spec).reference != "adapter"
+    """Return whether there is a reference with its own engine, before training (precomputed) or during it
+    (live)."""
+    return spec.reference is not None and spec.reference.reference != "adapter"
+
+
+def scores_in_training(spec: Spec) -> bool:
+    """Return whether there is a reference that scores each micro-batch while the run trains: one more forward
+    pass."""
+    return spec.reference is not None and spec.reference.reference != "precomputed"
+
+
+def other_model(spec: Spec) -> str | None:
+    """Return the name of the reference where it is another model than the policy's initial one; also None if
+    there is none."""
+    return None if spec.reference is None else spec.reference.reference_model
 
 
 def in_stages(spec: Spec) -> bool:
     """Return whether the reference is cut into the policy's pipeline stages; it then runs without
     DeepSpeed."""
-    return spec.parallel.pipeline_stages > 1 and dpo_of(spec).reference_zero_stage is None
+    return spec.parallel.pipeline_stages > 1 and _keys(spec).reference_zero_stage is None
 
 
 def reference_stage(spec: Spec) -> int:
     """Return the reference's ZeRO stage, 0 or 3. Stages 1 and 2 shard optimizer states and gradients, which a
     frozen model does not have."""
-    stage = dpo_of(spec).reference_zero_stage
+    stage = _keys(spec).reference_zero_stage
     if stage is not None:
         return stage
     return 3 if spec.parallel.zero_stage == 3 else 0
@@ -71,7 +79,7 @@ def reference_stage(spec: Spec) -> int:
 
 def reference_layout(spec: Spec, world_size: int) -> Layout:
     """Return the layout of the reference: by default in the policy's pipeline stages; if the spec sets
-    dpo.reference_zero_stage, whole or sharded over all ranks. Raise SpecError if the number of stages does
+    reference_zero_stage, whole or sharded over all ranks. Raise SpecError if the number of stages does
     not divide the number of ranks."""
     return layout_of(reference_parallel(spec), world_size)
 
@@ -79,9 +87,9 @@ def reference_layout(spec: Spec, world_size: int) -> Layout:
 def reference_parallel(spec: Spec) -> Parallel:
     """Return the `parallel` section of the reference. A model other than the policy has other layers, so a
     listed pipeline_cut is replaced by balancing."""
-    stages = spec.parallel.pipeline_stages if dpo_of(spec).reference_zero_stage is None else 1
+    stages = spec.parallel.pipeline_stages if _keys(spec).reference_zero_stage is None else 1
     listed = stages > 1 and not isinstance(spec.parallel.pipeline_cut, str)
-    as_policy = listed and dpo_of(spec).reference_model is None
+    as_policy = listed and _keys(spec).reference_model is None
     cut = spec.parallel.pipeline_cut if as_policy else "parameters"
     return Parallel(
         zero_stage=reference_stage(spec),
@@ -93,47 +101,43 @@ def reference_parallel(spec: Spec) -> Parallel:
 
 def reference_line(spec: Spec) -> str:
     """Return a line for the user: which reference a run has, its layout, and the reason."""
-    dpo = dpo_of(spec)
-    if dpo.reference == "adapter":
-        return f"reference: {_which(spec)}, by the policy's own engine (dpo.reference adapter)"
-    return f"reference: {_which(spec)}, {_how(spec)} (dpo.reference {dpo.reference})"
+    way = _keys(spec).reference
+    how = "by the policy's own engine" if way == "adapter" else _how(spec)
+    return f"reference: {_which(spec)}, {how} ({spec.own_key('reference')} {way})"
 
 
 def reference_facts(spec: Spec) -> dict[str, Any] | None:
     """Return facts for the model card of an export, without folders of this machine; None if the loss has no
     reference."""
-    if not needs_reference(spec):
-        return None
-    return {"which": f"{_which(spec)} ({dpo_of(spec).reference})"}
+    return None if spec.reference is None else {"which": f"{_which(spec)} ({spec.reference.reference})"}
 
 
 def check_precomputed(spec: Spec, command: str) -> None:
     """Raise SpecError if the spec has no reference that `command` can score before training."""
-    dpo = dpo_of(spec)
-    if not spec.task_kind.preference:
+    if not isinstance(spec.of_task, Reference):
         where, why = "task", f"task {spec.task} has no reference; start dsft/train.py, or set dpo"
-    elif dpo.loss_type in REFERENCE_FREE:
-        where, why = "dpo.loss_type", f"{dpo.loss_type} needs no reference; start dsft/train.py"
-    elif dpo.reference != "precomputed":
-        where = "dpo.reference"
-        why = (
-            f"{dpo.reference} computes the reference while it trains; start dsft/train.py, or set precomputed"
-        )
+    elif spec.reference is None:
+        loss = getattr(spec.of_task, "loss_type", "this loss")
+        where, why = spec.own_key("loss_type"), f"{loss} needs no reference; start dsft/train.py"
+    elif spec.reference.reference != "precomputed":
+        where = spec.own_key("reference")
+        why = f"{spec.reference.reference} computes the reference while it trains; start dsft/train.py, or "
+        why += "set precomputed"
     else:
         return
     raise SpecError(f"There is nothing for {command} to score.", [Problem(where, why)])
 
 
-def dpo_of(spec: Spec) -> Dpo:
-    """Return the `dpo` section, or its defaults if the spec has none."""
-    return spec.dpo or Dpo()
+def _keys(spec: Spec) -> Reference:
+    assert spec.reference is not None, "the loss needs a reference"
+    return spec.reference
 
 
 def _which(spec: Spec) -> str:
-    lora, other = spec.model.lora, dpo_of(spec).reference_model
+    lora, other = spec.model.lora, _keys(spec).reference_model
     if other is not None:
         other = Path(other).name if Path(other).is_absolute() else other
-        return f"{other}, another checkpoint than the policy's start (dpo.reference_model)"
+        return f"{other}, another checkpoint than the policy's start ({spec.own_key('reference_model')})"
     if lora is not None and lora.path is not None:
         return "a frozen copy of the adapter that training starts from"
     if lora is not None:
@@ -142,10 +146,10 @@ def _which(spec: Spec) -> str:
 
 
 def _how(spec: Spec) -> str:
-    offloaded = dpo_of(spec).reference_offload == "cpu"
+    offloaded = _keys(spec).reference_offload == "cpu"
     if reference_stage(spec) == 3:
         return f"sharded over all ranks (ZeRO 3){', in host memory' if offloaded else ''}"
-    if dpo_of(spec).reference_zero_stage is None:
+    if _keys(spec).reference_zero_stage is None:
         if spec.parallel.pipeline_stages > 1:
             return f"in the policy's {spec.parallel.pipeline_stages} pipeline stages"
         if spec.parallel.zero_stage in (1, 2):
@@ -185,6 +189,7 @@ def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
         yield f"zero_optimization.{key}", value, reason
     reason = "no backward to save memory in; it would change torch's own function for the policy, too"
     yield "zero_optimization.memory_efficient_linear", False, reason
-    if dpo_of(spec).reference_offload == "cpu":
-        yield "zero_optimization.offload_param.device", "cpu", "dpo.reference_offload: in host memory"
+    if _keys(spec).reference_offload == "cpu":
+        reason = f"{spec.own_key('reference_offload')}: in host memory"
+        yield "zero_optimization.offload_param.device", "cpu", reason
         yield "zero_optimization.offload_param.pin_memory", True, "pinned host memory: faster copies"

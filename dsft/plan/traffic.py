@@ -18,7 +18,7 @@ from dsft.plan.cut import Cut, cut_of
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
 from dsft.plan.memory.ranks import most_tokens
 from dsft.plan.memory.sizes import compute_bytes, moment_bytes, runs_on_cpu
-from dsft.plan.reference import dpo_of, needs_reference, reference_stage
+from dsft.plan.reference import has_engine, reference_stage, scores_in_training
 from dsft.plan.storage import FP32, Stored
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout, hosts_of_ranks
@@ -220,10 +220,9 @@ def _reference(step: _Step) -> Iterator[Flow]:
     """Yield the gathering of a sharded live reference, for each micro-batch. The reference's
     size is unknown here; it is taken to be the policy's."""
     spec = step.spec
-    if not needs_reference(spec) or dpo_of(spec).reference == "precomputed":
+    if not scores_in_training(spec):
         return
-    adapter = dpo_of(spec).reference == "adapter"
-    if (spec.parallel.zero_stage if adapter else reference_stage(spec)) == 3:
+    if (reference_stage(spec) if has_engine(spec) else spec.parallel.zero_stage) == 3:
         size = step.size(step.sharded_elements)
         yield from step.ring("reference's parameters", step.micro_batches, size)
 
@@ -252,7 +251,7 @@ def _split_rows(step: _Step) -> Iterator[Flow]:
     spec, group, size = step.spec, step.group, step.layout.sequence_parallel
     if size == 1:
         return
-    again = needs_reference(spec) and dpo_of(spec).reference != "precomputed"
+    again = scores_in_training(spec)
     counts = spec.model.experts.balance == "global_batch"
     if step.heads is not None:
         times = ((2 + counts + again) * step.layers + step.recomputed) * step.micro_batches

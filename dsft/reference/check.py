@@ -1,8 +1,8 @@
 """Check that a run has the right reference: that the policy equals it at step 0 (`check_start`), that it
 gives the stored values (`check_rescored`), and that its files are still those of its key (`check_weights`).
 
-At step 0 rewards β (log π - log π_ref) and margins are 0, and the loss of DPO is ln 2, in exact arithmetic.
-How far rounding may move them is measured on the run's own rows: the engine scores them in batches and one by
+At step 0 rewards β (log π - log π_ref) and margins are 0 in exact arithmetic, so the loss of DPO is ln 2. How
+far rounding may move them is measured on the run's own rows: the engine scores them in batches and one by
 one, and the results are compared.
 """
 
@@ -30,16 +30,14 @@ from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
 from dsft.plan.reference import reference_model
 from dsft.reference.key import Key, differences, weights_of
-from dsft.reference.store import StoreContents
-from dsft.spec.schema import Dpo, Spec
+from dsft.spec.schema import Spec
 
 EXACT = 1e-5  # bound for rewards, margins and the loss in fp32, and the smallest bound for any type
 FACTOR = 4.0  # the reference's layout may differ from the two in which rounding is measured
 NUM_BATCHES = 2  # micro-batches of the first step to check
-PAIRS_ALONE = 4  # pairs that are also scored alone
-SHOWN = 3  # pairs that an error names
-ANSWERS = ("chosen", "rejected")
-OTHER_ROW = 10.0  # times the bound: the pairs of other rows are farther off, those of other weights less
+ALONE = 4  # examples whose answers are also scored alone
+SHOWN = 3  # examples that an error names
+OTHER_ROW = 10.0  # times the bound: the examples of other rows are farther off, those of other weights less
 
 DIFFERENT_IN_TRAINING = "the policy's rewards in training mode are not those in evaluation mode"
 RANDOM_LAYERS = (
@@ -58,11 +56,12 @@ WITHOUT_ADAPTER = (
 
 @dataclass(frozen=True)
 class StartCheck:
-    """The input of `check_start`. micro_batches: this rank's of the first step, with answers.reference, as
-    many on every rank; without_adapter: a context in which the policy runs without its adapter, None where it
-    has none."""
+    """The input of `check_start`. beta: nats -> reward; micro_batches: this rank's of the first step, with
+    answers.reference, as many on every rank; without_adapter: a context in which the policy runs without its
+    adapter, None where it has none."""
 
-    dpo: Dpo
+    spec: Spec
+    beta: float
     dataset: Dataset
     micro_batches: Sequence[MicroBatch]
     pad_id: int
@@ -70,10 +69,10 @@ class StartCheck:
 
 
 @dataclass(frozen=True)
-class PairScores:
-    """Scores of the n answers of this rank's pairs. ids: (n / 2,); policy, training, reference:
-    log-probabilities (n / 2, 2) of the policy in evaluation mode, of the policy in training mode, and of the
-    reference; num_tokens: (n / 2, 2); rounding: nats per unit of `spread`."""
+class AnswerScores:
+    """Scores of the k answers of n examples. ids: (n,); policy, training, reference: log-probabilities (n, k)
+    of the policy in evaluation mode, of the policy in training mode, and of the reference; num_tokens: (n,
+    k); rounding: nats per unit of `spread`."""
 
     ids: Tensor
     num_tokens: Tensor
@@ -82,15 +81,15 @@ class PairScores:
     reference: Tensor
     rounding: float
 
-    def bound(self, dpo: Dpo) -> Tensor:
-        """Return the largest reward or margin of each pair that rounding explains, (n / 2,)."""
+    def bound(self, beta: float) -> Tensor:
+        """Return the largest reward or margin of each example that rounding explains, (n,)."""
         nats = self.rounding * spread(self.num_tokens).amax(1)
-        return (FACTOR * dpo.beta * nats).clamp(min=EXACT)
+        return (FACTOR * beta * nats).clamp(min=EXACT)
 
-    def off(self, logps: Tensor, dpo: Dpo, policy: Tensor | None = None) -> Tensor:
-        """Return the largest absolute value of each pair's rewards and margin, of the policy against `logps`,
-        (n / 2,)."""
-        rewards = dpo.beta * ((self.policy if policy is None else policy) - logps)
+    def off(self, logps: Tensor, beta: float, policy: Tensor | None = None) -> Tensor:
+        """Return the largest absolute value of each example's rewards and of the margins of its first answer,
+        of the policy against `logps`, (n,)."""
+        rewards = beta * ((self.policy if policy is None else policy) - logps)
         margins = rewards[:, :1] - rewards[:, 1:]
         return torch.cat((rewards, margins), dim=1).abs().amax(1)
 
@@ -105,52 +104,52 @@ def spread(num_tokens: Tensor) -> Tensor:
 def check_start(start: StartCheck, engine: Engine, policy: Policy, world: World) -> str:
     """Check that the policy equals its reference at step 0. Return a line that says how near they are. Raises
     SpecError on every rank where they differ, with the probable cause. A collective."""
-    pairs = _concatenated(world.gather(_score_pairs(start, engine, policy, world)))
-    bound, off = pairs.bound(start.dpo), pairs.off(pairs.reference, start.dpo)
-    off_in_training = pairs.off(pairs.training, start.dpo)
-    if not bool(torch.isfinite(pairs.policy).all()):
-        raise _error(REWARDS, _worst(start, pairs, off, bound), NOT_FINITE)
+    scores = _concatenated(world.gather(_scores(start, engine, policy, world)))
+    bound, off = scores.bound(start.beta), scores.off(scores.reference, start.beta)
+    off_in_training = scores.off(scores.training, start.beta)
+    if not bool(torch.isfinite(scores.policy).all()):
+        raise _error(start, REWARDS, _worst(start, scores, off, bound), NOT_FINITE)
     if not bool((off_in_training <= bound).all()):
-        raise _error(DIFFERENT_IN_TRAINING, _worst(start, pairs, off_in_training, bound), RANDOM_LAYERS)
+        where = _worst(start, scores, off_in_training, bound)
+        raise _error(start, DIFFERENT_IN_TRAINING, where, RANDOM_LAYERS)
     if not bool((off <= bound).all()):
-        is_without = _is_without_adapter(start, engine, world, pairs, bound)
-        cause = WITHOUT_ADAPTER if is_without else _cause(off, bound)
-        raise _error(REWARDS, _worst(start, pairs, off, bound), cause)
-    rewards = start.dpo.beta * (pairs.policy - pairs.reference)
-    loss = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1]).mean()
+        is_without = _is_without_adapter(start, engine, world, scores, bound)
+        cause = WITHOUT_ADAPTER if is_without else _cause(start, off, bound)
+        raise _error(start, REWARDS, _worst(start, scores, off, bound), cause)
+    what = "rewards" if scores.policy.shape[1] == 1 else "rewards and margins"
     return (
-        f"step 0: the policy equals its reference: on {len(off)} pairs rewards and margins are at most "
-        f"{float(off.max()):.1g} (allowed for rounding: {float(bound.max()):.1g}), and the loss of DPO is "
-        f"{float(loss):.6f}"
+        f"step 0: the policy equals its reference: on {len(off)} {start.spec.task_kind.unit}s {what} are at "
+        f"most {float(off.max()):.1g} (allowed for rounding: {float(bound.max()):.1g})"
     )
 
 
-def _score_pairs(start: StartCheck, engine: Engine, policy: Policy, world: World) -> PairScores | None:
-    """Score this rank's pairs; None on a rank that has no pair, or not the last stage, or is not the first
-    of its group."""
-    batches = start.micro_batches
+def _scores(start: StartCheck, engine: Engine, policy: Policy, world: World) -> AnswerScores | None:
+    """Score this rank's answers; None on a rank that has none, or not the last stage, or is not the first of
+    its group."""
+    batches, per_example = start.micro_batches, start.dataset.answers
     plain = engine.score(batches, answer_logps)
     training = engine.score(batches, answer_logps, training=True)
     numbers = [int(number) for batch in batches if batch.answers is not None for number in batch.answers.ids]
-    rows = [answer for number in numbers[:PAIRS_ALONE] for answer in whole_rows(start.dataset[number])]
+    rows = [answer for number in numbers[:ALONE] for answer in whole_rows(start.dataset[number])]
     filled = [collate_padded([row], start.pad_id) for row in rows]
-    filled += [collate_padded([], start.pad_id)] * (2 * PAIRS_ALONE - len(rows))
+    filled += [collate_padded([], start.pad_id)] * (per_example * ALONE - len(rows))
     with own_attention(policy.causal_lm):
         alone = engine.score(filled, log_probabilities)
     if not plain or not numbers or world.sequence_rank:
         return None
-    pairs = [batch.answers for batch in batches if batch.answers is not None]
-    num_tokens = torch.cat([one.num_targets for one in pairs]).cpu()
-    references = [one.reference for one in pairs if one.reference is not None]
+    answers = [batch.answers for batch in batches if batch.answers is not None]
+    num_tokens = torch.cat([one.num_targets for one in answers]).cpu()
+    references = [one.reference for one in answers if one.reference is not None]
     logps = torch.cat(plain).cpu()
-    alone_logps = torch.stack([one.double().sum().cpu() for one in alone[: len(rows)]]).view(-1, 2)
+    sums = [one.double().sum().cpu() for one in alone[: len(rows)]]
+    alone_logps = torch.stack(sums).view(-1, per_example)
     first = slice(len(alone_logps))
     measured = (logps[first] - alone_logps).abs() / spread(num_tokens[first])
     # Any two layouts may differ by one rounding of each token's logits, in the coarsest type of a parameter,
     # even if the two that are compared here happen to agree.
     unit_roundoff = max(torch.finfo(p.dtype).eps for p in policy.parameters()) / 2
     expected = unit_roundoff * float((logps / num_tokens.clamp(min=1)).abs().mean())
-    return PairScores(
+    return AnswerScores(
         ids=torch.tensor(numbers),
         num_tokens=num_tokens,
         policy=logps,
@@ -160,15 +159,15 @@ def _score_pairs(start: StartCheck, engine: Engine, policy: Policy, world: World
     )
 
 
-def _concatenated(ranks: Sequence[PairScores | None]) -> PairScores:
+def _concatenated(ranks: Sequence[AnswerScores | None]) -> AnswerScores:
     scores = [one for one in ranks if one is not None]
     names = ("ids", "num_tokens", "policy", "training", "reference")
     columns = {name: torch.cat([getattr(one, name) for one in scores]) for name in names}
-    return PairScores(**columns, rounding=max(one.rounding for one in scores))
+    return AnswerScores(**columns, rounding=max(one.rounding for one in scores))
 
 
 def _is_without_adapter(
-    start: StartCheck, engine: Engine, world: World, pairs: PairScores, bound: Tensor
+    start: StartCheck, engine: Engine, world: World, scores: AnswerScores, bound: Tensor
 ) -> bool:
     """Return whether the reference is the policy without its adapter. A collective."""
     if start.without_adapter is None:
@@ -177,13 +176,13 @@ def _is_without_adapter(
         bare = engine.score(start.micro_batches, answer_logps)
     mine = torch.cat(bare).cpu() if bare and world.sequence_rank == 0 else None
     ranks = [one for one in world.gather(mine) if one is not None]
-    return bool((pairs.off(pairs.reference, start.dpo, torch.cat(ranks)) <= bound).all())
+    return bool((scores.off(scores.reference, start.beta, torch.cat(ranks)) <= bound).all())
 
 
-def _cause(off: Tensor, bound: Tensor) -> str:
-    """Return the probable cause, judged by which pairs agree."""
+def _cause(start: StartCheck, off: Tensor, bound: Tensor) -> str:
+    """Return the probable cause, judged by which examples agree."""
     same, far = off <= bound, off > OTHER_ROW * bound
-    count = f"{int(same.sum())} of {len(same)} pairs are the same in both"
+    count = f"{int(same.sum())} of {len(same)} {start.spec.task_kind.unit}s are the same in both"
     if bool(same.any() and (same | far).all()):
         return (
             f"{count} and the others differ by far more: the weights and the template are the same, but the "
@@ -191,41 +190,29 @@ def _cause(off: Tensor, bound: Tensor) -> str:
         )
     return (
         f"{count}: the reference has other weights than the policy starts from, or an adapter, or its rows "
-        "were rendered with another chat template or tokenizer; set dpo.reference_model if another reference "
-        "is meant, or score the reference again"
+        f"were rendered with another chat template or tokenizer; set {start.spec.own_key('reference_model')} "
+        "if another reference is meant, or score the reference again"
     )
 
 
-def _worst(start: StartCheck, pairs: PairScores, off: Tensor, bound: Tensor) -> str:
-    """Name the pairs that are farthest off, with the bound."""
+def _worst(start: StartCheck, scores: AnswerScores, off: Tensor, bound: Tensor) -> str:
+    """Name the examples that are farthest off, with the bound."""
     order = torch.argsort(off / bound, descending=True)[:SHOWN]
     names = [
-        f"{start.dataset.source(int(pairs.ids[i]))} by {off[i]:.2g}" for i in order if not off[i] <= bound[i]
+        f"{start.dataset.source(int(scores.ids[i]))} by {off[i]:.2g}" for i in order if not off[i] <= bound[i]
     ]
     return f"{', '.join(names)}; allowed for rounding: {float(bound.max()):.1g}"
 
 
-def _error(what: str, where: str, cause: str) -> SpecError:
-    title = "The policy does not start from its reference."
-    return SpecError(title, [Problem("dpo.reference", f"{what} ({where}): {cause}")])
+def _error(start: StartCheck, what: str, where: str, cause: str) -> SpecError:
+    title, key = "The policy does not start from its reference.", start.spec.own_key("reference")
+    return SpecError(title, [Problem(key, f"{what} ({where}): {cause}")])
 
 
 # --- stored values ----------------------------------------------------------------------------------------
 
 
-def random_stored_pairs(stored: StoreContents, count: int) -> tuple[NDArray[np.int64], ...]:
-    """Choose up to `count` random stored pairs, other ones at each start. Return their numbers per
-    dataset."""
-    sets = [np.flatnonzero(~np.isnan(one).any(axis=1)) for one in stored.logps]
-    borders = np.cumsum([0, *map(len, sets)])
-    chosen = random_pairs(int(borders[-1]), count)
-    return tuple(
-        ids[chosen[(first <= chosen) & (chosen < last)] - first]
-        for ids, first, last in zip(sets, borders[:-1], borders[1:], strict=True)
-    )
-
-
-def random_pairs(total: int, count: int) -> NDArray[np.int64]:
+def random_ids(total: int, count: int) -> NDArray[np.int64]:
     """Return `count` random numbers below `total`, ascending; all of them where there are fewer."""
     return np.sort(np.random.default_rng().permutation(total)[:count])
 
@@ -238,20 +225,21 @@ def check_rescored(
     found: NDArray[np.float64],
     precision: Precision,
 ) -> None:
-    """Compare log-probabilities in the store with new ones. Of the pairs `ids` (k,), `stored` (k, 2) is what
-    the store `folder` has, `found` (k, 2) what the reference gives now. Raises CheckpointError with the first
-    pair that differs by more than rounding: another layout runs other kernels, just as a row scored alone
-    does."""
-    for pair, *values in zip(ids.tolist(), stored, found, strict=True):
-        tokens = [row.target_count for row in whole_rows(dataset[pair])]
-        for answer, was, is_, count in zip(ANSWERS, *values, tokens, strict=True):
+    """Compare log-probabilities in the store with new ones. Of the examples `ids` (n,), `stored` (n, k) is
+    what the store `folder` has, `found` (n, k) what the reference gives now. Raises CheckpointError with the
+    first answer that differs by more than rounding: another layout runs other kernels, just as a row scored
+    alone does."""
+    for example, *values in zip(ids.tolist(), stored, found, strict=True):
+        tokens = [row.target_count for row in whole_rows(dataset[example])]
+        for number, (was, is_, count) in enumerate(zip(*values, tokens, strict=True), start=1):
             bound = allowed(precision, count)
             if not abs(was - is_) <= bound:
                 raise CheckpointError(
-                    f"{dataset.source(pair)}: the log-probability of the {answer} answer under the reference "
-                    f"is {was:.6g} in {folder}, and {is_:.6g} when scored again (rounding explains a "
-                    f"difference of {bound:.2g}); look for what changed, such as the version of transformers "
-                    "or torch, then remove the store, so that all its pairs are scored again."
+                    f"{dataset.source(example)}: the log-probability of answer {number} of {len(tokens)} "
+                    f"under the reference is {was:.6g} in {folder}, and {is_:.6g} when scored again "
+                    f"(rounding explains a difference of {bound:.2g}); look for what changed, such as the "
+                    "version of transformers or torch, then remove the store, so that all its rows are "
+                    "scored again."
                 )
 
 

@@ -26,7 +26,7 @@ from dsft.model.policy import Policy
 from dsft.model.weights import DTYPES
 from dsft.plan.census import Census, census_from
 from dsft.plan.cut import cut_of
-from dsft.plan.reference import dpo_of, reference_config, reference_model, reference_parallel
+from dsft.plan.reference import other_model, reference_config, reference_model, reference_parallel
 from dsft.setup.inputs import Inputs
 from dsft.spec.schema import Spec
 
@@ -81,17 +81,18 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> OpenReference
 def proven(reference: OpenReference, spec: Spec, inputs: Inputs, world: World) -> Iterator[str]:
     """Run the checks on real rows that a run does for its policy too, and yield a line for each. A
     collective."""
-    other = dpo_of(spec).reference_model
+    other = other_model(spec)
     if other is not None:
-        yield world.each(lambda: same_tokens(other, inputs.tokenizer))
+        key = spec.own_key("reference_model")
+        yield world.each(lambda: same_tokens(other, key, inputs.tokenizer))
         if (around := config_around(other)) is not None:
             yield world.first(lambda: check_around(around, inputs.train))
     yield from check_rows(reference.engine, reference.policy, spec, inputs.train, world, inputs.pad_id)
 
 
-def same_tokens(name: str, policy: PreTrainedTokenizerBase) -> str:
+def same_tokens(name: str, key: str, policy: PreTrainedTokenizerBase) -> str:
     """Check that the reference's own tokenizer agrees with the policy's, and return a line for the user.
-    name: dpo.reference_model.
+    name: the reference's; key: the spec's key that has it.
 
     Raises SpecError where a token of the policy has another id there, or where the reference has none of the
     tokens. Single tokens that it lacks (model.add_tokens) are only reported: the reference has learned
@@ -105,20 +106,16 @@ def same_tokens(name: str, policy: PreTrainedTokenizerBase) -> str:
     moved = [token for token, number in ours.items() if theirs.get(token, number) != number]
     lacking = [token for token in ours if token not in theirs]
     if moved or len(lacking) == len(ours):
-        raise _other(name, len(ours), len(moved) + len(lacking), [(t, ours[t], theirs[t]) for t in moved])
+        others, total = len(moved) + len(lacking), len(ours)
+        named = "".join(f"; {t!r} is {ours[t]}, there {theirs[t]}" for t in moved[:SHOWN])
+        message = (
+            f"{name!r} has another tokenizer than the policy: {others:,} of the policy's {total:,} tokens "
+            f"have another id or are missing there{named}; name a reference with the same tokens"
+        )
+        raise SpecError("The reference cannot be computed.", [Problem(key, message)])
     if lacking:
         return (
             f"tokens: the same as the policy's, except for {len(lacking):,} on which it was not trained "
             f"({', '.join(map(repr, lacking[:SHOWN]))}{', …' if len(lacking) > SHOWN else ''})"
         )
     return f"tokens: all {len(ours):,} tokens have the same ids as in the policy"
-
-
-def _other(name: str, total: int, others: int, moved: list[tuple[str, int, int]]) -> SpecError:
-    """Return the error. moved: tokens, their ids, and their ids in the reference."""
-    named = "".join(f"; {token!r} is {ours}, there {theirs}" for token, ours, theirs in moved[:SHOWN])
-    message = (
-        f"{name!r} has another tokenizer than the policy: {others:,} of the policy's {total:,} tokens have "
-        f"another id or are missing there{named}; name a reference with the same tokens"
-    )
-    return SpecError("The reference cannot be computed.", [Problem("dpo.reference_model", message)])

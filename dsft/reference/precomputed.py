@@ -1,40 +1,61 @@
-"""Read the reference's log-probabilities from a store, after a pass that scores those that it lacks.
+"""Precompute the reference's log-probabilities: read them from a store, after a pass that scores the examples
+that it lacks, in the ranks' own processes and process group.
 
-When several jobs need the same store at once, one computes it and the others wait for its lock.
+The reference's engine is closed afterwards, so that the policy is built in the memory that it frees. Longest
+examples come first, so that a micro-batch that does not fit in memory fails within the first minute. The
+shares of ranks (of groups, where these split rows) are equal; each is written twice a minute, so a pass that
+is killed loses at most that. When several jobs need the same store at once, one computes it and the others
+wait for its lock.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from dsft.data.sets.dataset import Dataset
+from dsft.data.steps.batch import Annotate
+from dsft.data.steps.steps import micro_batches_of
 from dsft.dist.world import World
-from dsft.errors import LockedError, StorageError
-from dsft.plan.reference import dpo_of, reference_line, reference_model
-from dsft.reference import store
-from dsft.reference.check import random_stored_pairs
+from dsft.engine.frozen import FrozenEngine
+from dsft.errors import LockedError, NonFiniteError, OutOfMemoryError, StorageError
+from dsft.objective.answers import answer_logps
+from dsft.plan.reference import reference_layout, reference_line, reference_model
+from dsft.reference.check import check_rescored, check_weights, random_ids
 from dsft.reference.key import Key, key_of
-from dsft.reference.refer import Annotate, look_up
-from dsft.reference.score import ScoringPass, score
-from dsft.reference.store import StoreContents
+from dsft.reference.model import open_reference, proven
+from dsft.reference.refer import look_up
+from dsft.reference.store import LOCK, Store, StoreContents
 from dsft.report.console import task_progress
+from dsft.report.memory import is_out_of_memory, resident
 from dsft.setup.inputs import Inputs
+from dsft.spec.batch import BatchSizes, batch_sizes
 from dsft.spec.schema import Spec
+from dsft.system.disk import size_text
 from dsft.system.lock import holder, lock_folder
 
-Log = Callable[[str], None]
+SHARD_SECONDS = 30.0
+_ROUND = 8  # micro-batches per rank in one round
 _WAIT = 1.0  # seconds between two attempts to take a lock that another job has
+
+Ids = NDArray[np.int64]
+Scores = tuple[Ids, NDArray[np.float64]]
+"""Numbers of k examples, (k,), and the log-probabilities of their answers, (k, answers)."""
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class PrecomputedReference:
-    """Log-probabilities from a store. key: their identity; logps: (n, 2) of each dataset, that of training
+    """Log-probabilities from a store. key: their identity; logps: (n, k) of each dataset, that of training
     first."""
 
     key: Key
@@ -42,8 +63,31 @@ class PrecomputedReference:
     logps: Sequence[NDArray[np.float64]]
 
     @property
-    def refers(self) -> tuple[Annotate, ...]:
+    def annotate(self) -> tuple[Annotate, ...]:
         return tuple(look_up(one) for one in self.logps)
+
+
+@dataclass(frozen=True)
+class ScoringProgress:
+    """Progress of all ranks, in examples (each a `unit`) and their tokens."""
+
+    done: int
+    total: int
+    tokens: int
+    total_tokens: int
+    unit: str
+    name: str = "reference"
+
+    def text(self, seconds: float) -> str:
+        if not self.tokens or seconds <= 0:
+            return f"{self.name}: scoring {self.total:,} {self.unit}s of {self.total_tokens:,} tokens"
+        rate = self.tokens / seconds
+        left = (self.total_tokens - self.tokens) / rate
+        time_left = f"{left:.0f} s" if left < 100 else f"{left / 60:.0f} min"
+        return f"{self.name}: {rate:,.0f} tokens/s, {time_left} left"
+
+    def count(self) -> str:
+        return f"{self.done:,} of {self.total:,} {self.unit}s scored"
 
 
 def precompute(
@@ -56,69 +100,245 @@ def precompute(
     recheck: bool,
     check_key: Callable[[Key], None] = lambda key: None,
 ) -> PrecomputedReference:
-    """Return the log-probabilities of all pairs, scoring those that the store lacks. A collective, before the
-    policy is built. recheck: score some of the stored pairs once more, to check them; check_key: called with
-    the key before anything is scored, may raise to reject it.
+    """Return the log-probabilities of all answers, scoring those that the store lacks. A collective, before
+    the policy is built. recheck: score some of the stored examples once more, to check them; check_key:
+    called with the key before anything is scored, may raise to reject it.
 
-    Raises CheckpointError where dpo.reference_store has values of another reference, or stored values differ
-    from new ones; StorageError where the store cannot be written or read; and what `score` raises.
+    Raises CheckpointError where the named store has values of another reference, or stored values differ from
+    new ones; StorageError where the store cannot be written or read; and what `score` raises.
     """
     log(reference_line(spec))
     key = world.first(lambda: key_of(spec, reference_model(spec), inputs))
     world.first(lambda: check_key(key))
-    folder = store.store_folder(spec, key)
+    store, unit = Store.of(spec, key), spec.task_kind.unit
     datasets = (inputs.train, *(one.data for one in inputs.held_out))
-    total = sum(map(len, datasets))
+    shapes, total = [(len(one), one.answers) for one in datasets], sum(map(len, datasets))
+    count = spec.reference.recheck_rows if recheck and spec.reference is not None else 0
 
     def read(log: Log = lambda text: None) -> StoreContents:
-        store.check(folder, key)
-        return store.read(folder, key, [len(one) for one in datasets], log)
+        store.check()
+        return store.read(shapes, log)
 
     with ExitStack() as lock:
         stored = world.first(read)
         if stored.num_missing:
-            _take_lock(folder, world, lock, log)
+            _take_lock(store, world, lock, log)
             stored = world.first(lambda: read(log))
         if stored.num_missing:
-            world.first(lambda: store.prepare(folder, key))
-        pairs = world.first(lambda: random_stored_pairs(stored, dpo_of(spec).recheck_rows if recheck else 0))
-        rechecked = sum(map(len, pairs))
-        if stored.num_missing or rechecked:
+            world.first(store.prepare)
+        chosen = world.first(lambda: random_stored(stored, count))
+        again = sum(map(len, chosen))
+        if stored.num_missing or again:
             began = time.monotonic()
             with task_progress(log, first=world.rank == 0) as progress:
-                scoring_pass = ScoringPass(spec, key, folder, micro_batch_size, datasets, stored, pairs)
-                score(scoring_pass, inputs, world, log, progress)
-            log(_summary(stored.num_missing, total - stored.num_missing, rechecked, time.monotonic() - began))
+                plan = ScoringPass(spec, store, micro_batch_size, datasets, stored, chosen)
+                score(plan, inputs, world, log, progress)
+            parts = [(f"{unit}s scored in {time.monotonic() - began:.1f} s", stored.num_missing)]
+            parts += [(f"{unit}s already stored", total - stored.num_missing)]
+            parts += [("of these scored again, with the same result", again)]
+            log(f"reference: {', '.join(f'{number:,} {what}' for what, number in parts if number)}")
             stored = world.first(read)
     if stored.num_missing:
         raise StorageError(
-            f"{folder} lacks {stored.num_missing:,} of {total:,} pairs that were just written; set "
-            "dpo.reference_store to a folder on a reliable disk that all hosts share."
+            f"{store.folder} lacks {stored.num_missing:,} of {total:,} {unit}s that were just written; set "
+            f"{store.setting} to a folder on a reliable disk that all hosts share."
         )
-    log(f"reference: the log-probabilities of {total:,} pairs are in {folder}")
-    return PrecomputedReference(key, folder, stored.logps)
+    log(f"reference: the log-probabilities of {total:,} {unit}s are in {store.folder}")
+    return PrecomputedReference(key, store.folder, stored.logps)
 
 
-def _take_lock(folder: Path, world: World, lock: ExitStack, log: Log) -> None:
+def _take_lock(store: Store, world: World, lock: ExitStack, log: Log) -> None:
     """Take the lock of the store; while another job has it, wait."""
 
     def attempt() -> str | None:
         try:
-            lock.enter_context(lock_folder(folder, store.LOCK, "dpo.reference_store"))
+            lock.enter_context(lock_folder(store.folder, LOCK, store.setting))
         except LockedError:
             time.sleep(_WAIT)
-            return holder(folder, store.LOCK)
+            return holder(store.folder, LOCK)
         return None
 
     is_waiting = False
     while (other := world.first(attempt)) is not None:
         if not is_waiting:
-            log(f"reference: waiting for {other}, which is scoring the same pairs")
+            log(f"reference: waiting for {other}, which is scoring the same rows")
         is_waiting = True
 
 
-def _summary(scored: int, stored: int, rechecked: int, seconds: float) -> str:
-    parts = [f"{scored:,} pairs scored in {seconds:.1f} s"] if scored else []
-    parts += [f"{stored:,} pairs already stored"] if stored else []
-    parts += [f"{rechecked} of these scored again, with the same result"] if rechecked else []
-    return f"reference: {', '.join(parts)}"
+def random_stored(stored: StoreContents, count: int) -> tuple[Ids, ...]:
+    """Choose up to `count` random stored examples, other ones at each start. Return their numbers per
+    dataset."""
+    sets = [np.flatnonzero(~np.isnan(one).any(axis=1)) for one in stored.logps]
+    borders = np.cumsum([0, *map(len, sets)])
+    chosen = random_ids(int(borders[-1]), count)
+    return tuple(
+        ids[chosen[(first <= chosen) & (chosen < last)] - first]
+        for ids, first, last in zip(sets, borders[:-1], borders[1:], strict=True)
+    )
+
+
+# --- the pass ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScoringPass:
+    """A scoring pass, the same on every rank. datasets: data.train, then each held-out set; stored: the
+    values that the store has; recheck: stored examples (k,) of each dataset to score once more, before all
+    others."""
+
+    spec: Spec
+    store: Store
+    micro_batch_size: int
+    datasets: Sequence[Dataset]
+    stored: StoreContents
+    recheck: Sequence[Ids]
+
+
+def score(
+    plan: ScoringPass, inputs: Inputs, world: World, log: Log, progress: Callable[[ScoringProgress], None]
+) -> None:
+    """Score the examples that the store lacks. A collective. `log` is called on every rank, `progress` on
+    rank 0.
+
+    Raises CheckpointError where stored values differ from new ones, NonFiniteError where the reference gives
+    an infinite or NaN value, WorldError where its files have changed since the key was computed;
+    OutOfMemoryError on the rank that runs out of memory.
+    """
+    spec = plan.spec
+    world = replace(world, layout=reference_layout(spec, world.world_size))
+    before = in_use(world.device)
+    with explain_out_of_memory(spec, "the reference does not fit into memory"):
+        reference = open_reference(spec, inputs.facts, world)
+        world.each(lambda: check_weights(spec, plan.store.key))
+        for line in proven(reference, spec, inputs, world):
+            log(f"reference: {line}")
+    scorer = AnswerScorer(plan, inputs.pad_id, world, reference.engine)
+    scorer.check()
+    scorer.score(progress if world.rank == 0 else lambda _: None)
+    while_open = in_use(world.device)
+    reference.engine.close()
+    del scorer, reference
+    log(memory_line(world.gather((before, while_open, in_use(world.device)))))
+
+
+class AnswerScorer:
+    """Scores examples with the engine of an open reference. Every method is a collective."""
+
+    def __init__(self, plan: ScoringPass, pad_id: int, world: World, engine: FrozenEngine) -> None:
+        self._plan, self._pad_id, self._world, self._engine = plan, pad_id, world, engine
+        self._batch = scoring_batch(plan.spec, plan.micro_batch_size, world.layout.data_parallel)
+
+    def check(self) -> None:
+        """Score some stored examples once more. Raises CheckpointError where the values differ from those in
+        the store."""
+        plan = self._plan
+        for dataset, ids in enumerate(plan.recheck):
+            ranks = self._world.gather(list(self._scored(dataset, ids))) if len(ids) else []
+            found = [part for parts in ranks for part in parts]
+            if found:
+                numbers, values = map(np.concatenate, zip(*found, strict=True))
+                old, data = plan.stored.logps[dataset][numbers], plan.datasets[dataset]
+                check_rescored(plan.store.folder, data, numbers, old, values, plan.spec.train.precision)
+
+    def score(self, progress: Callable[[ScoringProgress], None]) -> None:
+        """Score the missing examples of each dataset and add them to the store."""
+        plan, unit = self._plan, self._plan.spec.task_kind.unit
+        rounds = [(n, ids) for n, of_it in enumerate(plan.stored.missing) for ids in self._rounds(n, of_it)]
+        done = list(accumulate((len(ids) for _, ids in rounds), initial=0))
+        lengths = (plan.datasets[dataset].lengths[ids] for dataset, ids in rounds)
+        tokens = list(accumulate((int(one.sum(dtype=np.int64)) for one in lengths), initial=0))
+        waiting, written = list[Scores](), time.monotonic()
+
+        def add(dataset: int, scored: Sequence[Scores], *, is_last: bool) -> None:
+            nonlocal written
+            self._check_finite(dataset, scored)
+            waiting.extend(scored)
+            if waiting and (is_last or time.monotonic() - written >= SHARD_SECONDS):
+                ids, logps = map(np.concatenate, zip(*waiting, strict=True))
+                plan.store.write(dataset, ids, logps)
+                waiting.clear()
+                written = time.monotonic()
+
+        for number, (dataset, ids) in enumerate(rounds):
+            progress(ScoringProgress(done[number], done[-1], tokens[number], tokens[-1], unit))
+            mine = list(self._scored(dataset, ids))
+            is_last = number + 1 == len(rounds) or rounds[number + 1][0] != dataset
+            self._world.each(partial(add, dataset, mine, is_last=is_last))
+        if rounds:
+            progress(ScoringProgress(done[-1], done[-1], tokens[-1], tokens[-1], unit))
+
+    def _check_finite(self, dataset: int, scored: Sequence[Scores]) -> None:
+        for ids, logps in scored:
+            bad = np.flatnonzero(~np.isfinite(logps).all(axis=1))
+            if len(bad):
+                where = self._plan.datasets[dataset].source(int(ids[bad[0]]))
+                values = ", ".join(f"{value:g}" for value in logps[bad[0]])
+                raise NonFiniteError(
+                    f"{where}: the reference gives the answers of this row the log-probabilities {values}, "
+                    "from which no loss can be computed; look at the row and at the reference's weights, or "
+                    "set train.precision to fp32 or bf16."
+                )
+
+    def _rounds(self, dataset: int, ids: Ids) -> Iterator[Ids]:
+        """Yield the examples, longest first, in rounds that fill _ROUND micro-batches of each rank."""
+        order = ids[np.argsort(-self._plan.datasets[dataset].lengths[ids], kind="stable")]
+        size = self._batch.micro_batch_size * self._batch.data_parallel * _ROUND
+        yield from (order[i : i + size] for i in range(0, len(order), size))
+
+    def _scored(self, dataset: int, ids: Ids) -> Iterator[Scores]:
+        """Yield this rank's share of the examples; nothing on a rank without the last stage, and on all ranks
+        of a group but the first, which has the same examples."""
+        plan, world = self._plan, self._world
+        parts = micro_batches_of(plan.datasets[dataset], ids, self._batch, world.data_rank, self._pad_id)
+        parts = list(parts)
+        largest = max((one.shape.numel() for one in parts), default=0)
+        what = f"the reference does not fit beside a micro-batch of {largest:,} tokens"
+        with explain_out_of_memory(plan.spec, what):
+            scored = self._engine.score(parts, answer_logps)
+        if world.sequence_rank:
+            return
+        for logps, part in zip(scored, parts, strict=False):
+            assert part.answers is not None, "a task that compares whole answers"
+            yield part.answers.ids.numpy(), logps.double().cpu().numpy()
+
+
+def in_use(device: torch.device) -> int:
+    """Return the bytes in use: on a GPU those allocated by torch, else this process's resident memory."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident()
+
+
+def memory_line(ranks: Sequence[tuple[int, int, int]]) -> str:
+    """Describe the memory of the rank that has got back the least. ranks: bytes in use on each, before the
+    reference was built, while it was open, and after it was closed."""
+    worst = max(ranks, key=lambda rank: rank[2] - rank[0])
+    before, while_open, after = (size_text(size) for size in worst)
+    return f"reference: closed; memory in use was {before} before, {while_open} while open, {after} after"
+
+
+@contextmanager
+def explain_out_of_memory(spec: Spec, what: str) -> Iterator[None]:
+    """Turn a failed allocation in the block into an OutOfMemoryError that says what to change."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"{what} ({str(error).splitlines()[0]}); set {spec.own_key('reference_zero_stage')} to 3, "
+            f"{spec.own_key('reference_offload')} to cpu, or a smaller train.micro_batch_size."
+        ) from error
+
+
+def micro_batch_size(spec: Spec, data_parallel: int) -> int:
+    """Return train.micro_batch_size, or what follows from the other two sizes for `data_parallel` ranks."""
+    train = spec.train
+    if train.micro_batch_size is not None:
+        return train.micro_batch_size
+    assert train.global_batch_size and train.accumulation_steps, "two of the three sizes are given"
+    return max(1, train.global_batch_size // (train.accumulation_steps * data_parallel))
+
+
+def scoring_batch(spec: Spec, micro_batch_size: int, data_parallel: int) -> BatchSizes:
+    """Return batch sizes with one micro-batch per rank and no accumulation."""
+    sizes = {"micro_batch_size": micro_batch_size, "accumulation_steps": 1, "global_batch_size": None}
+    return batch_sizes(spec.train.model_copy(update=sizes), data_parallel, spec.data, spec.task)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dsft.data.steps.batch import Answers, LazyMicroBatches, MicroBatch
+from dsft.data.steps.batch import Annotate, Answers, LazyMicroBatches, MicroBatch
 from dsft.engine.api import Engine
 from dsft.engine.frozen import FrozenEngine
 from dsft.model.names import is_adapter
@@ -21,42 +21,37 @@ from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
 from dsft.spec.schema import Spec
 
-Annotate = Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]]
-"""A function from micro-batches to the same with what an objective needs of them, such as
-`answers.reference`. With a store it only looks values up; with an engine it is a collective, and on ranks
-without the last stage micro-batches stay as they are."""
-
 
 def with_reference(
     micro_batches: Sequence[MicroBatch], logps: Callable[[int, Answers], Tensor]
 ) -> LazyMicroBatches:
-    """Return micro-batches of pairs, each filled on access. logps: number and pairs of a micro-batch ->
-    (n, 2) float64."""
+    """Return micro-batches of answers, each filled on access. logps: number and answers of a micro-batch ->
+    (n, k) float64."""
 
     def build(number: int) -> MicroBatch:
         batch = micro_batches[number]
-        assert batch.answers is not None, "only pairs have a reference"
+        assert batch.answers is not None, "only answers have a reference"
         return replace(batch, answers=replace(batch.answers, reference=logps(number, batch.answers)))
 
     return LazyMicroBatches(len(micro_batches), build)
 
 
 def with_scores(micro_batches: Sequence[MicroBatch], scored: Sequence[Tensor]) -> Sequence[MicroBatch]:
-    """Fill in scores. scored: (n, 2) float64 per micro-batch; empty where this rank does not have the last
-    stage."""
-    return with_reference(micro_batches, lambda which, pairs: scored[which]) if scored else micro_batches
+    """Fill in scores. scored: (n, k) float64 per micro-batch; empty where this rank does not have the last
+    stage, and the micro-batches stay as they are."""
+    return with_reference(micro_batches, lambda which, _: scored[which]) if scored else micro_batches
 
 
 def look_up(logps: NDArray[np.float64]) -> Annotate:
-    """Return a function that reads `logps`, (n, 2) of all pairs of one dataset: on the host, in any thread,
-    when a micro-batch is accessed."""
+    """Return a function that reads `logps`, (n, k) of all examples of one dataset: on the host, in any
+    thread, when a micro-batch is accessed."""
     table = torch.from_numpy(logps)
-    return lambda micro_batches: with_reference(micro_batches, lambda _, pairs: table[pairs.ids])
+    return lambda micro_batches: with_reference(micro_batches, lambda _, answers: table[answers.ids])
 
 
 def refer_to_engine(engine: FrozenEngine) -> Annotate:
     """Use a second engine beside the policy's as reference. All micro-batches of a call are scored right
-    away, without gradients and dropout."""
+    away, without gradients and dropout. A collective."""
 
     def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         return with_scores(micro_batches, engine.score(micro_batches, answer_logps))

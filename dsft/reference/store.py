@@ -1,12 +1,12 @@
 """Store the reference's log-probabilities of all answers on disk, in shards. A store is a folder with
 
     key.json                      the components of its key, and their digest
-    shard-<digest>.safetensors    pairs I64 (k,), their numbers in one dataset, and logps F64 (k, 2), of the
-                                  chosen and of the rejected answer; its metadata name the key and the dataset
+    shard-<digest>.safetensors    pairs I64 (n,), the numbers of n examples in one dataset, and logps F64
+                                  (n, k), of the k answers of each; its metadata name key and dataset
 
 A shard is named by the SHA-256 of its bytes, so a damaged one is detected and ignored, and any number of
 ranks can write at the same time. It does not matter which rank wrote a shard; a store is complete when every
-pair has a value.
+example has values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from dsft.errors import CheckpointError, StorageError
-from dsft.plan.reference import dpo_of
 from dsft.reference.key import Components, Key, differences
 from dsft.spec.schema import Spec
 from dsft.system.files import TEMPORARY, atomic_write, sync_folder, write_error
@@ -41,13 +40,13 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StoreContents:
-    """Values read from a store. logps: of each dataset, (n, 2) float64, NaN where a pair is missing."""
+    """Values read from a store. logps: of each dataset, (n, k) float64, NaN where an example is missing."""
 
     logps: tuple[NDArray[np.float64], ...]
 
     @property
     def missing(self) -> tuple[NDArray[np.int64], ...]:
-        """Numbers of the missing pairs, per dataset."""
+        """Numbers of the missing examples, per dataset."""
         return tuple(np.flatnonzero(np.isnan(one).any(axis=1)) for one in self.logps)
 
     @property
@@ -55,52 +54,95 @@ class StoreContents:
         return sum(map(len, self.missing))
 
 
-def store_folder(spec: Spec, key: Key) -> Path:
-    """Return dpo.reference_store, or else a folder below OUTPUT_DIR/.cache/reference that is named by the
-    key."""
-    given = dpo_of(spec).reference_store
-    if given is not None:
-        return Path(given)
-    return Path(spec.output_dir, ".cache", "reference", key.digest[:32])
+@dataclass(frozen=True)
+class Store:
+    """The store of a key's values. setting: the spec's key that names its folder, for messages."""
 
+    folder: Path
+    key: Key
+    setting: str
 
-def check(folder: Path, key: Key) -> None:
-    """Check that the folder's key.json, if it has one, is of this key. Nothing is written, so any process may
-    check at any time.
+    @classmethod
+    def of(cls, spec: Spec, key: Key) -> Store:
+        """Return the store in the folder that the spec names, or else in one below
+        OUTPUT_DIR/.cache/reference that is named by the key."""
+        given = spec.reference and spec.reference.reference_store
+        folder = given or Path(spec.output_dir, ".cache", "reference", key.digest[:32])
+        return cls(Path(folder), key, spec.own_key("reference_store"))
 
-    Raises CheckpointError where it is of another key, naming what differs; StorageError where it cannot be
-    read.
-    """
-    try:
-        then = _components(folder / KEY)
-    except OSError as error:
-        raise _not_read(folder, error) from None
-    now = json.loads(json.dumps(key.components))
-    if then is not None and then != now:
-        raise CheckpointError(
-            f"{folder} has log-probabilities of another reference or of other pairs: "
-            f"{'; '.join(differences(then, now))}. Change these back, set dpo.reference_store to another "
-            "folder, or leave it out."
+    def check(self) -> None:
+        """Check that the folder's key.json, if it has one, is of this key. Nothing is written, so any process
+        may check at any time.
+
+        Raises CheckpointError where it is of another key, naming what differs; StorageError where it cannot
+        be read.
+        """
+        try:
+            then = _components(self.folder / KEY)
+        except OSError as error:
+            raise self._not_read(error) from None
+        now = json.loads(json.dumps(self.key.components))
+        if then is not None and then != now:
+            raise CheckpointError(
+                f"{self.folder} has log-probabilities of another reference or of other rows: "
+                f"{'; '.join(differences(then, now))}. Change these back, set {self.setting} to another "
+                "folder, or leave it out."
+            )
+
+    def prepare(self) -> None:
+        """Prepare the folder for writing: write its key, and remove damaged shards and what killed writers
+        left. Only for the process that has the lock. Raises as `check`, and StorageError where the folder
+        cannot be written."""
+        self.check()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for left in self.folder.glob(f"*{TEMPORARY}"):
+                left.unlink(missing_ok=True)
+            for path, shard in _shards(self.folder):
+                if shard is None:
+                    path.unlink(missing_ok=True)
+            if _components(self.folder / KEY) is None:
+                with atomic_write(self.folder / KEY) as out:
+                    out.write(json.dumps(self.key.as_json(), indent=1, sort_keys=True).encode())
+        except OSError as error:
+            raise self._not_written(error) from None
+
+    def read(self, shapes: Sequence[tuple[int, int]], log: Log = lambda text: None) -> StoreContents:
+        """Read the values of datasets, each with its number of examples and of their answers. A damaged shard
+        is reported and ignored, so its examples are missing; a shard of another key is ignored. Raises
+        StorageError where the folder cannot be read."""
+        logps = tuple(np.full(shape, np.nan) for shape in shapes)
+        try:
+            for path, shard in _shards(self.folder):
+                if shard is None:
+                    log(f"warning: {path} is damaged and is ignored; its rows are scored again")
+                elif shard.key == self.key.digest and shard.dataset < len(logps):
+                    logps[shard.dataset][shard.ids] = shard.logps
+        except OSError as error:
+            raise self._not_read(error) from None
+        return StoreContents(logps)
+
+    def write(self, dataset: int, ids: NDArray[np.int64], logps: NDArray[np.float64]) -> None:
+        """Add the values (n, k) of the examples `ids` (n,) of a dataset as one shard, atomically. Raises
+        StorageError."""
+        metadata = {"key": self.key.digest, "dataset": str(dataset)}
+        content = save({"pairs": ids.astype(np.int64), "logps": logps.astype(np.float64)}, metadata)
+        try:
+            with atomic_write(self.folder / _name(content)) as out:
+                out.write(content)
+            sync_folder(self.folder)
+        except OSError as error:
+            raise self._not_written(error) from None
+
+    def _not_read(self, error: OSError) -> StorageError:
+        return StorageError(
+            f"{error.filename or self.folder} cannot be read ({error.strerror}); remove {self.folder} to "
+            f"score its rows again, or set {self.setting} to another folder."
         )
 
-
-def prepare(folder: Path, key: Key) -> None:
-    """Prepare the folder for writing: write its key, and remove damaged shards and what killed writers left.
-    Only for the process that has the lock. Raises as `check`, and StorageError where the folder cannot be
-    written."""
-    check(folder, key)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"*{TEMPORARY}"):
-            left.unlink(missing_ok=True)
-        for path, shard in _shards(folder):
-            if shard is None:
-                path.unlink(missing_ok=True)
-        if _components(folder / KEY) is None:
-            with atomic_write(folder / KEY) as out:
-                out.write(json.dumps(key.as_json(), indent=1, sort_keys=True).encode())
-    except OSError as error:
-        raise _not_written(folder, error) from None
+    def _not_written(self, error: OSError) -> StorageError:
+        way_out = f"set {self.setting} to another folder"
+        return write_error(Path(error.filename or self.folder), error, way_out)
 
 
 def _components(path: Path) -> Components | None:
@@ -116,40 +158,11 @@ def _components(path: Path) -> Components | None:
     return components
 
 
-def read(folder: Path, key: Key, sizes: Sequence[int], log: Log) -> StoreContents:
-    """Read the values of datasets with the given numbers of pairs. A damaged shard is reported and ignored,
-    so its pairs are missing; a shard of another key is ignored. Raises StorageError where the folder cannot
-    be read."""
-    logps = tuple(np.full((size, 2), np.nan) for size in sizes)
-    try:
-        for path, shard in _shards(folder):
-            if shard is None:
-                log(f"warning: {path} is damaged and is ignored; its pairs are scored again")
-            elif shard.key == key.digest:
-                if shard.dataset < len(logps):
-                    logps[shard.dataset][shard.pairs] = shard.logps
-    except OSError as error:
-        raise _not_read(folder, error) from None
-    return StoreContents(logps)
-
-
-def write(folder: Path, key: Key, dataset: int, pairs: NDArray[np.int64], logps: NDArray[np.float64]) -> None:
-    """Add the values (k, 2) of pairs (k,) of a dataset as one shard, atomically. Raises StorageError."""
-    metadata = {"key": key.digest, "dataset": str(dataset)}
-    content = save({"pairs": pairs.astype(np.int64), "logps": logps.astype(np.float64)}, metadata)
-    try:
-        with atomic_write(folder / _name(content)) as out:
-            out.write(content)
-        sync_folder(folder)
-    except OSError as error:
-        raise _not_written(folder, error) from None
-
-
 @dataclass(frozen=True)
 class _Shard:
     key: str
     dataset: int
-    pairs: NDArray[np.int64]
+    ids: NDArray[np.int64]
     logps: NDArray[np.float64]
 
 
@@ -180,14 +193,3 @@ def _shard(content: bytes, name: str) -> _Shard | None:
 
 def _name(content: bytes) -> str:
     return f"shard-{hashlib.sha256(content).hexdigest()[:_NAMED]}.safetensors"
-
-
-def _not_read(folder: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"{error.filename or folder} cannot be read ({error.strerror}); remove {folder} to score its pairs "
-        "again, or set dpo.reference_store to another folder."
-    )
-
-
-def _not_written(folder: Path, error: OSError) -> StorageError:
-    return write_error(Path(error.filename or folder), error, "set dpo.reference_store to another folder")

@@ -30,6 +30,7 @@ from dsft.setup.resolve import Plan
 from dsft.setup.run import Run
 from dsft.spec.load import dump_spec
 from dsft.spec.rules import warnings
+from dsft.spec.schema import Reference
 from dsft.system.process import is_verbose
 from dsft.tasks.api import Model, Task
 
@@ -60,7 +61,7 @@ def build(run: Run, inputs: Inputs, plan: Plan, memory: MemoryFile, task: Task) 
         notes.extend(line for line in lines if line not in known)
         if spec.model.lora is not None:
             notes.extend(left_out(policy.causal_lm))
-        if spec.task_kind.preference:
+        if isinstance(spec.of_task, Reference):
             switched_off.extend(switch_off_dropout(policy.causal_lm))
         if spec.data.packing or exchange is not None:
             max_length, kind = spec.data.max_length, spec.model.attention

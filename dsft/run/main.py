@@ -32,8 +32,7 @@ from dsft.rank.launched import Launched, counted
 from dsft.rank.places import RANKS, check_places, devices_lines, rank_map, rank_map_json
 from dsft.rank.promise import check_groups
 from dsft.rank.stopping import Stopping
-from dsft.reference.precomputed import precompute
-from dsft.reference.score import micro_batch_size
+from dsft.reference.precomputed import micro_batch_size, precompute
 from dsft.report.folder import check_folder
 from dsft.report.jsonl import STEP, read_metrics
 from dsft.report.profile import traced_step

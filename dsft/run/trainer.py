@@ -17,7 +17,7 @@ from torch import Tensor
 from dsft.checkpoint.card import origin_of
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.data.sets.dataset import Dataset
-from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch
+from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch, unchanged
 from dsft.data.steps.prefetch import Prefetcher
 from dsft.data.steps.steps import TrainSteps
 from dsft.dist.world import Agreement, World
@@ -41,7 +41,7 @@ from dsft.setup.run import Log, Run
 from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Spec
 from dsft.system.run_folder import step_folder
-from dsft.tasks.api import Model, Task, unchanged
+from dsft.tasks.api import Model, Task
 
 SHOWN = 8
 """Number of rows that a line names."""

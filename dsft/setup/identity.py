@@ -25,7 +25,7 @@ from dsft.dist.world import World
 from dsft.model.config import resolve_config
 from dsft.model.files import digest_folder, model_files, readable
 from dsft.model.lora import WEIGHTS
-from dsft.plan.reference import dpo_of, needs_reference, reference_model
+from dsft.plan.reference import other_model, reference_model
 from dsft.report.console import task_progress
 from dsft.setup.inputs import Inputs
 from dsft.spec.schema import Spec
@@ -54,7 +54,7 @@ def software_identity() -> Identity:
 
 def file_digests(spec: Spec, world: World, log: Callable[[str], None]) -> dict[str, dict[str, str]]:
     """Return the SHA-256 of every weight file that the run reads, by name, as this rank's host has it:
-    `weights` of model.name_or_path, `adapter` of model.lora.path, `reference` of dpo.reference_model, as far
+    `weights` of model.name_or_path, `adapter` of model.lora.path, `reference` of a reference's own, as far
     as the spec names them. A collective.
 
     A file that several ranks see, by its `FileState`, is read by one of them, and every host keeps what was
@@ -98,7 +98,7 @@ def _weight_paths(spec: Spec) -> dict[str, list[Path]]:
         paths["weights"] = model_files(spec.model.name_or_path)
     if lora is not None and lora.path is not None:
         paths["adapter"] = [Path(lora.path, WEIGHTS)]
-    if needs_reference(spec) and (name := dpo_of(spec).reference_model) is not None:
+    if (name := other_model(spec)) is not None:
         paths["reference"] = model_files(name)
     return paths
 

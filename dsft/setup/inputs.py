@@ -22,7 +22,7 @@ from dsft.model.attention import check_can_pack
 from dsft.model.config import TokenFacts, config_around, new_rows, resolve_config, token_facts
 from dsft.model.split_check import check_can_split
 from dsft.model.vocabulary import NewRows
-from dsft.plan.reference import dpo_of, needs_reference, reference_model
+from dsft.plan.reference import other_model, reference_model
 from dsft.report.console import task_progress
 from dsft.setup.run import Run
 from dsft.spec.schema import Spec
@@ -92,8 +92,9 @@ def read_inputs(spec: Spec, log: Callable[[str], None], *, first: bool = True) -
         check_can_pack(config, spec.data.max_length)
     if (size := spec.parallel.sequence_parallel) > 1:
         check_can_split(config, size, spec.data.max_length)
-        if needs_reference(spec) and (other := dpo_of(spec).reference_model) is not None:
-            check_can_split(resolve_config(reference_model(spec), facts), size, spec.data.max_length, other)
+        if (other := other_model(spec)) is not None:
+            named = f"{spec.own_key('reference_model')}, {other!r}"
+            check_can_split(resolve_config(reference_model(spec), facts), size, spec.data.max_length, named)
     name = spec.model.name_or_path
     around = config_around(name) if name else None
 

@@ -308,7 +308,8 @@ def _packing(spec: Spec) -> Iterator[Finding]:
         message = "has no effect without packing; set data.packing: true, or leave it out"
         yield value_finding(spec, key, message, "data.packing")
     elif budget is not None and budget < longest:
-        limit = f"{'twice ' if spec.task_kind.rows == 2 else ''}data.max_length {data.max_length}"
+        times = {1: "", 2: "twice "}.get(spec.task_kind.rows, f"{spec.task_kind.rows} times ")
+        limit = f"{times}data.max_length {data.max_length}"
         message = f"is less than {limit}, so the longest {spec.task_kind.unit} would not fit; "
         message += f"set it to {longest} or more"
         yield value_finding(spec, key, message, "data.packing", "data.max_length")
@@ -329,12 +330,12 @@ def _offload(spec: Spec) -> Iterator[Finding]:
         if offload.device == "nvme" and offload.nvme_path is None:
             message = "needs nvme_path; add a folder on a local disk of each host"
             yield value_finding(spec, device, message, path)
-        keeps_start = spec.dpo is not None and spec.dpo.reference == "adapter" and spec.task_kind.preference
+        keeps_start = spec.reference is not None and spec.reference.reference == "adapter"
         if section == "parallel.offload_parameters" and offload.device == "nvme" and keeps_start:
-            message = "does not work with dpo.reference adapter, which exchanges the adapter's values with "
-            message += "the initial ones in memory; set dpo.reference to live or precomputed, or the device "
-            message += "to cpu"
-            yield value_finding(spec, device, message, "dpo.reference")
+            key = spec.own_key("reference")
+            message = f"does not work with {key} adapter, which exchanges the adapter's values with the "
+            message += f"initial ones in memory; set {key} to live or precomputed, or the device to cpu"
+            yield value_finding(spec, device, message, key)
         if offload.device != "nvme" and offload.nvme_path is not None:
             message = f"has no effect with device {offload.device}; leave it out"
             yield value_finding(spec, path, message, device)

@@ -20,7 +20,7 @@ from dsft.spec.document import KeyPath, quote
 from dsft.spec.findings import Finding, finding, value_at, value_finding
 from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.schema import Source, Spec
-from dsft.spec.sources import BUILTIN, BUILTIN_PAIRS, BUILTIN_PREFIX, hub_data
+from dsft.spec.sources import BUILTIN, BUILTIN_PREFIX, hub_data
 from dsft.system.json_file import read_json, reason_of, special_kind, unfit_file
 from dsft.system.run_folder import named_checkpoint
 
@@ -54,12 +54,13 @@ def source_findings(spec: Spec) -> Iterator[Finding]:
     for path, source in _sources(spec):
         name = source.path
         if name.startswith(BUILTIN_PREFIX) and name not in BUILTIN:
-            choices = f"{', '.join(BUILTIN[:-1])} or {BUILTIN[-1]}"
+            *most, last = BUILTIN
+            choices = f"{', '.join(most)} or {last}"
             yield Finding(path, f"{quote(name)} is not one of dsft's builtin sources; use {choices}")
-        elif name in BUILTIN and not spec.task_kind.answers:
-            yield Finding(path, f"{quote(name)} contains conversations, not texts; give a file of texts")
-        elif name in BUILTIN and spec.task_kind.unit == "pair" and name not in BUILTIN_PAIRS:
-            yield Finding(path, f"{quote(name)} contains conversations, not pairs; use {BUILTIN_PAIRS[0]}")
+        elif name in BUILTIN and BUILTIN[name] not in (taken := spec.task_kind.formats):
+            fitting = [f"use {other}" for other, format in BUILTIN.items() if format in taken]
+            found = f"has {BUILTIN[name]} rows, but task {spec.task} takes {', '.join(taken)}"
+            yield Finding(path, f"{quote(name)} {found}; {(*fitting, 'give a file of such rows')[0]}")
 
 
 def file_findings(spec: Spec) -> Iterator[Finding]:

@@ -9,9 +9,18 @@ from __future__ import annotations
 from math import ceil
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticKnownError
 
-from dsft.spec.task import TASKS, TaskFacts, TaskName
+from dsft.spec.task import TASKS, TaskFacts
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -25,6 +34,19 @@ Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Part = Annotated[float, Field(gt=0, lt=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _known_task(name: object) -> object:
+    if not isinstance(name, str) or name not in TASKS:
+        *most, last = map(repr, TASKS)
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
+    return name
+
+
+TaskName = Annotated[
+    str, BeforeValidator(_known_task), WithJsonSchema({"enum": list(TASKS), "type": "string"})
+]
+"""The name of a task in `TASKS`."""
 
 
 class Section(BaseModel):
@@ -194,15 +216,9 @@ class Data(Section):
     """Number of processes that tokenize; 0: only the run's own process; by default one per core."""
 
 
-class Dpo(Section):
-    """Direct preference optimization."""
+class Reference(Section):
+    """Base of the section of a task whose loss compares the policy with a frozen reference."""
 
-    beta: Positive = 0.1
-    """Strength of the pull towards the reference; it has no unit."""
-    loss_type: Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "simpo", "orpo"] = "sigmoid"
-    """Preference loss to minimize."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Assumed probability that the two answers of a pair are swapped."""
     reference: Literal["precomputed", "live", "adapter"] = "precomputed"
     """Where the reference's log-probabilities come from: precomputed (from disk), live (from a second engine)
     or adapter (from the policy with its adapter switched off)."""
@@ -217,6 +233,27 @@ class Dpo(Section):
     """Folder of precomputed log-probabilities; by default OUTPUT_DIR/.cache/reference."""
     recheck_rows: Natural = 4
     """Number of stored pairs, chosen at random, that are scored again at the start; 0: none."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the loss needs the reference."""
+        return True
+
+
+LossType = Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "simpo", "orpo"]
+REFERENCE_FREE = ("simpo", "orpo")
+"""Losses without a reference."""
+
+
+class Dpo(Reference):
+    """Direct preference optimization."""
+
+    beta: Positive = 0.1
+    """Strength of the pull towards the reference; it has no unit."""
+    loss_type: LossType = "sigmoid"
+    """Preference loss to minimize."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Assumed probability that the two answers of a pair are swapped."""
     share_prompts: bool | None = None
     """Compute a pair's prompt once for both answers; by default true if rows are packed and model.attention
     is auto or sdpa."""
@@ -224,6 +261,14 @@ class Dpo(Section):
     """Weight of the next-token loss on chosen answers, which is added to the preference loss."""
     simpo_gamma: float = Field(default=0.5, ge=0)
     """Target margin of simpo, in units of the reward."""
+
+    @property
+    def is_needed(self) -> bool:
+        return self.loss_type not in REFERENCE_FREE
+
+
+SECTIONS: dict[str, type[Section]] = {"dpo": Dpo}
+"""The sections of tasks, by name: see `TaskFacts.section`."""
 
 
 class Offload(Section):
@@ -470,6 +515,22 @@ class Spec(Section):
     def task_kind(self) -> TaskFacts:
         """Properties of the task."""
         return TASKS[self.task]
+
+    @property
+    def of_task(self) -> Section | None:
+        """The section of the task's own keys, or its defaults if the spec has none; None: a task without."""
+        name = self.task_kind.section
+        return None if name is None else getattr(self, name) or SECTIONS[name]()
+
+    @property
+    def reference(self) -> Reference | None:
+        """The keys of the loss's reference; None if it needs none."""
+        own = self.of_task
+        return own if isinstance(own, Reference) and own.is_needed else None
+
+    def own_key(self, name: str) -> str:
+        """Return a key of the task's section as messages name it, such as "dpo.reference"."""
+        return f"{self.task_kind.section}.{name}"
 
     @property
     def longest_example(self) -> int:

@@ -9,14 +9,13 @@ from itertools import takewhile
 from pathlib import PurePath
 
 BUILTIN_PREFIX = "builtin:"
-BUILTIN = (
-    f"{BUILTIN_PREFIX}quickstart",
-    f"{BUILTIN_PREFIX}quickstart-heldout",
-    f"{BUILTIN_PREFIX}quickstart-pairs",
-    f"{BUILTIN_PREFIX}quickstart-pairs-heldout",
-)
-BUILTIN_PAIRS = BUILTIN[2:]
-"""The builtin sources of preference pairs; the others are conversations."""
+BUILTIN = {
+    f"{BUILTIN_PREFIX}quickstart": "messages",
+    f"{BUILTIN_PREFIX}quickstart-heldout": "messages",
+    f"{BUILTIN_PREFIX}quickstart-pairs": "preference",
+    f"{BUILTIN_PREFIX}quickstart-pairs-heldout": "preference",
+}
+"""Builtin sources -> the format of their rows."""
 KINDS: Mapping[str, str] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",

@@ -2,54 +2,90 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
-from pydantic import BeforeValidator, WithJsonSchema
-from pydantic_core import PydanticKnownError
+Kind = Literal["fine-tuning", "pretraining", "preference training"]
+"""What a task is like; it decides which learning rates are usual."""
 
 
 @dataclass(frozen=True)
 class TaskFacts:
     """Properties of a task.
 
-    unit        unit of data.train, by which examples are cut from rows: see `dsft.data.sets.load.CUTS`
-    rows        token sequences per example, each of at most data.max_length tokens
+    unit        word for one record of data.train: "row" or "pair"
     formats     row formats that the task accepts
-    whole       whether the objective compares whole answers, of which an example has `rows`
+    objective   what it minimizes, for the model card
+    kind        see `Kind`
+    cut         how records become examples: a key of `dsft.data.sets.load.CUTS`
+    rows        token sequences per record, each of at most data.max_length tokens
+    if_named    formats that are accepted only if the spec names them -> what the task then does
     answers     True if a row is a prompt and an answer, which is never split; False if it is text, which may
                 be
-    preference  whether the loss is one of section dpo: it is computed over whole answers and, except for
-                `preferences.REFERENCE_FREE`, compared with a frozen reference. The policy must then start
-                equal to its reference, so nothing random (dropout, noise) may change it
+    labels      whether the loss uses the labels of rows (desirable or not); otherwise undesirable rows are
+                left out
+    section     the section of the spec that has the task's own keys. If it is a `schema.Reference`, the loss
+                may compare the policy with a frozen reference, so nothing random (dropout, noise) may change
+                the policy
+    options     keys of this section that the model card names if they are not 0 -> in words
     """
 
     unit: str
-    rows: int
     formats: tuple[str, ...]
-    whole: bool = False
+    objective: str
+    kind: Kind
+    cut: str = "rows"
+    rows: int = 1
+    if_named: Mapping[str, str] = field(default_factory=dict)
     answers: bool = True
-    preference: bool = False
+    labels: bool = False
+    section: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the objective compares whole answers, of which an example has `rows`."""
+        return self.cut != "rows"
+
+    @property
+    def examples(self) -> str:
+        """What several examples are called: "pairs", or "examples" where they are cut from rows."""
+        return f"{self.unit}s" if self.whole else "examples"
 
 
 TASKS: dict[str, TaskFacts] = {
     "sft": TaskFacts(
-        "row", 1, ("messages", "alpaca", "text", "sharegpt", "prompt_completion", "preference", "kto")
+        "row",
+        ("messages", "alpaca", "text", "sharegpt", "prompt_completion", "preference", "kto"),
+        "next-token loss on answers",
+        "fine-tuning",
+        if_named={
+            "preference": "trains on the chosen answers",
+            "kto": "trains on the answers labeled true",
+        },
     ),
-    "pretrain": TaskFacts("row", 1, ("text",), answers=False),
-    "dpo": TaskFacts("pair", 2, ("preference",), whole=True, preference=True),
+    "pretrain": TaskFacts("row", ("text",), "next-token loss on all tokens", "pretraining", answers=False),
+    "dpo": TaskFacts(
+        "pair",
+        ("preference",),
+        "DPO on preference pairs",
+        "preference training",
+        cut="answers",
+        rows=2,
+        section="dpo",
+        options={
+            "loss_type": "loss",
+            "beta": "β",
+            "label_smoothing": "label smoothing",
+            "sft_weight": "weight of the SFT term",
+        },
+    ),
 }
 """The facts of each task; `dsft.tasks.registry` has what it does."""
 
 
-def _known_task(name: object) -> object:
-    if not isinstance(name, str) or name not in TASKS:
-        *most, last = map(repr, TASKS)
-        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
-    return name
-
-
-TaskName = Annotated[
-    str, BeforeValidator(_known_task), WithJsonSchema({"enum": list(TASKS), "type": "string"})
-]
-"""The name of a task in `TASKS`."""
+def task_names() -> str:
+    """Return the names of all tasks as a phrase: "sft, pretrain or dpo"."""
+    *most, last = TASKS
+    return f"{', '.join(most)} or {last}"

@@ -7,12 +7,13 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from dsft.errors import Problem, SpecError, StorageError
 from dsft.spec.document import quote, read_document
 from dsft.spec.load import load_spec
-from dsft.spec.schema import NAME_PATTERN, Spec
-from dsft.spec.task import TASKS
+from dsft.spec.schema import NAME_PATTERN, LossType, Spec
+from dsft.spec.task import TASKS, Kind, task_names
 from dsft.system.files import is_own
 from dsft.system.json_file import read_json
 
@@ -47,7 +48,7 @@ _PRETRAIN_DATA = """\
   packing: true                      # rows of exactly max_length; false: a row per document
 """
 
-_DPO_DATA = """\
+_PAIR_DATA = """\
   train: [{path: "builtin:quickstart-pairs"}]          # rows with prompt, chosen, rejected; docs/formats.md
   eval: [{path: "builtin:quickstart-pairs-heldout"}]   # held-out pairs; [] for none
   max_length: 256                    # tokens of a prompt and one answer
@@ -67,13 +68,16 @@ _TOO_LONG = """\
   on_too_long: drop                  # leave longer rows out (dsft preview counts them) | truncate | error
 """
 
-_DPO = """\
+_SECTIONS = {
+    "dpo": f"""\
 
 dpo:                                 # docs/dpo.md
   beta: 0.1                          # strength of the pull towards the reference
-  loss_type: sigmoid                 # sigmoid | robust | ipo | hinge | apo_zero | simpo | orpo
+  loss_type: sigmoid                 # {" | ".join(get_args(LossType))}
   reference: precomputed             # precomputed | live | adapter (with model.lora)
 """
+}
+"""Sections of tasks, by name."""
 
 _TEMPLATE = """\
 # yaml-language-server: $schema={schema}
@@ -126,8 +130,12 @@ _OWN_BATCH = """\
   num_train_epochs: {epochs}
   # max_steps: 1000                  # optimizer steps, instead of num_train_epochs"""
 
-_RATES = {"sft": ("1e-5", "1e-4"), "pretrain": ("1e-5", "1e-4"), "dpo": ("5e-7", "5e-6")}
-"""Usual learning rates of a pretrained model by task: of all weights, and of adapters."""
+_RATES: dict[Kind, tuple[str, str]] = {
+    "fine-tuning": ("1e-5", "1e-4"),
+    "pretraining": ("1e-5", "1e-4"),
+    "preference training": ("5e-7", "5e-6"),
+}
+"""Usual learning rates of a pretrained model: of all weights, and of adapters."""
 
 _TEXTS = (
     "The tide pools of the north shore fill twice a day. Crabs hide under the weed until the water is back.",
@@ -162,7 +170,7 @@ def write_template(
     earlier schema) would be overwritten, StorageError if writing fails.
     """
     if task not in TASKS:
-        raise _refuse("--task", f"{quote(task)} is not a task; use sft, pretrain or dpo")
+        raise _refuse("--task", f"{quote(task)} is not a task; use {task_names()}")
     if re.fullmatch(NAME_PATTERN, name) is None:
         rule = "use at most 100 letters, digits, '.', '_' and '-', beginning with a letter or digit"
         raise _refuse("NAME", f"{quote(name)} cannot be the name of a run; {rule}")
@@ -210,36 +218,35 @@ def _check(path: Path) -> None:
 
 def _tiny(name: str, task: str, path: Path) -> str:
     """Return the spec of a tiny model."""
-    data = {
-        "sft": _SFT_DATA,
-        "pretrain": _PRETRAIN_DATA.format(text_file=json.dumps(str(_text_file(path)))),
-        "dpo": _DPO_DATA,
-    }
+    kind = TASKS[task]
+    data = _PAIR_DATA if kind.rows == 2 else _SFT_DATA
+    if not kind.answers:
+        data = _PRETRAIN_DATA.format(text_file=json.dumps(str(_text_file(path))))
     return _filled(
-        name, task, path, _TINY_MODEL, data[task], _TINY_BATCH.format(examples=_examples(task)),
-        rate="1e-3", about_rate=f"for a pretrained model: about {_RATES[task][0]}", warmup="0.1 ", every="50",
+        name, task, path, _TINY_MODEL, data, _TINY_BATCH.format(examples=kind.examples), rate="1e-3",
+        about_rate=f"for a pretrained model: about {_RATES[kind.kind][0]}", warmup="0.1 ", every="50",
     )  # fmt: skip
 
 
 def _own_spec(name: str, task: str, path: Path, model: str, data: Sequence[str], lora: bool) -> str:
     """Return the spec of the user's own model and data."""
-    full, adapters = _RATES[task]
     kind = TASKS[task]
+    full, adapters = _RATES[kind.kind]
     own_model = _OWN_MODEL.format(
         model=_quoted(model), lora="" if lora else "# ", space=" " * (8 if lora else 6), rate=adapters
     )
     own_data = _OWN_DATA.format(
         sources="\n".join(f"    - {{path: {_quoted(source)}}}" for source in data),
         max_length=_max_length(model),
-        of=" of a prompt and one answer" if kind.preference else "",
+        of=" of a prompt and one answer" if kind.whole else "",
         too_long=_TOO_LONG if kind.answers else "",
-        packing=f"several {_examples(task)} in one row, without padding; same loss"
+        packing=f"several {kind.examples} in one row, without padding; same loss"
         if kind.answers
         else "rows of exactly max_length; false: a row per document",
     )
     return _filled(
         name, task, path, own_model, own_data,
-        _OWN_BATCH.format(examples=_examples(task), epochs=3 if task == "sft" else 1),
+        _OWN_BATCH.format(examples=kind.examples, epochs=3 if kind.kind == "fine-tuning" else 1),
         rate=adapters if lora else full,
         about_rate=f"{'all weights' if lora else 'adapters (lora)'}: about {full if lora else adapters}",
         warmup="0.03", every="200",
@@ -248,10 +255,10 @@ def _own_spec(name: str, task: str, path: Path, model: str, data: Sequence[str],
 
 def _filled(name: str, task: str, path: Path, model: str, data: str, batch: str, **words: str) -> str:
     quoted = name if read_document(name).data == name else json.dumps(name)  # such as 123 and null
-    section = _DPO if TASKS[task].preference else ""
+    section = _SECTIONS.get(str(TASKS[task].section), "")
     return _TEMPLATE.format(
         name=quoted, task=task, path=path, schema=SCHEMA_FILE, model=model, data=data + section, batch=batch,
-        examples=_examples(task), **words,
+        examples=TASKS[task].examples, **words,
     )  # fmt: skip
 
 
@@ -262,10 +269,6 @@ def _max_length(model: str) -> int:
         return min(2048, int(positions))
     except (OSError, ValueError, KeyError, TypeError):  # of the hub, or of another form
         return 2048
-
-
-def _examples(task: str) -> str:
-    return "pairs" if TASKS[task].unit == "pair" else "examples"
 
 
 def _quoted(text: str) -> str:

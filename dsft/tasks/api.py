@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.batch import Annotate, MicroBatch, unchanged
 from dsft.data.steps.steps import evaluation
 from dsft.engine.api import Engine
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective, evaluation_record
-from dsft.reference.refer import Annotate
 from dsft.report.memory import MemoryFile
 from dsft.setup.inputs import Inputs
 from dsft.setup.resolve import Plan
@@ -103,8 +102,3 @@ class Task:
             return evaluation_record(objective, world.sum(sums), counts, names)
 
         return evaluate
-
-
-def unchanged(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-    """Return the micro-batches as they are, where nothing has to be filled in."""
-    return micro_batches

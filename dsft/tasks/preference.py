@@ -1,126 +1,48 @@
-"""Preference training (dpo): whole answers are compared, with a frozen reference where the loss has one."""
+"""Preference training (dpo): the chosen and the rejected answer of each pair are compared.
+
+The values of each held-out pair go into one table, summed over the first ranks of all groups, so the metrics
+do not depend on which rank scored a pair.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from dsft.checkpoint.read import CheckpointReader
-from dsft.data.steps.batch import MicroBatch
-from dsft.data.steps.steps import TrainSteps, evaluation, micro_batches_of
+from dsft.data.sets.load import HeldOutSet
+from dsft.data.steps.batch import Annotate, Answers, MicroBatch, unchanged
+from dsft.data.steps.steps import evaluation
+from dsft.dist.world import World
 from dsft.engine.api import Engine
-from dsft.errors import CheckpointError
-from dsft.model.policy import Policy
-from dsft.objective.api import Objective
-from dsft.objective.preference import preference
-from dsft.plan.reference import dpo_of, needs_reference, reference_line, reference_model
-from dsft.reference.check import NUM_BATCHES, StartCheck, check_start, check_weights, random_pairs
-from dsft.reference.evaluate import PairSet, pair_evaluation
-from dsft.reference.key import Key, differences, key_of
-from dsft.reference.model import open_reference, proven
-from dsft.reference.precomputed import PrecomputedReference, precompute
-from dsft.reference.refer import adapter_off, refer_to_engine, refer_to_start
-from dsft.report.memory import MemoryFile
+from dsft.objective.answers import answer_logps
+from dsft.objective.api import Objective, evaluation_record
+from dsft.objective.preference import preference, rewards
+from dsft.report.jsonl import write_margins
 from dsft.setup.inputs import Inputs
 from dsft.setup.run import Run
-from dsft.spec.schema import Spec
-from dsft.system.files import atomic_write, write_error
-from dsft.tasks.api import Annotator, Evaluation, Model, Task
+from dsft.spec.schema import Dpo, Spec
+from dsft.tasks.api import Evaluation, Model, Record
+from dsft.tasks.referenced import Referenced
 
-FILE = "reference.json"
-"""File in a run's folder that identifies the run's reference."""
+ANSWERS = ("chosen", "rejected")
+TOGETHER = 32  # micro-batches whose tokens are in memory at once
 
 
-class Preference(Task):
+class Preference(Referenced):
     def objective(self, spec: Spec) -> Objective:
         return preference(dpo_of(spec))
 
-    def before_policy(self, run: Run, inputs: Inputs, memory: MemoryFile) -> PrecomputedReference | None:
-        """Score the pairs that the store of a precomputed reference lacks, and return its values. Some stored
-        values are scored once more, unless `check_start` compares them with the policy."""
-        spec = run.spec
-        if not needs_reference(spec) or dpo_of(spec).reference != "precomputed":
-            return None
-        memory.enter("reference")
-        found = precompute(
-            spec,
-            run.batch.micro_batch_size,
-            inputs,
-            run.world,
-            run.log,
-            recheck=run.start is not None or dpo_of(spec).reference_model is not None,
-            check_key=partial(check_same_reference, run.start),
-        )
-        run.world.first(lambda: record_reference(run.folder, found.key, found.folder))
-        return found
-
-    def annotator(
-        self,
-        run: Run,
-        inputs: Inputs,
-        policy: Policy,
-        engine: Engine,
-        prepared: PrecomputedReference | None,
-    ) -> Annotator | None:
-        """Open the reference. Raises CheckpointError where the run began with another one."""
-        spec, world = run.spec, run.world
-        if not needs_reference(spec):
-            return None
-        if prepared is not None:
-            world.each(lambda: check_weights(spec, prepared.key))
-            return Annotator(prepared.refers, prepared.key.as_json(), prefetched=True)
-        run.log(reference_line(spec))
-
-        def checked_key() -> Key:
-            key = key_of(spec, reference_model(spec), inputs)
-            check_same_reference(run.start, key)
-            record_reference(run.folder, key)
-            return key
-
-        key = world.first(checked_key)
-        if dpo_of(spec).reference == "adapter":
-            annotate = refer_to_start(policy, engine, spec)
-        else:
-            opened = open_reference(spec, inputs.facts, world)
-            for line in proven(opened, spec, inputs, world):
-                run.log(f"reference: {line}")
-            annotate = refer_to_engine(opened.engine)
-        return Annotator([annotate] * (1 + len(inputs.held_out)), key.as_json())
-
-    def for_probe(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Fill in zeros as the reference's values."""
-        answers = micro_batch.answers
-        assert answers is not None, "pairs are compared"
-        zeros = torch.zeros(answers.num_targets.shape, dtype=torch.float64)
-        return replace(micro_batch, answers=replace(answers, reference=zeros))
-
-    def start_check(self, run: Run, inputs: Inputs, model: Model) -> Iterator[str]:
-        """Check on pairs of the first step that the untrained policy equals its reference. For a precomputed
-        reference, check random pairs too, different ones at each start."""
-        spec, data_rank = run.spec, run.world.data_rank
-        dpo, annotator, policy = dpo_of(spec), model.annotator, model.policy
-        if annotator is None or dpo.reference_model is not None:
-            return
-        steps = TrainSteps(inputs.train, run.batch, data_rank, spec.train.seed, inputs.pad_id)
-        checked = steps.step(0).micro_batches[:NUM_BATCHES]
-        if annotator.prefetched:
-            ids = run.world.broadcast(random_pairs(len(inputs.train), dpo.recheck_rows))
-            if len(ids):
-                checked += tuple(micro_batches_of(inputs.train, ids, run.batch, data_rank, inputs.pad_id))
-        # Not under ZeRO 3, where every pass must use the same modules as the one before.
-        bare = partial(adapter_off, policy) if spec.model.lora and spec.parallel.zero_stage < 3 else None
-        first = StartCheck(dpo, inputs.train, annotator.annotate[0](checked), inputs.pad_id, bare)
-        yield check_start(first, model.engine, policy, run.world)
+    def beta(self, spec: Spec) -> float:
+        return dpo_of(spec).beta
 
     def evaluation(self, run: Run, inputs: Inputs, model: Model) -> Evaluation:
         """Compare the answers of each pair too, and write the margins of all pairs to a file."""
         held_out, world, annotator = inputs.held_out, run.world, model.annotator
-        annotate = annotator.annotate[1:] if annotator else [None] * len(held_out)
+        annotate = annotator.annotate[1:] if annotator else [unchanged] * len(held_out)
         sets = [
             PairSet(one, *evaluation(one.data, run.batch, world.data_rank, inputs.pad_id), fill)
             for one, fill in zip(held_out, annotate, strict=True)
@@ -128,27 +50,81 @@ class Preference(Task):
         return pair_evaluation(sets, model.objective, dpo_of(run.spec), model.engine, world, run.folder)
 
 
-def check_same_reference(checkpoint: CheckpointReader | None, key: Key) -> None:
-    """Raise CheckpointError where the checkpoint that the run resumes from was trained against another
-    reference, naming what differs."""
-    if checkpoint is None:
-        return
-    then = checkpoint.state.get("reference") or key.as_json()
-    if then.get("digest") == key.digest:
-        return
-    changes = differences(then.get("components", {}), json.loads(json.dumps(key.components)))
-    if changes:
-        raise CheckpointError(
-            f"{checkpoint.path} was trained against another reference: {'; '.join(changes)}. Put it "
-            "back, or choose another name for a new run."
-        )
+def dpo_of(spec: Spec) -> Dpo:
+    """Return the `dpo` section, or its defaults if the spec has none."""
+    return spec.dpo or Dpo()
 
 
-def record_reference(folder: Path, key: Key, store: Path | None = None) -> None:
-    """Write the run's reference.json. Raises StorageError."""
-    content = ({"store": str(store)} if store is not None else {}) | key.as_json()
-    try:
-        with atomic_write(folder / FILE) as out:
-            out.write(json.dumps(content, indent=1).encode())
-    except OSError as error:
-        raise write_error(folder / FILE, error) from None
+@dataclass(frozen=True)
+class PairSet:
+    """A held-out set with its micro-batches on this rank, its global counts and what fills in its
+    reference."""
+
+    held_out: HeldOutSet
+    micro_batches: Sequence[MicroBatch]
+    counts: Mapping[str, int]
+    annotate: Annotate
+
+
+@dataclass(frozen=True)
+class PairTable:
+    """Values of n pairs: logps (n, 2) float64 of the policy, and their answers."""
+
+    logps: Tensor
+    answers: Answers
+
+
+def pair_evaluation(
+    sets: Sequence[PairSet], objective: Objective, dpo: Dpo, engine: Engine, world: World, folder: Path
+) -> Evaluation:
+    """Return a function step -> the metrics of all sets. It is a collective; rank 0 writes
+    FOLDER/margins/step-N.jsonl."""
+    of_answers = objective.of_answers
+    assert of_answers is not None, "an objective of preference pairs"
+
+    def evaluate(step: int) -> Record:
+        tables = [score_pairs(one, engine, world) for one in sets]
+        sums = torch.stack([torch.stack(of_answers(table.logps, table.answers)) for table in tables])
+        world.first(lambda: write_margins(folder, step, margin_rows(step, sets, tables, dpo)))
+        names = [one.held_out.name for one in sets]
+        return evaluation_record(objective, sums, [one.counts for one in sets], names)
+
+    return evaluate
+
+
+def score_pairs(one: PairSet, engine: Engine, world: World) -> PairTable:
+    """Score a set once, and return the same table on every rank. A collective."""
+    columns = torch.zeros(len(one.held_out.data), 6, dtype=torch.float64, device=world.device)
+    for start in range(0, len(one.micro_batches), TOGETHER):
+        batches = one.annotate(one.micro_batches[start : start + TOGETHER])
+        # a rank without the last stage has no scores
+        for logps, micro_batch in zip(engine.score(batches, answer_logps), batches, strict=False):
+            answers = micro_batch.answers
+            assert answers is not None, "a micro-batch of preference pairs"
+            figures = [logps, answers.num_targets]
+            figures += [] if answers.reference is None else [answers.reference]
+            row = torch.cat([figure.to(columns) for figure in figures], dim=1)
+            columns[answers.ids.to(world.device), : row.shape[1]] = row
+    columns = world.sum(columns if world.sequence_rank == 0 else torch.zeros_like(columns))
+    reference = None if one.annotate is unchanged else columns[:, 4:]
+    answers = Answers(torch.arange(len(columns)), columns[:, 2:4].long(), reference)
+    return PairTable(columns[:, :2], answers)
+
+
+def margin_rows(
+    step: int, sets: Sequence[PairSet], tables: Sequence[PairTable], dpo: Dpo
+) -> Iterator[Mapping[str, float | str | None]]:
+    """Yield the lines of margins/step-N.jsonl, one per pair, set by set, in the order of the data."""
+    for one, table in zip(sets, tables, strict=True):
+        figures = {"logps": table.logps, "rewards": rewards(table.logps, table.answers, dpo)}
+        if table.answers.reference is not None:
+            figures["reference_logps"] = table.answers.reference
+        columns = {name: figure.tolist() for name, figure in figures.items()}
+        for number, tokens in enumerate(table.answers.num_targets.tolist()):
+            values = {name: column[number] for name, column in columns.items()} | {"tokens": tokens}
+            chosen, rejected = values["rewards"]
+            yield (
+                {"step": step, "set": one.held_out.name, "source": one.held_out.data.source(number)}
+                | {f"{name}/{which}": v[i] for name, v in values.items() for i, which in enumerate(ANSWERS)}
+                | {"margin": chosen - rejected}
+            )

@@ -44,11 +44,11 @@ from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.rank.environment import detect
 from dsft.reference.check import StartCheck, check_start
-from dsft.reference.evaluate import PairSet, score_pairs
 from dsft.reference.refer import adapter_off, look_up
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Dpo, Model, Spec
+from dsft.tasks.preference import PairSet, score_pairs
 from tests.examples import dataset_of
 from tests.process_groups import own_groups
 
@@ -139,7 +139,7 @@ def outcome(case: Case, world: World) -> tuple[str, float]:
     assert table.answers.num_targets.tolist() == [[sum(a.trained) for a in whole_rows(one)] for one in pairs]
     apart = float((table.logps - logps).abs().max())
     try:
-        first = StartCheck(dpo, dataset, micro_batches, PAD, without)
+        first = StartCheck(spec, dpo.beta, dataset, micro_batches, PAD, without)
         return check_start(first, engine, policy, world), apart
     except SpecError as error:
         return str(error), apart

@@ -50,8 +50,10 @@ def loss(logps: Tensor, micro_batch: MicroBatch) -> tuple[Tensor]:
     return (-torch.log_softmax(answer_logps(logps, micro_batch), dim=1)[:, 0].sum(),)
 
 
-task.TASKS["ranking"] = task.TaskFacts("triple", ROWS, ("text",), whole=True, answers=False)
-load.CUTS["triple"] = cut_triples
+task.TASKS["ranking"] = task.TaskFacts(
+    "triple", ("text",), "ranking of triples", "preference training", "triples", ROWS, answers=False
+)
+load.CUTS["triples"] = cut_triples
 registry.TASKS["ranking"] = Ranking()
 
 if __name__ == "__main__":

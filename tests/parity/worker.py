@@ -54,7 +54,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsft.data.sets.dataset import Dataset, Example
-from dsft.data.steps.batch import NO_TARGET, MicroBatch
+from dsft.data.steps.batch import NO_TARGET, Annotate, MicroBatch
 from dsft.dist.sequence import exchange_of
 from dsft.dist.world import World
 from dsft.engine import state
@@ -80,7 +80,7 @@ from dsft.plan.ds_entries import HostFacts
 from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 from dsft.plan.reference import reference_config, reference_model
 from dsft.rank.environment import detect
-from dsft.reference.refer import Annotate, look_up, refer_to_engine, refer_to_start
+from dsft.reference.refer import look_up, refer_to_engine, refer_to_start
 from dsft.run.loop import Record
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout

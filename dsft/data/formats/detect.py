@@ -14,11 +14,6 @@ from dsft.spec.formats import NEEDS, column_names
 from dsft.spec.schema import Source
 from dsft.spec.task import TASKS
 
-_ONLY_IF_NAMED: Mapping[str, str] = {
-    "preference": "trains on the chosen answers",
-    "kto": "trains on the answers labeled true",
-}
-"""Formats that sft takes only if the spec names them -> what it then does."""
 _EXCLUDED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("conversations", "chosen", "rejected"), ("sharegpt",)),
     (("messages", "rejected_response"), ("messages",)),
@@ -166,14 +161,14 @@ def _format_for(fits: Sequence[str], task: str) -> str:
     if len(taken) > 1:
         written = " or ".join(f"format: {name}" + _trains_on(name, task) for name in taken)
         raise BadRowError(f"the keys fit {' and '.join(fits)}; choose one with {written}")
-    if task == "sft" and taken[0] in _ONLY_IF_NAMED:
+    if taken[0] in TASKS[task].if_named:
         written = f"format: {taken[0]}{_trains_on(taken[0], task)}"
-        raise BadRowError(f"task sft takes {taken[0]} rows only if the spec sets {written}")
+        raise BadRowError(f"task {task} takes {taken[0]} rows only if the spec sets {written}")
     return taken[0]
 
 
 def _trains_on(name: str, task: str) -> str:
-    return f" ({_ONLY_IF_NAMED[name]})" if task == "sft" and name in _ONLY_IF_NAMED else ""
+    return f" ({TASKS[task].if_named[name]})" if name in TASKS[task].if_named else ""
 
 
 def _why(name: str, fields: Fields) -> str:
@@ -217,7 +212,7 @@ def _suggestion(row: Mapping[str, Any], task: str) -> str:
     for keys, write in _SUGGESTIONS:
         if all(key in row for key in keys):
             return write
-    if task == "dpo":
+    if "preference" in TASKS[task].formats and TASKS[task].rows == 2:
         rejected = [key for key in row if _REJECTED.search(key)]
         chosen = [key for key in row if _CHOSEN.search(key) and key not in rejected]
         if len(chosen) == len(rejected) == 1:

@@ -56,8 +56,8 @@ class Example:
 class Examples:
     """The m examples of one source, as spans of its stored rows. An example has k answers: the 2 of a
     preference pair, else 1. An answer is one segment or, if examples join rows, a segment for each of them. A
-    segment is one span of a row, or the row's first token (bos) and a later span. Segments and spans are in
-    the order of the examples.
+    segment is one span of a row or several, of one row or of different ones, such as the row's first token
+    (bos) and a later span. Segments and spans are in the order of the examples.
 
     rows       the source's rows
     row        (P,) the row of each span
@@ -179,15 +179,13 @@ class Examples:
         """Return an example, reading its tokens. The first token of each span is no target."""
         ids, masks, sizes, firsts, size = list[Ids](), list[NDArray[np.bool_]](), list[int](), list[int](), 0
         for spans in self._segments(index):
-            row, low = int(self.row[spans[0]]), int(self.start[spans[0]])
-            high = int(self.start[spans[-1]]) + int(self.length[spans[-1]])
-            is_part = high - low < self.rows.lengths[row]
-            read = self.rows.read_part(row, low, high) if is_part else self.rows.read(row)
             before = size
             for span in spans:
-                start, length = int(self.start[span]) - low, int(self.length[span])
-                ids.append(read.input_ids[start : start + length])
-                masks.append(read.trained[start : start + length])
+                row, start, length = (int(column[span]) for column in (self.row, self.start, self.length))
+                is_part = length < self.rows.lengths[row]
+                read = self.rows.read_part(row, start, start + length) if is_part else self.rows.read(row)
+                ids.append(read.input_ids)
+                masks.append(read.trained)
                 firsts.append(size)
                 size += length
             sizes.append(size - before)
@@ -218,12 +216,14 @@ class Dataset:
     weights  the weight of each source; None: an epoch has every example once
     names    the name of each source in metrics; needed if there are several
     whole    whether whole answers are compared
+    labels   whether the task uses the labels of examples
     """
 
     parts: tuple[Examples, ...]
     weights: tuple[float, ...] | None = None
     names: tuple[str, ...] = ()
     whole: bool = False
+    labels: bool = False
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -292,6 +292,12 @@ class Dataset:
     def answers(self) -> int:
         """Number of answers of each example: 2 for preference pairs, else 1."""
         return self.parts[0].targets.shape[1] if self.parts else 1
+
+    @cached_property
+    def desirable(self) -> NDArray[np.bool_]:
+        """(n,) the label of each example: that of the row in which it begins."""
+        labels = (part.rows.desirable[part.row_ids] for part in self.parts)
+        return np.concatenate([np.zeros(0, np.bool_), *labels])
 
     @cached_property
     def fingerprint(self) -> str:

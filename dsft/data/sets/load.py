@@ -15,11 +15,11 @@ import numpy as np
 from dsft.data.cache.store import IN_MEMORY, Cache, tokenized_rows
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import MAX_SHOWN, PLACES, Account, Records, data_error
+from dsft.data.sets.answers import cut_answers
 from dsft.data.sets.cut import CutOptions, CutRows, OnTooLong, cut_rows
 from dsft.data.sets.dataset import Dataset, Ids
 from dsft.data.sets.ledger import Ledger, table, total
 from dsft.data.sets.order import shares_text
-from dsft.data.sets.pairs import cut_pairs
 from dsft.data.sets.selection import FEW, TRAIN, SourceData, cut_with, divide
 from dsft.errors import DataError, Problem
 from dsft.spec.preferences import shares_prompts
@@ -74,12 +74,17 @@ def load_data(
     DataError or, without `refuse`, are returned as `refusal`. Raises MissingInputError for a missing file,
     and DataError if no row can be tokenized, such as without a chat template.
     """
-    data, share_prompts, whole = spec.data, shares_prompts(spec), spec.task_kind.whole
+    data, share_prompts, kind = spec.data, shares_prompts(spec), spec.task_kind
     options = CutOptions(data.max_length, on_too_long(spec), tokenizer.bos_token_id, share_prompts)
     sets = _sets(spec, tokenizer, cache, options)
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
     train, *held_out = (
-        Dataset(tuple(one.examples for one in sources), None, tuple(one.name for one in sources), whole)
+        Dataset(
+            tuple(one.examples for one in sources),
+            names=tuple(one.name for one in sources),
+            whole=kind.whole,
+            labels=kind.labels,
+        )
         for sources in sets
     )
     train = replace(train, weights=weights)
@@ -90,7 +95,8 @@ def load_data(
     lines = [line for sources in sets for line in _lines(sources, refused)]
     lines += [f"{TRAIN}: {line}" for line in shares_text(train)]
     if share_prompts:
-        lines.append("data: the prompt of a pair is computed once for both answers (dpo.share_prompts)")
+        key = spec.own_key("share_prompts")
+        lines.append(f"data: the prompt of a {kind.unit} is computed once for both answers ({key})")
     accounts = [_account(*of) for of in zip(sets, (train, *held_out), strict=True)]
     names = [sources[0].set_name for sources in sets[1:]]
     account = {
@@ -127,20 +133,21 @@ def _sets(
     spec: Spec, tokenizer: PreTrainedTokenizerBase, cache: Cache, options: CutOptions
 ) -> list[list[SourceData]]:
     """Return the sets, the training set first, with their rows cut to examples."""
-    data, each = spec.data, spec.task_kind.rows
+    data, kind = spec.data, spec.task_kind
     renderer = Renderer(tokenizer, train_on=data.train_on, name=data.chat_template, thinking=data.thinking)
 
     def records_of(source: Source) -> Records:
-        most = None if source.max_rows is None else each * source.max_rows
-        return Records(tokenized_rows(source, renderer, task=spec.task, cache=cache, max_rows=most), each)
+        most = None if source.max_rows is None else kind.rows * source.max_rows
+        rows = tokenized_rows(source, renderer, task=spec.task, cache=cache, max_rows=most)
+        return Records(rows, kind.rows, kind.unit)
 
-    divided = divide(data, [records_of(one) for one in data.train], [records_of(one) for one in data.eval])
-    cut = CUTS[spec.task_kind.unit]
+    read = [[records_of(one) for one in sources] for sources in (data.train, data.eval)]
+    divided, cut = divide(data, *read, labels=kind.labels), CUTS[kind.cut]
     return [[cut_with(cut, one, options) for one in sources] for sources in divided]
 
 
-CUTS: dict[str, Callable[[Records, Ids, CutOptions], CutRows]] = {"row": cut_rows, "pair": cut_pairs}
-"""What cuts records to examples, by the unit of a task."""
+CUTS: dict[str, Callable[[Records, Ids, CutOptions], CutRows]] = {"rows": cut_rows, "answers": cut_answers}
+"""What cuts records to examples, by `TaskFacts.cut`."""
 
 _SETTINGS = {
     "on_bad_row", "packing", "train_on", "chat_template", "thinking", "eval_fraction", "eval_count",
@@ -154,8 +161,8 @@ def on_too_long(spec: Spec) -> OnTooLong:
 
 
 def _unit(sources: Sequence[SourceData]) -> str:
-    """Return what the ledgers of a set count: "row" or "pair"."""
-    return "pair" if sources[0].records.each > 1 else "row"
+    """Return what the ledgers of a set count, such as "row" or "pair"."""
+    return sources[0].records.unit
 
 
 def _total(sources: Sequence[SourceData]) -> Ledger:

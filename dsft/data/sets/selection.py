@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +116,7 @@ class SourceData(Selected):
 def cut_with(
     cut: Callable[[Records, Ids, CutOptions], CutRows], selected: Selected, options: CutOptions
 ) -> SourceData:
-    """Cut what is selected to examples, with one of `cut_rows` and `cut_pairs`."""
+    """Cut what is selected to examples, with one of `load.CUTS`."""
     made = cut(selected.records, selected.ids, options)
     before = selected.left_out
     left_out = {name: np.concatenate([before.get(name, NONE), ids]) for name, ids in made.left_out.items()}
@@ -124,13 +124,17 @@ def cut_with(
     return SourceData(**mine, examples=made.examples, truncated_tokens=made.truncated_tokens)
 
 
-def divide(data: Data, train: Sequence[Records], evaluated: Sequence[Records]) -> list[list[Selected]]:
+def divide(
+    data: Data, train: Sequence[Records], evaluated: Sequence[Records], *, labels: bool = False
+) -> list[list[Selected]]:
     """Return the sets: the training set, the sets of data.eval, then the held-out splits of data.train that
     have records (if none has, the first of them).
 
-    train, evaluated: the records of each source of data.train and of data.eval.
+    train, evaluated: the records of each source of data.train and of data.eval; labels: the task uses labels,
+    so that undesirable records are not left out.
     """
-    trained = held_out = _select(TRAIN, None, train_names(data.train), data.train, train)
+    select = partial(_select, labels=labels)
+    trained = held_out = select(TRAIN, None, train_names(data.train), data.train, train)
     splits = split_sets(data)
     if splits:
         pool = np.concatenate([one.content for one in trained])
@@ -139,7 +143,7 @@ def divide(data: Data, train: Sequence[Records], evaluated: Sequence[Records]) -
     sets = [trained]
     for name, source, records in zip(set_names(data), data.eval, evaluated, strict=True):
         what = f"data.eval {name}" if name else "data.eval"
-        (one,) = _select(what, name, [name or "eval"], [source], [records])
+        (one,) = select(what, name, [name or "eval"], [source], [records])
         repeated = one.ids[also_in(one.content, [other.content for other in trained])]
         sets.append([replace(one, also_in_train=repeated)])
     split = [
@@ -159,6 +163,8 @@ def _select(
     names: Sequence[str],
     sources: Sequence[Source],
     records: Sequence[Records],
+    *,
+    labels: bool,
 ) -> list[Selected]:
     """Select the records of a set that have targets. Duplicates are found across all of the sources."""
     counts = [len(one.content[: source.max_rows]) for one, source in zip(records, sources, strict=True)]
@@ -167,7 +173,7 @@ def _select(
     selected = []
     for name, source, one, count, duplicate in zip(names, sources, records, counts, duplicates, strict=True):
         empty = one.lengths[:count] <= 1
-        undesirable = ~one.desirable[:count] & ~empty
+        undesirable = ~one.desirable[:count] & ~empty & (not labels)
         without = (one.trained[:count] == 0) & ~empty & ~undesirable
         left_out = {"empty": _ids(empty), "undesirable": _ids(undesirable), "without_target": _ids(without)}
         ids, noted = _ids(~(empty | undesirable | without)), {"duplicate": _ids(duplicate)}

@@ -83,12 +83,14 @@ class Answers:
     reference    (n, k) float64: the reference's log-probability of each answer, summed over its targets;
                  None: not known
     segments     (T,) int32: packed: the segment, from 0, of each position; set by `to`
+    desirable    (n,) bool: the label of each example (KTO); None: the task uses none
     """
 
     ids: Tensor
     num_targets: Tensor
     reference: Tensor | None = None
     segments: Tensor | None = None
+    desirable: Tensor | None = None
 
     def to(self, device: torch.device, row: Segments | None) -> Answers:
         """Copy all but `ids` to `device`. row: the packed row's segments; None: the rows are padded."""
@@ -96,17 +98,15 @@ class Answers:
         if segments is None and row is not None:
             numbers = torch.arange(len(row.lengths), dtype=torch.int32)
             segments = numbers.repeat_interleave(torch.tensor(row.lengths))
-        return Answers(
-            self.ids,
-            to_device(self.num_targets, device),
-            None if self.reference is None else to_device(self.reference, device),
-            None if segments is None else to_device(segments, device),
-        )
+        others = (self.reference, segments, self.desirable)
+        moved = (None if one is None else to_device(one, device) for one in others)
+        return Answers(self.ids, to_device(self.num_targets, device), *moved)
 
     def first(self, count: int) -> Answers:
         """Return the answers of the first `count` examples."""
-        reference = None if self.reference is None else self.reference[:count]
-        return Answers(self.ids[:count], self.num_targets[:count], reference)
+        others = (self.reference, self.desirable)
+        reference, desirable = (None if one is None else one[:count] for one in others)
+        return Answers(self.ids[:count], self.num_targets[:count], reference, desirable=desirable)
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,16 @@ class LazyMicroBatches(Sequence[MicroBatch]):
         if isinstance(which, slice):
             return tuple(self._build(i) for i in range(*which.indices(len(self))))
         return self._build(which)
+
+
+Annotate = Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]]
+"""A function from micro-batches to the same with what an objective needs of them, such as
+`answers.reference`."""
+
+
+def unchanged(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    """Return the micro-batches as they are, where nothing has to be filled in."""
+    return micro_batches
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ from dsft.data.steps.batch import NO_TARGET, Answers, MicroBatch, Segments, Toke
 
 
 class AnswerIds(NamedTuple):
-    """Which examples of the dataset a micro-batch has, (n,), and how many answers each of them has."""
+    """Which examples of the dataset a micro-batch has, (n,), how many answers each of them has, and their
+    labels, (n,), if the task uses them."""
 
     ids: NDArray[np.int64]
     per_example: int
+    desirable: NDArray[np.bool_] | None = None
 
 
 EMPTY_ROW_LENGTH = 2  # tokens of the row of a micro-batch without examples
@@ -100,7 +102,8 @@ def collate_padded(
 def _answers(examples: Sequence[Example], given: AnswerIds) -> Answers:
     counts = [[segment.target_count for segment in _segments(example)] for example in examples]
     num_targets = torch.tensor(counts).long().reshape(len(examples), given.per_example)
-    return Answers(torch.from_numpy(given.ids.astype(np.int64)), num_targets)
+    desirable = None if given.desirable is None else torch.from_numpy(given.desirable)
+    return Answers(torch.from_numpy(given.ids.astype(np.int64)), num_targets, desirable=desirable)
 
 
 def _segments(example: Example) -> Iterator[Example]:

@@ -93,7 +93,9 @@ def _read(
 ) -> MicroBatch:
     examples = [dataset[which] for which in ids.tolist()]
     collate = collate_padded if batch.tokens_per_micro_batch is None else collate_packed
-    return collate(examples, pad_id, alpha, AnswerIds(ids, dataset.answers) if dataset.whole else None)
+    desirable = dataset.desirable[ids] if dataset.labels else None
+    answers = AnswerIds(ids, dataset.answers, desirable) if dataset.whole else None
+    return collate(examples, pad_id, alpha, answers)
 
 
 def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:

@@ -371,7 +371,7 @@ def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
     weights = [p for p in outside if not p.embedding] or outside  # tied: the embedding's
     if spec.train.precision == "fp16" or not any(p.trained for p in weights):
         return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), 0, scored
-    if not spec.task_kind.preference:
+    if not spec.task_kind.whole:
         return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), vocabulary * hidden * FP32, scored
     row = vocabulary * compute_bytes(spec)
     stored = kept_rows(tokens, row, chunk)

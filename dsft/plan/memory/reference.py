@@ -14,12 +14,11 @@ from dsft.plan.ds_config import PERSIST_BELOW
 from dsft.plan.memory.ranks import Memory, RankMemory, most_tokens, of_host, stage_memory
 from dsft.plan.memory.sizes import compute_bytes
 from dsft.plan.reference import (
-    dpo_of,
     has_engine,
-    needs_reference,
     reference_layout,
     reference_model,
     reference_parallel,
+    scores_in_training,
 )
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
@@ -53,12 +52,12 @@ def with_reference(
     census: that of the reference, or the policy's if the reference is its initial model; tokens: as in
     `memory`.
     """
-    if not needs_reference(spec):
+    if spec.reference is None:
         return sizes, None
     found: tuple[RankMemory, ...] = ()
     if has_engine(spec):
         found = _stages(census, spec, layout, tokens or most_tokens(spec, layout))
-        if dpo_of(spec).reference == "precomputed":
+        if not scores_in_training(spec):
             own_layout = reference_layout(spec, layout.world_size)
             return sizes, ReferenceMemory(found, of_host(found, spec, own_layout, hosts))
         of_rank = [found[rank.stage % len(found)] for rank in sizes.stages]
@@ -84,7 +83,7 @@ def _stages(census: Census, spec: Spec, layout: Layout, tokens: int) -> tuple[Ra
     for stage in range(own_layout.pipeline_stages):
         rank = stage_memory(stage, frozen, own, own_layout, tokens)
         on_gpu = rank.parameters
-        if dpo_of(spec).reference_offload == "cpu":
+        if spec.reference is not None and spec.reference.reference_offload == "cpu":
             stored = [tensor for p in frozen.parameters for tensor in p.stored(own.train.precision)]
             on_gpu = sum(tensor.bytes for tensor in stored if tensor.numel <= PERSIST_BELOW)
         shares = {"parameters": on_gpu, "offloaded": rank.parameters - on_gpu}

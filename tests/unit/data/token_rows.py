@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsft.data.rows import Account, Records, Rendered
+from dsft.data.sets.answers import cut_answers
 from dsft.data.sets.cut import CutOptions, CutRows, cut_rows
-from dsft.data.sets.pairs import cut_pairs
 from dsft.spec.schema import Data, Spec
 
 Given = tuple[Sequence[int], Sequence[bool]]
@@ -30,7 +30,7 @@ def cut_all(rows: FakeRows, options: CutOptions) -> CutRows:
 
 
 def cut_all_pairs(rows: FakeRows, options: CutOptions) -> CutRows:
-    return cut_pairs(Records(rows, 2), np.arange(len(rows.given) // 2, dtype=np.int32), options)
+    return cut_answers(Records(rows, 2), np.arange(len(rows.given) // 2, dtype=np.int32), options)
 
 
 @dataclass(eq=False)

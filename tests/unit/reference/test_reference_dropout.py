@@ -21,11 +21,10 @@ from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
 from dsft.plan.reference import reference_model
 from dsft.reference import model as reference_of
-from dsft.reference import store
 from dsft.reference.key import key_of
-from dsft.reference.model import OpenReference
+from dsft.reference.precomputed import AnswerScorer, ScoringPass, scoring_batch
 from dsft.reference.refer import refer_to_engine
-from dsft.reference.score import PairScorer, ScoringPass, scoring_batch
+from dsft.reference.store import Store
 from dsft.setup.inputs import Inputs, read_inputs
 from dsft.spec.schema import Spec
 from tests.unit.reference.small import ALONE, model, rows, spec
@@ -73,12 +72,11 @@ def live(asked: Spec, inputs: Inputs, frozen: FrozenEngine, policy: Policy) -> T
 
 def precomputed(asked: Spec, inputs: Inputs, frozen: FrozenEngine, policy: Policy) -> Tensor:
     key = key_of(asked, reference_model(asked), inputs)
-    folder = store.store_folder(asked, key)
-    store.prepare(folder, key)
-    stored = store.read(folder, key, [PAIRS], pytest.fail)
-    kept = ScoringPass(asked, key, folder, 2, [inputs.train], stored, ())
-    PairScorer(kept, inputs.pad_id, ALONE, OpenReference(policy, frozen)).score(lambda pace: None)
-    return torch.from_numpy(store.read(folder, key, [PAIRS], pytest.fail).logps[0])
+    store = Store.of(asked, key)
+    store.prepare()
+    kept = ScoringPass(asked, store, 2, [inputs.train], store.read([(PAIRS, 2)], pytest.fail), ())
+    AnswerScorer(kept, inputs.pad_id, ALONE, frozen).score(lambda pace: None)
+    return torch.from_numpy(store.read([(PAIRS, 2)], pytest.fail).logps[0])
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["of the policy's start", "dpo.reference_model"])

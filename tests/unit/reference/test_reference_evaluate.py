@@ -15,12 +15,12 @@ from torch import Tensor
 
 from dsft.data.sets.dataset import Example
 from dsft.data.sets.load import HeldOutSet
-from dsft.data.steps.batch import Answers, MicroBatch
+from dsft.data.steps.batch import Answers, MicroBatch, unchanged
 from dsft.objective.preference import preference
-from dsft.reference import evaluate
-from dsft.reference.evaluate import PairSet, pair_evaluation
 from dsft.report.jsonl import cut_margins
 from dsft.spec.schema import Dpo
+from dsft.tasks import preference as preference_task
+from dsft.tasks.preference import PairSet, pair_evaluation
 from tests.examples import dataset_of
 from tests.make import make_micro_batch
 
@@ -81,7 +81,7 @@ def nothing() -> Tensor:
 
 
 def test_metrics_and_rows_are_of_all_pairs_whoever_scored_them(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(evaluate, "TOGETHER", 2)
+    monkeypatch.setattr(preference_task, "TOGETHER", 2)
     there = nothing()
     there[1] = torch.cat((POLICY[1], TOKENS[1], REFERENCE[1]))
     mine = [micro_batch([2]), micro_batch([0]), micro_batch([])]
@@ -134,7 +134,7 @@ def test_the_pairs_of_a_group_count_once(tmp_path: Path) -> None:
 
 def test_without_a_reference_there_is_none_in_the_rows(tmp_path: Path) -> None:
     dpo = Dpo(loss_type="simpo", beta=2.0)
-    one = replace(pair_set([micro_batch([0, 1, 2])]), annotate=None)
+    one = replace(pair_set([micro_batch([0, 1, 2])]), annotate=unchanged)
     run: Any = pair_evaluation([one], preference(dpo), dpo, Engine(), World([nothing()]), tmp_path)  # type: ignore[arg-type]
     record = run(1)
     assert record["eval/logps/chosen"] == pytest.approx((-10 / 4 - 20 / 10 - 3.5 / 2) / 3)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dsft import cli
 from dsft.errors import SpecError, WorldError
 from dsft.plan.reference import check_precomputed
-from dsft.reference.score import micro_batch_size, scoring_batch
+from dsft.reference.precomputed import micro_batch_size, scoring_batch
 from dsft.reference.start import run_ranks
 from dsft.setup.inputs import read_inputs
 from dsft.spec.load import load_spec

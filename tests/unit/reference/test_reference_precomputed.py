@@ -16,18 +16,19 @@ import pytest
 
 from dsft.engine import self_check
 from dsft.errors import CheckpointError, StorageError, WorldError
-from dsft.reference import precomputed, store
-from dsft.reference.check import allowed, check_rescored, random_stored_pairs
+from dsft.reference import precomputed
+from dsft.reference.check import allowed, check_rescored
 from dsft.reference.key import Key
-from dsft.reference.precomputed import PrecomputedReference, precompute
-from dsft.reference.score import ScoringPass
+from dsft.reference.precomputed import PrecomputedReference, ScoringPass, precompute, random_stored
+from dsft.reference.store import StoreContents
 from dsft.setup.inputs import Inputs, read_inputs
 from dsft.system.lock import lock_folder
-from dsft.tasks.preference import check_same_reference, record_reference
+from dsft.tasks.referenced import check_same_reference, record_reference
 from tests.launching import LATE
 from tests.unit.reference.small import ALONE, model, rows, spec
 
 SIZES = (5, 2)
+SHAPES = ((5, 2), (2, 2))
 
 
 def values(dataset: int, pairs: Any) -> Any:
@@ -49,9 +50,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[ScoringPass]:
 
     def score(asked: ScoringPass, *others: Any) -> None:
         run.append(asked)
-        for dataset, missing in enumerate(store.read(asked.folder, asked.key, SIZES, print).missing):
+        for dataset, missing in enumerate(asked.store.read(SHAPES, print).missing):
             if len(missing):
-                store.write(asked.folder, asked.key, dataset, missing, values(dataset, missing))
+                asked.store.write(dataset, missing, values(dataset, missing))
 
     monkeypatch.setattr(precomputed, "score", score)
     return run
@@ -71,7 +72,7 @@ def test_made_once_and_found_again(folder: Path, passes: list[ScoringPass]) -> N
     assert len(passes) == 1 and not sum(map(len, passes[0].recheck)) and passes[0].micro_batch_size == 2
     for dataset, size in enumerate(SIZES):
         assert np.array_equal(found.logps[dataset], values(dataset, np.arange(size)))
-    assert len(found.refers) == 2
+    assert len(found.annotate) == 2
     assert said[0].startswith("reference: the policy as it starts") and "7 pairs scored in" in said[1]
     assert said[2] == f"reference: the log-probabilities of 7 pairs are in {found.folder}"
     assert found.folder.parent == folder / "runs" / ".cache" / "reference"
@@ -89,8 +90,8 @@ def test_it_goes_on_where_it_was_killed(
     whole = precomputed.score
 
     def killed(asked: ScoringPass, *others: Any) -> None:
-        store.write(asked.folder, asked.key, 0, np.arange(3), values(0, np.arange(3)))
-        (asked.folder / "shard-x.safetensors.tmp").write_bytes(b"half")
+        asked.store.write(0, np.arange(3), values(0, np.arange(3)))
+        (asked.store.folder / "shard-x.safetensors.tmp").write_bytes(b"half")
         raise WorldError("was ended by signal 9")
 
     monkeypatch.setattr(precomputed, "score", killed)
@@ -117,7 +118,7 @@ def test_two_jobs_at_once_make_one_store(
 
     def say(line: str) -> None:
         said.append(line)
-        if "which is scoring the same pairs" in line:
+        if "which is scoring the same rows" in line:
             waits.set()
 
     monkeypatch.setattr(precomputed, "score", slow)
@@ -129,7 +130,7 @@ def test_two_jobs_at_once_make_one_store(
     mine, _ = made(folder, say=say)
     other.join()
     assert len(passes) == 1 and mine.key.digest == found[0].key.digest
-    assert any("which is scoring the same pairs" in line for line in said)
+    assert any("which is scoring the same rows" in line for line in said)
     assert all(np.array_equal(a, b) for a, b in zip(mine.logps, found[0].logps, strict=True))
 
 
@@ -192,15 +193,15 @@ def test_a_checkpoint_refuses_another_reference(folder: Path, passes: list[Scori
 def test_random_pairs_of_all_datasets_are_chosen() -> None:
     logps = tuple(np.arange(2.0 * size).reshape(size, 2) for size in (50, 0, 30))
     logps[0][7] = np.nan
-    held, seen = store.StoreContents(logps), set()
+    held, seen = StoreContents(logps), set()
     for _ in range(100):
-        chosen = random_stored_pairs(held, 6)
+        chosen = random_stored(held, 6)
         assert sum(map(len, chosen)) == 6
         for dataset, one in enumerate(chosen):
             seen |= {(dataset, pair) for pair in one.tolist()}
     assert (0, 7) not in seen and len(seen) > 70
-    assert sum(map(len, random_stored_pairs(held, 1000))) == 79
-    assert not sum(map(len, random_stored_pairs(held, 0)))
+    assert sum(map(len, random_stored(held, 1000))) == 79
+    assert not sum(map(len, random_stored(held, 0)))
 
 
 def test_what_rounding_may_change_grows_with_the_root_of_the_tokens_and_then_with_the_tokens() -> None:
@@ -226,7 +227,7 @@ def test_what_is_scored_otherwise_is_refused_with_both_values(
     check_rescored(found.folder, inputs.train, ids, stored, far, "bf16")
     with pytest.raises(CheckpointError) as raised:
         check_rescored(found.folder, inputs.train, ids, stored, far, "fp32")
-    assert f"{folder}/a.jsonl:4: " in str(raised.value) and "rejected answer" in str(raised.value)
+    assert f"{folder}/a.jsonl:4: " in str(raised.value) and "answer 2 of 2" in str(raised.value)
     assert "-103.5" in str(raised.value) and f"{far[1, 1]:.6g}" in str(raised.value)
     far[1, 1] = np.nan
     with pytest.raises(CheckpointError):

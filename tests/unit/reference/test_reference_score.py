@@ -14,9 +14,10 @@ import torch
 from dsft.dist.world import World
 from dsft.errors import NonFiniteError, OutOfMemoryError
 from dsft.plan.reference import reference_model
-from dsft.reference import score, store
+from dsft.reference import precomputed
 from dsft.reference.key import key_of
-from dsft.reference.score import PairScorer, ScoringPass, memory_line
+from dsft.reference.precomputed import AnswerScorer, ScoringPass, memory_line, score
+from dsft.reference.store import Store, StoreContents
 from dsft.setup.inputs import read_inputs
 from dsft.spec.layout import Layout
 from tests.unit.reference.small import ALONE, Alone, model, rows, spec
@@ -40,19 +41,12 @@ def scored(folder: Path, values: Callable[[Any], Any], world: World = ALONE) -> 
     asked = spec(folder)
     inputs = read_inputs(asked, lambda text: None)
     key = key_of(asked, reference_model(asked), inputs)
-    given = ScoringPass(
-        asked,
-        key,
-        folder / "store",
-        2,
-        [inputs.train],
-        store.StoreContents((np.full((PAIRS, 2), np.nan),)),
-        (),
-    )
-    store.prepare(given.folder, key)
+    store = Store(folder / "store", key, "dpo.reference_store")
+    stored = StoreContents((np.full((PAIRS, 2), np.nan),))
+    store.prepare()
     engine: Any = SimpleNamespace(score=lambda batches, kept: tuple(values(batch) for batch in batches))
-    reference: Any = SimpleNamespace(engine=engine)
-    PairScorer(given, inputs.pad_id, world, reference).score(lambda pace: None)
+    given = ScoringPass(asked, store, 2, [inputs.train], stored, ())
+    AnswerScorer(given, inputs.pad_id, world, engine).score(lambda pace: None)
 
 
 def test_a_micro_batch_that_does_not_fit_is_told_with_its_tokens(folder: Path) -> None:
@@ -68,14 +62,13 @@ def test_a_reference_that_does_not_fit_is_told_so(folder: Path, monkeypatch: pyt
     def full(*given: Any) -> Any:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(score, "open_reference", full)
+    monkeypatch.setattr(precomputed, "open_reference", full)
     asked = spec(folder)
     inputs = read_inputs(asked, lambda text: None)
-    given = ScoringPass(
-        asked, key_of(asked, reference_model(asked), inputs), folder, 2, [], store.StoreContents(()), ()
-    )
+    store = Store.of(asked, key_of(asked, reference_model(asked), inputs))
+    given = ScoringPass(asked, store, 2, [], StoreContents(()), ())
     with pytest.raises(OutOfMemoryError, match="the reference does not fit into memory") as raised:
-        score.score(given, inputs, ALONE, print, print)
+        score(given, inputs, ALONE, print, print)
     assert ADVICE in str(raised.value)
 
 

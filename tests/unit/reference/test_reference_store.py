@@ -16,9 +16,9 @@ import torch
 
 from dsft.data.steps.batch import Answers, MicroBatch
 from dsft.errors import CheckpointError, StorageError
-from dsft.reference import store
 from dsft.reference.key import Key, differences
 from dsft.reference.refer import look_up
+from dsft.reference.store import Store, _components
 from tests.make import make_micro_batch
 
 COMPONENTS: dict[str, Any] = {
@@ -38,6 +38,7 @@ COMPONENTS: dict[str, Any] = {
 }
 MINE = Key(COMPONENTS)
 SIZES = (9, 3)
+SHAPES = ((9, 2), (3, 2))
 
 
 def values(pairs: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -45,13 +46,17 @@ def values(pairs: Sequence[int]) -> np.ndarray[Any, Any]:
     return np.array([[-1.0 - pair, -1000.5 - pair] for pair in pairs])
 
 
+def of(folder: Path, key: Key = MINE) -> Store:
+    return Store(folder, key, "dpo.reference_store")
+
+
 def add(folder: Path, dataset: int, *pairs: int) -> None:
-    store.write(folder, MINE, dataset, np.array(pairs), values(pairs))
+    of(folder).write(dataset, np.array(pairs), values(pairs))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    store.prepare(tmp_path / "s", MINE)
+    of(tmp_path / "s").prepare()
     return tmp_path / "s"
 
 
@@ -60,11 +65,11 @@ def test_any_ranks_write_and_one_reads(folder: Path) -> None:
     add(folder, 0, 0, 2)
     add(folder, 1, 2, 1)
     told: list[str] = []
-    found = store.read(folder, MINE, SIZES, told.append)
+    found = of(folder).read(SHAPES, told.append)
     assert [one.tolist() for one in found.missing] == [[4, 5, 6, 7], [0]] and found.num_missing == 5
     add(folder, 0, 4, 5, 6, 7)
     add(folder, 1, 0)
-    found = store.read(folder, MINE, SIZES, told.append)
+    found = of(folder).read(SHAPES, told.append)
     assert found.num_missing == 0 and not told
     for logps, size in zip(found.logps, SIZES, strict=True):
         assert logps.dtype == np.float64 and np.array_equal(logps, values(range(size)))
@@ -79,12 +84,12 @@ def test_a_damaged_shard_is_scored_again(folder: Path, at: int) -> None:
     path.write_bytes(content)
     add(folder, 0, *range(5, 9))
     told: list[str] = []
-    found = store.read(folder, MINE, SIZES, told.append)
+    found = of(folder).read(SHAPES, told.append)
     assert found.missing[0].tolist() == [0, 1, 2, 3, 4] and path.name in told[0]
-    store.prepare(folder, MINE)
+    of(folder).prepare()
     assert not path.exists() and len(list(folder.glob("shard-*"))) == 1
     add(folder, 0, *range(5))
-    assert not len(store.read(folder, MINE, SIZES, told.append).missing[0])
+    assert not len(of(folder).read(SHAPES, told.append).missing[0])
 
 
 def test_a_cut_shard_and_what_a_killed_writer_left(folder: Path) -> None:
@@ -92,16 +97,16 @@ def test_a_cut_shard_and_what_a_killed_writer_left(folder: Path) -> None:
     (path,) = folder.glob("shard-*")
     path.write_bytes(path.read_bytes()[:-7])
     (folder / "shard-0.safetensors.tmp").write_bytes(b"half")
-    store.prepare(folder, MINE)
+    of(folder).prepare()
     assert [file.name for file in folder.iterdir()] == ["key.json"]
 
 
 def test_a_value_that_is_no_number_hides_no_other(folder: Path) -> None:
     add(folder, 0, 1, 2)
     for other in range(8):  # by their names, some are read before and some after
-        store.write(folder, MINE, 0, np.array([1, 2]), np.array([[-1.0, -other], [-1.0, np.nan]]))
+        of(folder).write(0, np.array([1, 2]), np.array([[-1.0, -other], [-1.0, np.nan]]))
     told: list[str] = []
-    assert store.read(folder, MINE, SIZES, told.append).missing[0].tolist() == [0, 3, 4, 5, 6, 7, 8] and told
+    assert of(folder).read(SHAPES, told.append).missing[0].tolist() == [0, 3, 4, 5, 6, 7, 8] and told
 
 
 def test_a_damaged_shard_that_is_removed_while_another_job_reads(
@@ -116,7 +121,7 @@ def test_a_damaged_shard_that_is_removed_while_another_job_reads(
         return whole(path)
 
     monkeypatch.setattr(Path, "read_bytes", removed)
-    assert store.read(folder, MINE, SIZES, print).num_missing == sum(SIZES) - 1
+    assert of(folder).read(SHAPES, print).num_missing == sum(SIZES) - 1
 
 
 def test_a_writer_killed_in_the_middle_leaves_whole_shards(folder: Path) -> None:
@@ -126,7 +131,7 @@ def test_a_writer_killed_in_the_middle_leaves_whole_shards(folder: Path) -> None
         writer = os.fork()
     if writer == 0:
         for pair in range(10**6):
-            store.write(folder, MINE, 0, np.arange(9), values(range(pair, pair + 9)))
+            of(folder).write(0, np.arange(9), values(range(pair, pair + 9)))
             os.write(theirs, b".")
     written = 0
     while written < 20:
@@ -134,8 +139,8 @@ def test_a_writer_killed_in_the_middle_leaves_whole_shards(folder: Path) -> None
     os.kill(writer, signal.SIGKILL)
     os.waitpid(writer, 0)
     told: list[str] = []
-    store.read(folder, MINE, SIZES, told.append)
-    store.prepare(folder, MINE)
+    of(folder).read(SHAPES, told.append)
+    of(folder).prepare()
     assert not told and len(list(folder.glob("shard-*"))) >= 20 and not list(folder.glob("*.tmp"))
 
 
@@ -176,15 +181,15 @@ def test_another_key_is_refused_by_name(folder: Path, name: str, value: Any, sai
     other = Key(COMPONENTS | {name: value})
     assert other.digest != MINE.digest
     with pytest.raises(CheckpointError, match=said):
-        store.check(folder, other)
+        of(folder, other).check()
     add(folder, 0, 1)
     (folder / "key.json").write_bytes(b"\xfftorn")
-    store.check(folder, other)
-    assert store.read(folder, other, SIZES, print).num_missing == sum(SIZES)
-    store.prepare(folder, MINE)  # which writes it again
+    of(folder, other).check()
+    assert of(folder, other).read(SHAPES, print).num_missing == sum(SIZES)
+    of(folder).prepare()  # which writes it again
     with pytest.raises(CheckpointError, match=said):
-        store.prepare(folder, other)
-    assert store.read(folder, MINE, SIZES, print).num_missing == sum(SIZES) - 1
+        of(folder, other).prepare()
+    assert of(folder).read(SHAPES, print).num_missing == sum(SIZES) - 1
 
 
 def test_a_flipped_bit_of_the_key_is_damage_and_no_other_key(folder: Path) -> None:
@@ -196,17 +201,17 @@ def test_a_flipped_bit_of_the_key_is_damage_and_no_other_key(folder: Path) -> No
         damaged = bytearray(content)
         damaged[place] ^= 1
         path.write_bytes(damaged)
-        store.check(folder, MINE)
-        ignored += store._components(path) is None
+        of(folder).check()
+        ignored += _components(path) is None
     assert ignored > len(content) / 2
 
 
 def test_a_key_of_an_earlier_dsft_has_no_digest(folder: Path) -> None:
     held = json.loads((folder / "key.json").read_text())
     (folder / "key.json").write_text(json.dumps({"components": held["components"]}))
-    store.check(folder, MINE)
+    of(folder).check()
     with pytest.raises(CheckpointError, match=r"train\.precision was bf16, now fp32"):
-        store.check(folder, Key(COMPONENTS | {"precision": "fp32"}))
+        of(folder, Key(COMPONENTS | {"precision": "fp32"})).check()
 
 
 def test_every_component_has_its_words_and_all_are_told() -> None:
@@ -219,14 +224,14 @@ def test_every_component_has_its_words_and_all_are_told() -> None:
 
 def test_looking_writes_nothing(tmp_path: Path) -> None:
     """So that jobs that start together do not disturb each other, nor the one that makes the store."""
-    store.check(tmp_path / "s", MINE)
+    of(tmp_path / "s").check()
     assert not (tmp_path / "s").exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("a file")
     with pytest.raises(StorageError, match=r"dpo\.reference_store"):
-        store.check(tmp_path / "s", MINE)
+        of(tmp_path / "s").check()
 
 
 def batch_of(*ids: int) -> MicroBatch:

@@ -13,18 +13,21 @@ import pytest
 from dsft.data.tokenizer.load import add_tokens, byte_level_tokenizer
 from dsft.errors import SpecError
 from dsft.reference.model import proven, same_tokens
-from dsft.spec.schema import Dpo
 from tests.architectures.wholes import small_whole
-from tests.unit.reference.small import ALONE
+from tests.unit.reference.small import ALONE, spec
+
+KEY = "dpo.reference_model"
 
 
 def test_a_reference_that_reads_the_same_tokens_is_told(tmp_path: Path) -> None:
     policy = byte_level_tokenizer()
-    assert "it has no tokenizer" in same_tokens(str(tmp_path), policy)
+    assert "it has no tokenizer" in same_tokens(str(tmp_path), KEY, policy)
     policy.save_pretrained(tmp_path)
-    assert same_tokens(str(tmp_path), policy) == "tokens: all 259 tokens have the same ids as in the policy"
+    assert (
+        same_tokens(str(tmp_path), KEY, policy) == "tokens: all 259 tokens have the same ids as in the policy"
+    )
     add_tokens(policy, ["<new>"])
-    assert "except for 1 on which it was not trained ('<new>')" in same_tokens(str(tmp_path), policy)
+    assert "except for 1 on which it was not trained ('<new>')" in same_tokens(str(tmp_path), KEY, policy)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,7 @@ def test_a_reference_that_reads_other_tokens_is_refused(tmp_path: Path, first: i
     told["model"]["vocab"] = {t: first + 255 - i if i >= first else i for t, i in vocabulary.items()}
     path.write_text(json.dumps(told), encoding="utf-8")
     with pytest.raises(SpecError, match=f"dpo.reference_model: .*{said}") as raised:
-        same_tokens(str(tmp_path), byte_level_tokenizer())
+        same_tokens(str(tmp_path), KEY, byte_level_tokenizer())
     assert "read" in str(raised.value)
 
 
@@ -52,9 +55,9 @@ def test_a_multimodal_reference_is_compared_with_its_whole(
     row = SimpleNamespace(input_ids=np.arange(40), segment_lengths=[40])
     inputs: Any = SimpleNamespace(tokenizer=byte_level_tokenizer(), train=[row], pad_id=0)
     opened: Any = SimpleNamespace(engine=None, policy=None)
-    spec: Any = SimpleNamespace(dpo=Dpo(reference_model=str(tmp_path)), train=None)
-    _, line = proven(opened, spec, inputs, ALONE)
+    asked = spec(tmp_path, {"dpo": {"reference_model": str(tmp_path)}})
+    _, line = proven(opened, asked, inputs, ALONE)
     assert line.startswith("self-check passed: a small gemma3 model and its text model agree")
     monkeypatch.setattr("dsft.model.whole_proof.apart", lambda *_: 1.0)
     with pytest.raises(SpecError, match="gemma3 model gives other logits on text alone"):
-        list(proven(opened, spec, inputs, ALONE))
+        list(proven(opened, asked, inputs, ALONE))

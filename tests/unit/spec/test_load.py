@@ -119,7 +119,7 @@ def test_pairs_are_learned_from_builtin_pairs(write: Write) -> None:
     assert load_spec(path, ["data.train.0.path=builtin:quickstart-pairs"])
     assert load_spec(path, ["data.train.0.path=builtin:quickstart-pairs", "task=dpo"])
     (message,) = messages(path, "data.train.0.path=builtin:quickstart", "task=dpo")
-    assert "contains conversations, not pairs; use builtin:quickstart-pairs" in message
+    assert "has messages rows, but task dpo takes preference; use builtin:quickstart-pairs" in message
 
 
 def test_an_alias_names_a_key_that_exists() -> None:

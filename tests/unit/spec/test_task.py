@@ -6,11 +6,10 @@ from typing import get_args
 
 import pytest
 
-from dsft.spec.preferences import REFERENCE_FREE
-from dsft.spec.schema import Dpo, Spec
+from dsft.spec.schema import REFERENCE_FREE, LossType, Spec
 from dsft.spec.task import TASKS
 
-LOSSES = get_args(Dpo.model_fields["loss_type"].annotation)
+LOSSES = get_args(LossType)
 
 
 @pytest.mark.parametrize(("task", "tokens"), [("sft", 64), ("pretrain", 64), ("dpo", 128)])

@@ -1,0 +1,147 @@
+"""Tasks whose loss compares the policy with a frozen reference: precomputed, live or the policy without its
+adapter, as the task's section says (`dsft.spec.schema.Reference`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from dsft.checkpoint.read import CheckpointReader
+from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.steps import TrainSteps, micro_batches_of
+from dsft.engine.api import Engine
+from dsft.errors import CheckpointError
+from dsft.model.policy import Policy
+from dsft.plan.reference import reference_line, reference_model, scores_in_training
+from dsft.reference.check import NUM_BATCHES, StartCheck, check_start, check_weights, random_ids
+from dsft.reference.key import Key, differences, key_of
+from dsft.reference.model import open_reference, proven
+from dsft.reference.precomputed import PrecomputedReference, precompute
+from dsft.reference.refer import adapter_off, refer_to_engine, refer_to_start
+from dsft.report.memory import MemoryFile
+from dsft.setup.inputs import Inputs
+from dsft.setup.run import Run
+from dsft.spec.schema import Spec
+from dsft.system.files import atomic_write, write_error
+from dsft.tasks.api import Annotator, Model, Task
+
+FILE = "reference.json"
+"""File in a run's folder that identifies the run's reference."""
+
+
+class Referenced(Task):
+    """A task with a reference, of whose examples `answers.reference` is filled in where the loss needs it."""
+
+    def beta(self, spec: Spec) -> float:
+        """Return the reward per nat by which an answer is more probable under the policy than under the
+        reference. `start_check` judges rewards."""
+        raise NotImplementedError
+
+    def before_policy(self, run: Run, inputs: Inputs, memory: MemoryFile) -> PrecomputedReference | None:
+        """Score the answers that the store of a precomputed reference lacks, and return its values. Some
+        stored values are scored once more, unless `check_start` compares them with the policy."""
+        own = run.spec.reference
+        if own is None or scores_in_training(run.spec):
+            return None
+        memory.enter("reference")
+        found = precompute(
+            run.spec,
+            run.batch.micro_batch_size,
+            inputs,
+            run.world,
+            run.log,
+            recheck=run.start is not None or own.reference_model is not None,
+            check_key=partial(check_same_reference, run.start),
+        )
+        run.world.first(lambda: record_reference(run.folder, found.key, found.folder))
+        return found
+
+    def annotator(
+        self,
+        run: Run,
+        inputs: Inputs,
+        policy: Policy,
+        engine: Engine,
+        prepared: PrecomputedReference | None,
+    ) -> Annotator | None:
+        """Open the reference. Raises CheckpointError where the run began with another one."""
+        spec, world = run.spec, run.world
+        if spec.reference is None:
+            return None
+        if prepared is not None:
+            world.each(lambda: check_weights(spec, prepared.key))
+            return Annotator(prepared.annotate, prepared.key.as_json(), prefetched=True)
+        run.log(reference_line(spec))
+
+        def checked_key() -> Key:
+            key = key_of(spec, reference_model(spec), inputs)
+            check_same_reference(run.start, key)
+            record_reference(run.folder, key)
+            return key
+
+        key = world.first(checked_key)
+        if spec.reference.reference == "adapter":
+            annotate = refer_to_start(policy, engine, spec)
+        else:
+            opened = open_reference(spec, inputs.facts, world)
+            for line in proven(opened, spec, inputs, world):
+                run.log(f"reference: {line}")
+            annotate = refer_to_engine(opened.engine)
+        return Annotator([annotate] * (1 + len(inputs.held_out)), key.as_json())
+
+    def for_probe(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Fill in zeros as the reference's values."""
+        answers = micro_batch.answers
+        assert answers is not None, "whole answers are compared"
+        zeros = torch.zeros(answers.num_targets.shape, dtype=torch.float64)
+        return replace(micro_batch, answers=replace(answers, reference=zeros))
+
+    def start_check(self, run: Run, inputs: Inputs, model: Model) -> Iterator[str]:
+        """Check on examples of the first step that the untrained policy equals its reference. For a
+        precomputed reference, check random examples too, different ones at each start."""
+        spec, data_rank, policy = run.spec, run.world.data_rank, model.policy
+        own, annotator = spec.reference, model.annotator
+        if annotator is None or own is None or own.reference_model is not None:
+            return
+        steps = TrainSteps(inputs.train, run.batch, data_rank, spec.train.seed, inputs.pad_id)
+        checked = steps.step(0).micro_batches[:NUM_BATCHES]
+        if annotator.prefetched:
+            ids = run.world.broadcast(random_ids(len(inputs.train), own.recheck_rows))
+            if len(ids):
+                checked += tuple(micro_batches_of(inputs.train, ids, run.batch, data_rank, inputs.pad_id))
+        # Not under ZeRO 3, where every pass must use the same modules as the one before.
+        bare = partial(adapter_off, policy) if spec.model.lora and spec.parallel.zero_stage < 3 else None
+        annotated = annotator.annotate[0](checked)
+        start = StartCheck(spec, self.beta(spec), inputs.train, annotated, inputs.pad_id, bare)
+        yield check_start(start, model.engine, policy, run.world)
+
+
+def check_same_reference(checkpoint: CheckpointReader | None, key: Key) -> None:
+    """Raise CheckpointError where the checkpoint that the run resumes from was trained against another
+    reference, naming what differs."""
+    if checkpoint is None:
+        return
+    then = checkpoint.state.get("reference") or key.as_json()
+    if then.get("digest") == key.digest:
+        return
+    changes = differences(then.get("components", {}), json.loads(json.dumps(key.components)))
+    if changes:
+        raise CheckpointError(
+            f"{checkpoint.path} was trained against another reference: {'; '.join(changes)}. Put it "
+            "back, or choose another name for a new run."
+        )
+
+
+def record_reference(folder: Path, key: Key, store: Path | None = None) -> None:
+    """Write the run's reference.json. Raises StorageError."""
+    content = ({"store": str(store)} if store is not None else {}) | key.as_json()
+    try:
+        with atomic_write(folder / FILE) as out:
+            out.write(json.dumps(content, indent=1).encode())
+    except OSError as error:
+        raise write_error(folder / FILE, error) from None
