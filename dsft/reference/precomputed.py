@@ -19,7 +19,6 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from dsft.data.sets.dataset import Dataset
@@ -36,11 +35,10 @@ from dsft.reference.model import open_reference, proven
 from dsft.reference.refer import look_up
 from dsft.reference.store import LOCK, Store, StoreContents
 from dsft.report.console import task_progress
-from dsft.report.memory import is_out_of_memory, resident
+from dsft.report.memory import is_out_of_memory
 from dsft.setup.inputs import Inputs
 from dsft.spec.batch import BatchSizes, batch_sizes
 from dsft.spec.schema import Spec
-from dsft.system.disk import size_text
 from dsft.system.lock import holder, lock_folder
 
 SHARD_SECONDS = 30.0
@@ -206,7 +204,6 @@ def score(
     """
     spec = plan.spec
     world = replace(world, layout=reference_layout(spec, world.world_size))
-    before = in_use(world.device)
     with explain_out_of_memory(spec, "the reference does not fit into memory"):
         reference = open_reference(spec, inputs.facts, world)
         world.each(lambda: check_weights(spec, plan.store.key))
@@ -215,10 +212,7 @@ def score(
     scorer = AnswerScorer(plan, inputs.pad_id, world, reference.engine)
     scorer.check()
     scorer.score(progress if world.rank == 0 else lambda _: None)
-    while_open = in_use(world.device)
     reference.engine.close()
-    del scorer, reference
-    log(memory_line(world.gather((before, while_open, in_use(world.device)))))
 
 
 class AnswerScorer:
@@ -300,19 +294,6 @@ class AnswerScorer:
         for logps, part in zip(scored, parts, strict=False):
             assert part.answers is not None, "a task that compares whole answers"
             yield part.answers.ids.numpy(), logps.double().cpu().numpy()
-
-
-def in_use(device: torch.device) -> int:
-    """Return the bytes in use: on a GPU those allocated by torch, else this process's resident memory."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident()
-
-
-def memory_line(ranks: Sequence[tuple[int, int, int]]) -> str:
-    """Describe the memory of the rank that has got back the least. ranks: bytes in use on each, before the
-    reference was built, while it was open, and after it was closed."""
-    worst = max(ranks, key=lambda rank: rank[2] - rank[0])
-    before, while_open, after = (size_text(size) for size in worst)
-    return f"reference: closed; memory in use was {before} before, {while_open} while open, {after} after"
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def cut_answers(records: Records, ids: Ids, options: CutOptions) -> CutRows:
     too_long = records.longest[ids] > size
     if options.how != "truncate":
         dropped, ids, too_long = ids[too_long], ids[~too_long], too_long[~too_long]
-    row: Ids = each * ids[:, None] + np.arange(each, dtype=np.int32)
+    row: Ids = np.add(each * ids[:, None], np.arange(each), dtype=np.int32)
     stream = Stream(rows, row.reshape(-1))
     prompts = (stream.first_targets - stream.firsts)[::each]
     answers = stream.lengths.reshape(-1, each) - prompts[:, None]
@@ -71,7 +71,7 @@ def _examples(rows: TokenRows, columns: Sequence[NDArray[Any]], is_shared: bool)
     ids, start, prompts, headed, answers, targets = columns
     digest, each, positions = digest_of(rows, *columns), answers.shape[1], None
     start, headed = (np.repeat(column[:, None], each, axis=1) for column in (start, headed))
-    row: Ids = each * ids[:, None] + np.arange(each, dtype=np.int32)
+    row: Ids = np.add(each * ids[:, None], np.arange(each), dtype=np.int32)
     length = prompts[:, None] + answers
     if is_shared:
         positions = np.repeat(prompts[:, None] - 1, each, axis=1)

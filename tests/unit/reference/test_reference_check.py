@@ -86,20 +86,23 @@ class World:
         return [mine, *self.others]
 
 
-def with_reference(reference: Engine, rows: Sequence[Example] | None = None) -> StartCheck:
-    """Two micro-batches of three pairs; the reference has scored `rows`."""
+def with_reference(reference: Engine, rows: Sequence[Example] | None = None, answers: int = 2) -> StartCheck:
+    """Two micro-batches of three examples: pairs or (answers: 1) their chosen answers alone. The reference
+    has scored `rows`."""
     own = [pair(number) for number in range(PAIRS)]
+    if answers == 1:
+        own = [whole_rows(one)[0] for one in own]
     batches = []
     for ids in np.arange(PAIRS).reshape(2, 3):
         batch, scored = (
-            collate_padded([some[i] for i in ids], pad_id=0, answers=AnswerIds(ids, 2))
+            collate_padded([some[i] for i in ids], pad_id=0, answers=AnswerIds(ids, answers))
             for some in (own, rows or own)
         )
         (logps,) = reference.score([scored], answer_logps)
         assert batch.answers is not None
         batches.append(replace(batch, answers=replace(batch.answers, reference=logps)))
     spec = small.spec(Path())
-    return StartCheck(spec, 0.1, dataset_of(own, pairs=True), batches, 0)
+    return StartCheck(spec, 0.1, dataset_of(own, pairs=answers == 2), batches, 0)
 
 
 def said(start: StartCheck, engine: Engine, world: Any = None) -> str:
@@ -115,6 +118,13 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_model_in_both_passes() -> None:
     text = said(with_reference(Engine()), Engine())
     assert "on 6 pairs rewards and margins are at most" in text and "(allowed for rounding: 1e-05)" in text
+
+
+def test_examples_of_one_answer_have_rewards_and_no_margins() -> None:
+    text = said(with_reference(Engine(), answers=1), Engine())
+    assert "rewards are at most" in text and "margins" not in text
+    text = refused(with_reference(Engine(weights=OTHER), answers=1), Engine())
+    assert "other weights than the policy starts from" in text and "pairs.jsonl:" in text
 
 
 def refused(start: StartCheck, engine: Engine, world: Any = None) -> str:

@@ -1,4 +1,4 @@
-"""The pass over the pairs: messages on a full memory and on values that are not finite, and its memory."""
+"""The pass over the pairs: messages on a full memory and on values that are not finite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsft.errors import NonFiniteError, OutOfMemoryError
 from dsft.plan.reference import reference_model
 from dsft.reference import precomputed
 from dsft.reference.key import key_of
-from dsft.reference.precomputed import AnswerScorer, ScoringPass, memory_line, score
+from dsft.reference.precomputed import AnswerScorer, ScoringPass, score
 from dsft.reference.store import Store, StoreContents
 from dsft.setup.inputs import read_inputs
 from dsft.spec.layout import Layout
@@ -99,10 +99,3 @@ def test_one_rank_of_a_group_writes_its_pairs(folder: Path) -> None:
         world = Alone(rank, 3, rank, of_group, torch.device("cpu"))
         scored(folder, lambda batch: calls.append(0) or torch.full((len(batch.answers.ids), 2), -1.0), world)
     assert len(calls) == 3 * 3 and len(list((folder / "store").glob("shard-*"))) == 1
-
-
-def test_the_memory_line_shows_the_rank_that_got_back_the_least() -> None:
-    said = memory_line([(10 << 20, 90 << 20, 11 << 20), (20 << 20, 80 << 20, 25 << 20)])
-    assert said == (
-        "reference: closed; memory in use was 20.0 MiB before, 80.0 MiB while open, 25.0 MiB after"
-    )

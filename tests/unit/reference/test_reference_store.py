@@ -75,6 +75,17 @@ def test_any_ranks_write_and_one_reads(folder: Path) -> None:
         assert logps.dtype == np.float64 and np.array_equal(logps, values(range(size)))
 
 
+@pytest.mark.parametrize("answers", [1, 3])
+def test_examples_may_have_any_number_of_answers(folder: Path, answers: int) -> None:
+    logps = -np.arange(1.0, 1 + 4 * answers).reshape(4, answers)
+    of(folder).write(0, np.array([3, 0, 1]), logps[:3])
+    found = of(folder).read([(4, answers)], print)
+    assert found.missing[0].tolist() == [2] and np.array_equal(found.logps[0][[3, 0, 1]], logps[:3])
+    (batch,) = look_up(found.logps[0])((batch_of(3, 1),))
+    assert batch.answers is not None and batch.answers.reference is not None
+    assert batch.answers.reference.tolist() == logps[[0, 2]].tolist()
+
+
 @pytest.mark.parametrize("at", [0, 9, -1])
 def test_a_damaged_shard_is_scored_again(folder: Path, at: int) -> None:
     add(folder, 0, *range(5))

@@ -111,7 +111,7 @@ def test_builtin_rows_need_no_file_and_are_conversations(write: Write) -> None:
         path, ["data.train.0.path=builtin:quickstart", "data.eval=[{path: 'builtin:quickstart-heldout'}]"]
     )
     (message,) = messages(path, "data.train.0.path=builtin:quickstart", "task=pretrain")
-    assert "contains conversations, not texts" in message
+    assert "has messages rows, but task pretrain takes text; give a file of such rows" in message
 
 
 def test_pairs_are_learned_from_builtin_pairs(write: Write) -> None:
