@@ -87,9 +87,7 @@ def test_dpo_learns_from_the_export_of_a_supervised_run(preferred: Path) -> None
     assert losses[STEPS] < losses[1] and margins[STEPS] > 0.0, "what prefers is easily learned here"
 
 
-def test_its_export_is_another_model_that_loads_and_says_what_it_was_made_of(
-    preferred: Path, supervised: Path
-) -> None:
+def test_its_export_is_another_model_that_loads_with_a_card(preferred: Path, supervised: Path) -> None:
     export = preferred / "export"
     model = AutoModelForCausalLM.from_pretrained(export)
     before = AutoModelForCausalLM.from_pretrained(supervised).state_dict()
@@ -131,8 +129,8 @@ def gone_on(preferred: Path, supervised: Path, folder: Path, *overrides: str) ->
     shutil.copytree(preferred.parent, run.parent)
     shutil.rmtree(run / "checkpoints" / f"step-{STEPS}")
     shutil.rmtree(run / "export")
-    said = trained(write_dpo(folder, supervised), "data.packing=true", *overrides)
-    assert f"going on from step {MIDDLE}" in said
+    shown = trained(write_dpo(folder, supervised), "data.packing=true", *overrides)
+    assert f"going on from step {MIDDLE}" in shown
     return run
 
 

@@ -19,9 +19,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from dsft.plan.reference import reference_model
-from dsft.reference import store
 from dsft.reference.key import key_of
-from dsft.reference.store import StoreContents, store_folder
+from dsft.reference.store import LOCK, Store, StoreContents
 from dsft.setup.inputs import read_inputs
 from dsft.spec.load import load_spec
 from dsft.system.lock import lock_folder
@@ -105,15 +104,15 @@ def held(spec_path: Path) -> StoreContents:
     spec = load_spec(spec_path)
     inputs = read_inputs(spec, lambda text: None)
     key = key_of(spec, reference_model(spec), inputs)
-    return store.read(store_folder(spec, key), key, (PAIRS, HELD_OUT), pytest.fail)
+    return Store.of(spec, key).read([(PAIRS, 2), (HELD_OUT, 2)], pytest.fail)
 
 
-def test_a_rank_is_killed_and_one_of_two_jobs_goes_on(folder: Path) -> None:
+def test_after_a_killed_rank_one_of_two_jobs_continues(folder: Path) -> None:
     spec = write_spec(folder, "small", {"name_or_path": str(folder / "model")})
     ranks = stalled(folder, spec, "--reference_only")
     ranks[1].kill()
-    said, _ = said_by(ranks)
-    assert "rank 0: rank 1 has ended too early, so this one ends too" in said
+    shown, _ = said_by(ranks)
+    assert "rank 0: rank 1 has ended too early, so this one ends too" in shown
     assert [rank.returncode for rank in ranks] == [69, -signal.SIGKILL]
     there = PAIRS + HELD_OUT - held(spec).num_missing
     assert 0 < there < PAIRS + HELD_OUT
@@ -121,15 +120,15 @@ def test_a_rank_is_killed_and_one_of_two_jobs_goes_on(folder: Path) -> None:
     (store_of_it,) = (folder / "runs" / ".cache" / "reference").iterdir()
     both = [reference(spec) for _ in range(2)]
     try:
-        with lock_folder(store_of_it, store.LOCK):
-            told = [until_it_waits(job) for job in both]
-        said = [before + job.communicate()[0] for before, job in zip(told, both, strict=True)]
+        with lock_folder(store_of_it, LOCK):
+            logged = [until_it_waits(job) for job in both]
+        shown = [before + job.communicate()[0] for before, job in zip(logged, both, strict=True)]
     finally:
         for job in both:
             end_group(job.pid)
-    assert [job.returncode for job in both] == [0, 0], said
-    made = [text for text in said if "pairs scored in" in text]
-    assert len(made) == 1, said
+    assert [job.returncode for job in both] == [0, 0], shown
+    made = [text for text in shown if "pairs scored in" in text]
+    assert len(made) == 1, shown
     assert f"{PAIRS + HELD_OUT - there} pairs scored in" in made[0]
     assert f"{there} pairs already stored" in made[0]
     assert "4 of these scored again, with the same result" in made[0]
@@ -140,12 +139,12 @@ def test_a_rank_is_killed_and_one_of_two_jobs_goes_on(folder: Path) -> None:
 def until_it_waits(job: subprocess.Popen[str]) -> str:
     """What it says until it has found that another job holds the store."""
     assert job.stdout is not None
-    said = ""
-    while "which is scoring the same pairs" not in said:
+    shown = ""
+    while "which is scoring the same rows" not in shown:
         line = job.stdout.readline()
-        assert line, said
-        said += line
-    return said
+        assert line, shown
+        shown += line
+    return shown
 
 
 def check_values(spec_path: Path, where: Path, found: StoreContents) -> None:
@@ -170,8 +169,8 @@ def test_a_run_is_stopped_in_the_pass(folder: Path) -> None:
     ranks = stalled(folder, spec)
     for rank in ranks:
         rank.send_signal(signal.SIGTERM)
-    said, _ = said_by(ranks)
-    assert "stopped by SIGTERM before its first step; the same command starts it again" in said
+    shown, _ = said_by(ranks)
+    assert "stopped by SIGTERM before its first step; the same command starts it again" in shown
     assert [rank.returncode for rank in ranks] == [75, 75]
     assert 0 < held(spec).num_missing < PAIRS + HELD_OUT
 
@@ -181,15 +180,15 @@ def test_the_memory_of_the_reference_is_given_back_before_the_policy_is_built(fo
     (folder / "b.jsonl").write_text((folder / "b.jsonl").read_text().splitlines()[0] + "\n")
     result = torchrun(WORKER, 2, ["train", str(spec), "data.train.0.max_rows=12"])
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "13 pairs scored in" in result.stdout and "reference: closed; " in result.stdout
-    told = re.findall(r"rank (\d): built beside (\d+) models and (.*) MiB", result.stdout)
-    assert sorted((rank, models) for rank, models, _ in told) == [
+    assert "13 pairs scored in" in result.stdout
+    logged = re.findall(r"rank (\d): built beside (\d+) models and (.*) MiB", result.stdout)
+    assert sorted((rank, models) for rank, models, _ in logged) == [
         ("0", "0"),
         ("0", "0"),
         ("1", "0"),
         ("1", "0"),
     ]
-    assert max(float(more) for *_, more in told) < MODEL_MB / 2, "code that the pass has loaded stays"
+    assert max(float(more) for *_, more in logged) < MODEL_MB / 2, "code that the pass has loaded stays"
     losses = records(folder / "runs" / "larger", "train/loss")
     assert abs(losses[1] - np.log(2)) < 1e-5 and losses[2] != losses[1]
     assert (folder / "runs" / "larger" / "reference.json").is_file()

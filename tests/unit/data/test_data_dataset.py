@@ -100,7 +100,7 @@ def test_columns_and_format_override(tmp_path: Path) -> None:
     assert renamed.lines[0].endswith('detected alpaca: every row has "q" and "a"')
 
 
-def test_sources_follow_each_other_and_an_empty_one_is_told(tmp_path: Path) -> None:
+def test_sources_follow_each_other_and_an_empty_one_is_reported(tmp_path: Path) -> None:
     for name, content in (("a", texts("one")), ("b", b"\n"), ("c", texts("two"))):
         (tmp_path / f"{name}.jsonl").write_bytes(content)
     sources = [Source(path=str(tmp_path / f"{name}.jsonl")) for name in "abc"]
@@ -233,7 +233,7 @@ def test_builtin_rows_tell_one_value_of_every_fact() -> None:
         for question, answer in zip(turns[::2], turns[1::2], strict=True):
             answers.setdefault(question, set()).add(answer)
     assert len(answers) == 12 * 3 * 2
-    assert all(len(told) == 1 for told in answers.values())
+    assert all(len(logged) == 1 for logged in answers.values())
 
 
 def test_builtin_rows_are_the_same_everywhere() -> None:

@@ -49,7 +49,7 @@ def as_hashes(values: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 @given(hashes, hashes)
-def test_duplicates_and_what_stands_elsewhere(one: list[int], other: list[int]) -> None:
+def test_duplicates_within_a_set_and_across_sets(one: list[int], other: list[int]) -> None:
     assert is_duplicate(as_hashes(one)).tolist() == [value in one[:i] for i, value in enumerate(one)]
     parts = [as_hashes(other[:3]), as_hashes(other[3:])]
     assert also_in(as_hashes(one), parts).tolist() == [value in other for value in one]
@@ -87,11 +87,11 @@ def a_source(draw: st.DrawFn) -> FakeRows:
         some = draw(st.lists(st.booleans(), min_size=length, max_size=length))
         rows.append((range(length), {"all": [True] * length, "none": [False] * length, "some": some}[kind]))
     few = st.frozensets(st.integers(0, 14), max_size=4)
-    said = draw(
+    shown = draw(
         st.lists(st.integers(0, 9) | st.integers(0, 2**64 - 1), min_size=len(rows), max_size=len(rows))
     )
     account = Account(blank_lines=draw(st.integers(0, 3)), bad_rows=draw(st.integers(0, 3)))
-    return FakeRows(rows, draw(few), account, said, draw(few))
+    return FakeRows(rows, draw(few), account, shown, draw(few))
 
 
 @given(st.lists(a_source(), min_size=1, max_size=3), st.sampled_from(["drop", "truncate", "split", "fill"]))
@@ -115,10 +115,10 @@ def test_every_row_and_token_is_in_the_account(given: list[FakeRows], how: OnToo
     train, *others = (total([one.ledger for one in some]) for some in sets)
     assert train.rows == sum(min(10, len(rows.given)) + rows.account.bad_rows for rows in given)
     assert train.held_out == sum(one.rows for one in others)
-    said = [value for rows in given for value in (rows.said or [])[:10]]
-    assert train.duplicate == len(said) - len(set(said))
-    is_held = {said for some in sets[1:] for one in some for said in one.content.tolist()}
-    is_trained = {said for one in sets[0] for said in one.content.tolist()}
+    shown = [value for rows in given for value in (rows.hashes or [])[:10]]
+    assert train.duplicate == len(shown) - len(set(shown))
+    is_held = {shown for some in sets[1:] for one in some for shown in one.content.tolist()}
+    is_trained = {shown for one in sets[0] for shown in one.content.tolist()}
     assert not is_held & is_trained
 
 
@@ -192,7 +192,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def said(data: Any) -> list[str]:
+def shown(data: Any) -> list[str]:
     return [TOKENIZER.decode(example.input_ids).removesuffix("<|im_end|>") for example in data]
 
 
@@ -202,9 +202,9 @@ ROWS = [f"row {i}" for i in range(40)]
 def test_rows_that_are_added_move_none_to_the_other_side() -> None:
     before = loaded({"a.jsonl": text(*ROWS[:25])}, eval_fraction=0.3)
     after = loaded({"a.jsonl": text(*ROWS[::-1], *ROWS[5:9])}, eval_fraction=0.3)
-    held, now = set(said(before.held_out[0].data)), set(said(after.held_out[0].data))
+    held, now = set(shown(before.held_out[0].data)), set(shown(after.held_out[0].data))
     assert held <= now and now - held <= set(ROWS[25:])
-    assert not now & set(said(after.train)) and now | set(said(after.train)) == set(ROWS)
+    assert not now & set(shown(after.train)) and now | set(shown(after.train)) == set(ROWS)
     assert 0.1 < len(now) / 40 < 0.5
     assert after.account["train"]["total"]["duplicate"] == 4
 
@@ -213,12 +213,12 @@ def test_a_count_is_that_many_rows() -> None:
     found = loaded({"a.jsonl": text(*ROWS)}, eval_count=7)
     assert len(found.held_out[0].data) == 7 and len(found.train) == 33
     assert [one.name for one in found.held_out] == [None]
-    assert set(said(loaded({"a.jsonl": text(*ROWS)}, eval_count=3).held_out[0].data)) < set(
-        said(found.held_out[0].data)
+    assert set(shown(loaded({"a.jsonl": text(*ROWS)}, eval_count=3).held_out[0].data)) < set(
+        shown(found.held_out[0].data)
     )
 
 
-def test_both_a_file_and_held_out_rows_are_evaluated_and_what_they_share_with_train_is_told() -> None:
+def test_a_file_and_held_out_rows_are_evaluated_and_rows_shared_with_train_reported() -> None:
     files = {
         "a.jsonl": text(*ROWS[:20]),
         "b.jsonl": text(*ROWS[20:]),
@@ -226,15 +226,15 @@ def test_both_a_file_and_held_out_rows_are_evaluated_and_what_they_share_with_tr
     }
     found = loaded(files, ("test.jsonl",), eval_fraction=0.3, of_source={"a.jsonl": {"name": "web"}})
     assert [one.name for one in found.held_out] == ["test", "web", "held_out"]
-    assert set(said(found.held_out[1].data)) <= set(ROWS[:20])
-    shared = set(said(found.train)) & set(said(found.held_out[0].data))
+    assert set(shown(found.held_out[1].data)) <= set(ROWS[:20])
+    shared = set(shown(found.train)) & set(shown(found.held_out[0].data))
     assert found.account["held_out"]["test"]["also_in_train"] == len(shared) > 0
-    told = [line for line in found.lines if "are also in data.train" in line]
-    assert len(told) == 1 and told[0].startswith(f"data.eval test: {len(shared)} of 5 rows")
+    logged = [line for line in found.lines if "are also in data.train" in line]
+    assert len(logged) == 1 and logged[0].startswith(f"data.eval test: {len(shared)} of 5 rows")
     assert list(found.account["train"]["sources"]) == ["web", "b"]
 
 
-def test_mixed_formats_bad_and_long_rows_of_all_files_are_told_together() -> None:
+def test_mixed_formats_bad_and_long_rows_of_all_files_are_one_error() -> None:
     files = {
         "a.jsonl": '{"text": 1}\n' + text("x"),
         "b.jsonl": "[\n" + text("y"),
@@ -253,7 +253,7 @@ def test_mixed_formats_bad_and_long_rows_of_all_files_are_told_together() -> Non
     ]
 
 
-def test_all_that_a_run_refuses_is_told_at_once() -> None:
+def test_all_reasons_of_a_refusal_are_one_error() -> None:
     with pytest.raises(DataError) as error:
         loaded({"a.jsonl": text("x" * 70, "y") + "{\n", "b.jsonl": ""}, ("b.jsonl",))
     assert error.value.title == ("1 of 3 rows cannot be used, 1 of 2 rows is longer than data.max_length 64:")
@@ -275,7 +275,7 @@ def test_what_would_be_refused_is_measured_without_the_rows_in_question() -> Non
     Path("a.jsonl").write_text(text("x" * 70, "y") + "{\n")
     wanted = spec_of("sft", Data(train=(Source(path="a.jsonl"),), max_length=64))
     found = load_data(wanted, TOKENIZER, refuse=False)
-    assert said(found.train) == ["y"] and found.refusal is not None and len(found.refusal.problems) == 3
+    assert shown(found.train) == ["y"] and found.refusal is not None and len(found.refusal.problems) == 3
     assert found.lines[-1] == (
         "data.train: 3 rows gave 1 example of 2 tokens, 1 of them trained on. 1 row was bad, so a run stops. "
         "1 row was longer than data.max_length, so a run stops."
@@ -286,7 +286,7 @@ def test_what_would_be_refused_is_measured_without_the_rows_in_question() -> Non
 
 def test_bad_rows_can_be_dropped_counted_and_listed() -> None:
     found = loaded({"a.jsonl": text("x") + "{\n" + text("y") + '{"text": 2}\n'}, on_bad_row="drop")
-    assert said(found.train) == ["x", "y"]
+    assert shown(found.train) == ["x", "y"]
     assert found.account["train"]["total"]["bad"] == found.summary["data/bad"] == 2
     assert [row["source"] for row in found.account["train"]["sources"]["a"]["bad_rows"]] == [
         "a.jsonl:2",
@@ -306,11 +306,11 @@ def test_files_of_a_folder_that_are_read_alike_have_one_line() -> None:
     ]
 
 
-def test_the_first_rows_of_a_file_are_all_that_is_told_of_it() -> None:
+def test_a_file_without_format_is_reported_by_its_first_rows() -> None:
     content = text("x") + "{\n" + text("y", "z") + "{\n" + text("w")
     of_source = {"a.jsonl": {"max_rows": 2}}
     found = loaded({"a.jsonl": content}, on_bad_row="drop", of_source=of_source)
-    assert said(found.train) == ["x", "y"]
+    assert shown(found.train) == ["x", "y"]
     sums = found.account["train"]["total"]
     assert (sums["rows"], sums["bad"], sums["used"]) == (3, 1, 2)
     with pytest.raises(DataError) as error:
@@ -329,7 +329,7 @@ LOSSY = {"a.jsonl": text("x" * 70, "y", "", "y", "z") + "{\n"}
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "logged"),
     [
         (
             {"max_dropped_fraction": 0.3, "on_too_long": "drop"},
@@ -348,15 +348,15 @@ LOSSY = {"a.jsonl": text("x" * 70, "y", "", "y", "z") + "{\n"}
         ),
     ],
 )
-def test_a_loss_over_its_limit_stops_the_run(keys: dict[str, Any], told: str) -> None:
+def test_a_loss_over_its_limit_stops_the_run(keys: dict[str, Any], logged: str) -> None:
     with pytest.raises(DataError) as error:
         loaded(LOSSY, on_bad_row="drop", **keys)
-    assert str(error.value) == f"data.train is over the spec's limits:\n  {told}"
+    assert str(error.value) == f"data.train is over the spec's limits:\n  {logged}"
     limit = next(key for key in keys if key.startswith("max"))
     loaded(LOSSY, on_bad_row="drop", **{**keys, limit: 0.5})
 
 
-def test_all_limits_are_told_at_once() -> None:
+def test_all_exceeded_limits_are_one_error() -> None:
     keys: dict[str, Any] = {
         "max_dropped_fraction": 0.0,
         "max_duplicate_fraction": 0.0,
@@ -371,7 +371,7 @@ def test_all_limits_are_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "held_out", "keys", "told"),
+    ("files", "held_out", "keys", "logged"),
     [
         ({"a.jsonl": ""}, (), {}, "no rows to train on:\n  a.jsonl: has no rows"),
         (
@@ -409,11 +409,11 @@ def test_all_limits_are_told_at_once() -> None:
     ],
 )
 def test_row_25_nothing_left_says_what_left_it_out(
-    files: dict[str, str], held_out: tuple[str, ...], keys: dict[str, Any], told: str
+    files: dict[str, str], held_out: tuple[str, ...], keys: dict[str, Any], logged: str
 ) -> None:
     with pytest.raises(DataError) as error:
         loaded(files, held_out, **keys)
-    assert told in str(error.value)
+    assert logged in str(error.value)
     assert error.value.exit_code == 65
 
 
@@ -465,7 +465,7 @@ def test_row_27_workers_make_the_same_batches(monkeypatch: pytest.MonkeyPatch) -
     for other in others:
         assert one.identity == other.identity and one.train.fingerprint == other.train.fingerprint
         assert [Order(other.train, 7, 3).step(i).ids.tolist() for i in range(20)] == steps
-        assert said(one.train) == said(other.train)
+        assert shown(one.train) == shown(other.train)
 
 
 @pytest.mark.parametrize("changed", ["a.jsonl", "test.jsonl"])
@@ -476,13 +476,13 @@ def test_row_30_a_changed_file_is_known_by_its_source(changed: str) -> None:
     assert list(other_rows(json.loads(json.dumps(then)), again)) == []
     files[changed] = files[changed].replace("row 7", "row 8").replace("y", "z")
     now = loaded(files, ("test.jsonl",), of_source={"a.jsonl": {"name": "web"}}).identity
-    told = {"a.jsonl": "data.train web had 40 rows of ", "test.jsonl": "data.eval had 1 rows of "}
+    logged = {"a.jsonl": "data.train web had 40 rows of ", "test.jsonl": "data.eval had 1 rows of "}
     found = list(other_rows(json.loads(json.dumps(then)), now))
-    assert len(found) == 1 and found[0].startswith(told[changed])
+    assert len(found) == 1 and found[0].startswith(logged[changed])
     assert found[0].endswith("now the same number of different rows")
 
 
-def test_which_length_would_keep_how_many_rows_is_told() -> None:
+def test_the_error_says_which_max_length_keeps_how_many_rows() -> None:
     long = {"a.jsonl": text(*("x" * n for n in (10, 80, 90, 100, 150, 400)))}
     with pytest.raises(DataError) as error:
         loaded(long)

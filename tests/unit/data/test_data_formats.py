@@ -48,7 +48,7 @@ def refusal(row: Mapping[str, Any], task: str = "sft", name: str | None = None, 
     return str(caught.value)
 
 
-def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+def shown(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
@@ -60,7 +60,7 @@ def call(name: str, arguments: Any, **more: Any) -> dict[str, Any]:
     return {**more, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-ASKED, ANSWERED = said("user", "a"), said("assistant", "b")
+ASKED, ANSWERED = shown("user", "a"), shown("assistant", "b")
 PAIR = (ASKED, ANSWERED)
 SCHEMA = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": SCHEMA}
@@ -76,17 +76,17 @@ ARGUMENTS = st.dictionaries(
 @st.composite
 def _turns(draw: st.DrawFn, *, plain: bool) -> list[dict[str, Any]]:
     """A user's turn, calls with their results, and an answer."""
-    turns = [said("user", draw(WORDS))]
+    turns = [shown("user", draw(WORDS))]
     for _ in range(0 if plain else draw(st.integers(0, 2))):
         calls = [call(draw(WORDS), draw(ARGUMENTS)) for _ in range(draw(st.integers(1, 2)))]
-        turns.append(said("assistant", None, tool_calls=calls))
-        turns += [said("tool", draw(WORDS)) for _ in calls]
-    return [*turns, said("assistant", draw(WORDS))]
+        turns.append(shown("assistant", None, tool_calls=calls))
+        turns += [shown("tool", draw(WORDS)) for _ in calls]
+    return [*turns, shown("assistant", draw(WORDS))]
 
 
 @st.composite
 def talks(draw: st.DrawFn, *, plain: bool = False) -> list[dict[str, Any]]:
-    system = [said("system", draw(WORDS))] if draw(st.booleans()) else []
+    system = [shown("system", draw(WORDS))] if draw(st.booleans()) else []
     turns = draw(st.lists(_turns(plain=plain), min_size=1, max_size=3))
     return [*system, *(message for some in turns for message in some)]
 
@@ -113,7 +113,7 @@ def sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def forms(messages: list[dict[str, Any]]) -> dict[str, tuple[str, dict[str, Any]]]:
     """The same conversation in every way of every format: (format, row)."""
-    other = said("assistant", f"{messages[-1]['content']}!")
+    other = shown("assistant", f"{messages[-1]['content']}!")
     prompt, answer = messages[:-1], messages[-1:]
     shared = [sharegpt(message) for message in messages]
     system = messages[0]["content"] if messages[0]["role"] == "system" else None
@@ -266,7 +266,7 @@ def test_labels(label: object, is_desirable: bool) -> None:
 
 def test_what_is_labelled_is_the_last_answer_alone() -> None:
     row = chat(
-        said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d"), label=False
+        shown("user", "a"), shown("assistant", "b"), shown("user", "c"), shown("assistant", "d"), label=False
     )
     kept = meant(row, name="kto")
     assert kept.label is False
@@ -283,18 +283,23 @@ def test_a_class_is_no_label() -> None:
 
 def test_a_pair_that_begins_with_its_prompt() -> None:
     """As many files have it: the prompt as a string, and again at the head of both answers."""
-    row = {"prompt": "a ", "chosen": list(PAIR), "rejected": [ASKED, said("assistant", "c")], "messages": [1]}
+    row = {
+        "prompt": "a ",
+        "chosen": list(PAIR),
+        "rejected": [ASKED, shown("assistant", "c")],
+        "messages": [1],
+    }
     chosen, rejected = (sample_text(sample)[0] for sample in meant(row, "dpo").samples)
     assert list(chosen) == list(PAIR)
-    assert list(rejected) == [ASKED, said("assistant", "c")]
+    assert list(rejected) == [ASKED, shown("assistant", "c")]
     assert "differs from the prompt" in refusal({**row, "prompt": "another"}, "dpo")
     assert "format: messages or format: preference (trains on the chosen answers)" in refusal(row)
 
 
 def test_an_answer_of_several_messages_keeps_what_it_shares() -> None:
     """Beside a prompt the answers are taken whole, though both begin with the same call."""
-    turns = [said("assistant", None, tool_calls=[call("f", {})]), said("tool", "1")]
-    row = {"prompt": [ASKED], "chosen": [*turns, ANSWERED], "rejected": [*turns, said("assistant", "c")]}
+    turns = [shown("assistant", None, tool_calls=[call("f", {})]), shown("tool", "1")]
+    row = {"prompt": [ASKED], "chosen": [*turns, ANSWERED], "rejected": [*turns, shown("assistant", "c")]}
     chosen, _ = meant(row, "dpo").samples
     assert isinstance(chosen, Conversation)
     assert chosen.trained == (False, None, None, None)
@@ -304,7 +309,7 @@ def test_openai_pairs() -> None:
     row = {
         "input": {"messages": [ASKED], "tools": [TOOL], "parallel_tool_calls": True},
         "preferred_output": [ANSWERED],
-        "non_preferred_output": [said("assistant", "c")],
+        "non_preferred_output": [shown("assistant", "c")],
     }
     way_out = "columns: {prompt: input, chosen: preferred_output, rejected: non_preferred_output}"
     assert refusal(row, "dpo").endswith(f"did you mean {way_out}?")
@@ -314,12 +319,12 @@ def test_openai_pairs() -> None:
 
 
 def test_columns_name_what_the_file_has() -> None:
-    row = {"question": "q", "chosen": "a", "rejected": "b", "system": "s", "turns": [ASKED, said("gpt", 5)]}
+    row = {"question": "q", "chosen": "a", "rejected": "b", "system": "s", "turns": [ASKED, shown("gpt", 5)]}
     assert "{prompt: question}" in refusal(row, "dpo")
     assert "columns: {instruction: question} for a chat" in refusal(row, "dpo", prompt="question")
     chosen, _ = meant(row, "dpo", None, instruction="question").samples
     assert chosen == Conversation(
-        (said("system", "s"), said("user", "q"), said("assistant", "a")), (), (False, False, None)
+        (shown("system", "s"), shown("user", "q"), shown("assistant", "a")), (), (False, False, None)
     )
     assert refusal(row, "sft", "sharegpt", conversations="turns").startswith('"turns[1].content" is a number')
     text = refusal({"instruction": "q", "output": "a"}, "sft", None, prompt="question")
@@ -388,11 +393,11 @@ def test_calls_and_tools_in_all_their_forms() -> None:
         {"tool_calls": [{"id": None, "function": {"name": "f", "arguments": {"x": 1}}}]},
         {"function_call": {"name": "f", "arguments": '{"x": 1}'}, "refusal": None, "annotations": []},
     )
-    wanted = said("assistant", None, tool_calls=[call("f", {"x": 1})])
+    wanted = shown("assistant", None, tool_calls=[call("f", {"x": 1})])
     for tools in ([TOOL], [SCHEMA], json.dumps([SCHEMA]), [{"type": "function", **SCHEMA}]):
         for form in calls:
-            row = chat(ASKED, {"role": "assistant", **form}, said("function", "1", name="f"), tools=tools)
-            assert talk(row) == Conversation((ASKED, wanted, said("tool", "1", name="f")), (TOOL,))
+            row = chat(ASKED, {"role": "assistant", **form}, shown("function", "1", name="f"), tools=tools)
+            assert talk(row) == Conversation((ASKED, wanted, shown("tool", "1", name="f")), (TOOL,))
     assert talk(chat(ASKED, ANSWERED, tools="[]")) == talk(chat(ASKED, ANSWERED, tools=None))
 
 
@@ -400,7 +405,7 @@ def test_calls_and_tools_in_all_their_forms() -> None:
     ("written", "kept"), [("", {}), ("{}", {}), ("[1]", "[1]"), ("{x", "{x"), ('{"x": NaN}', '{"x": NaN}')]
 )
 def test_arguments_that_are_no_object_stay_a_text(written: str, kept: object) -> None:
-    (message,) = talk(chat(said("assistant", "", tool_calls=[call("f", written)]))).messages
+    (message,) = talk(chat(shown("assistant", "", tool_calls=[call("f", written)]))).messages
     assert message["tool_calls"][0]["function"]["arguments"] == kept
 
 
@@ -408,44 +413,44 @@ def test_arguments_of_many_levels() -> None:
     deep: Any = 1
     for _ in range(5000):
         deep = {"k": deep}
-    row = chat(said("assistant", "", tool_calls=[call("f", deep)]))
+    row = chat(shown("assistant", "", tool_calls=[call("f", deep)]))
     assert refusal(row).endswith("nested more than 100 levels deep")
     assert refusal(chat(*PAIR, tools=[{"name": "f", "parameters": deep}])).endswith("levels deep")
     written = '{"k":' * 90 + "1" + "}" * 90
-    content_hash(meant(chat(said("assistant", "", tool_calls=[call("f", written)]))))
+    content_hash(meant(chat(shown("assistant", "", tool_calls=[call("f", written)]))))
 
 
 def test_a_call_without_arguments() -> None:
     for form in ({"name": "f"}, {"function": {"name": "f", "arguments": None}}):
-        (message,) = talk(chat(said("assistant", None, tool_calls=[form]))).messages
+        (message,) = talk(chat(shown("assistant", None, tool_calls=[form]))).messages
         assert message["tool_calls"] == [call("f", {})]
 
 
 def test_content_of_parts_and_reasoning() -> None:
     parts = [{"type": "text", "text": "a", "image_url": None}, {"type": "text", "text": "b"}]
     for name in ("reasoning_content", "reasoning", "thinking"):
-        sample = talk(chat(said("user", parts), said("assistant", "c", **{name: "why"})))
-        assert sample.messages == (said("user", "ab"), said("assistant", "c", reasoning_content="why"))
+        sample = talk(chat(shown("user", parts), shown("assistant", "c", **{name: "why"})))
+        assert sample.messages == (shown("user", "ab"), shown("assistant", "c", reasoning_content="why"))
 
 
 def test_a_weight_between_0_and_1_is_refused_by_name() -> None:
-    row = chat(ASKED, said("assistant", "b", loss_weight=0.5))
+    row = chat(ASKED, shown("assistant", "b", loss_weight=0.5))
     assert refusal(row) == '"messages[1].loss_weight" is 0.5; it must be 0 or 1'
     assert '"train" and "loss_weight"' in refusal(
-        chat(ASKED, said("assistant", "b", loss_weight=1.0, train=True))
+        chat(ASKED, shown("assistant", "b", loss_weight=1.0, train=True))
     )
 
 
 def version_1(role: str, content: str, weight: float) -> dict[str, Any]:
     """A message of LLaMA-Factory's version 1."""
-    return said(role, [{"type": "text", "value": content}], loss_weight=weight)
+    return shown(role, [{"type": "text", "value": content}], loss_weight=weight)
 
 
 def test_rows_of_llama_factory_version_1() -> None:
     prompt = [version_1("system", "s", 0.0), version_1("user", "a", 0.0)]
     chosen, rejected = (version_1("assistant", content, 1.0) for content in "bc")
     row = talk(chat(*prompt, chosen))
-    assert row.messages == (said("system", "s"), ASKED, ANSWERED)
+    assert row.messages == (shown("system", "s"), ASKED, ANSWERED)
     assert row.trained == (False, False, True)
     pair = {"chosen_messages": [*prompt, chosen], "rejected_messages": [*prompt, rejected]}
     assert (
@@ -455,23 +460,23 @@ def test_rows_of_llama_factory_version_1() -> None:
     first, second = meant(pair, "dpo").samples
     assert isinstance(first, Conversation) and isinstance(second, Conversation)
     assert first == row
-    assert second.messages == (*row.messages[:2], said("assistant", "c"))
+    assert second.messages == (*row.messages[:2], shown("assistant", "c"))
     assert second.trained == row.trained
     assert meant(pair, "sft", "preference").samples == (first,)
 
 
 def test_a_part_has_text_or_value() -> None:
     parts = [{"type": "text", "value": "a", "text": None}, {"type": "text", "text": "b", "value": None}]
-    assert talk(chat(ASKED, said("assistant", parts))).messages[1]["content"] == "ab"
+    assert talk(chat(ASKED, shown("assistant", parts))).messages[1]["content"] == "ab"
     both = [{"type": "text", "value": "a", "text": "b"}]
-    assert '"text" and "value"; give one of them' in refusal(chat(ASKED, said("assistant", both)))
+    assert '"text" and "value"; give one of them' in refusal(chat(ASKED, shown("assistant", both)))
     assert "is a part of type" in refusal(
-        chat(ASKED, said("assistant", [{"type": "reasoning", "value": "a"}]))
+        chat(ASKED, shown("assistant", [{"type": "reasoning", "value": "a"}]))
     )
 
 
 def test_the_answers_of_a_pair_under_other_names() -> None:
-    row = {"chosen_answer": list(PAIR), "lose": [ASKED, said("assistant", "c")]}
+    row = {"chosen_answer": list(PAIR), "lose": [ASKED, shown("assistant", "c")]}
     assert refusal(row, "dpo").endswith("did you mean columns: {chosen: chosen_answer, rejected: lose}?")
     assert len(meant(row, "dpo", chosen="chosen_answer", rejected="lose").samples) == 2
     assert refusal(row).endswith("did you mean columns: {messages: chosen_answer}?")
@@ -488,7 +493,7 @@ def test_roles_of_other_files() -> None:
 
 def test_a_call_written_in_the_answer_itself() -> None:
     """Hermes' files have no tool_calls: a result may follow any turn of the assistant."""
-    row = chat(ASKED, said("assistant", "<tool_call>{}</tool_call>"), said("tool", "1"), said("tool", "2"))
+    row = chat(ASKED, shown("assistant", "<tool_call>{}</tool_call>"), shown("tool", "1"), shown("tool", "2"))
     assert len(talk(row).messages) == 4
 
 
@@ -497,12 +502,12 @@ def test_a_call_written_in_the_answer_itself() -> None:
     [("train", False, True), ("weight", 0, 1), ("loss", False, True), ("loss_weight", 0.0, 1.0)],
 )
 def test_flags(key: str, off: object, on: object) -> None:
-    last = said("assistant", "d", **{key: on})
-    row = chat(ASKED, said("assistant", "b", **{key: off}), said("user", "c"), last)
+    last = shown("assistant", "d", **{key: on})
+    row = chat(ASKED, shown("assistant", "b", **{key: off}), shown("user", "c"), last)
     assert talk(row).trained == (None, False, None, True)
-    assert talk(chat(said("user", "a", **{key: on}))).trained == (True,)
+    assert talk(chat(shown("user", "a", **{key: on}))).trained == (True,)
     assert "every assistant turn has train: false" in refusal(
-        chat(ASKED, said("assistant", "b", **{key: off}))
+        chat(ASKED, shown("assistant", "b", **{key: off}))
     )
     prompt = {"prompt": row["messages"][:3], "completion": [last]}
     assert talk(prompt).trained == (False, False, False, True)
@@ -545,8 +550,8 @@ def test_a_format_can_be_sent() -> None:
 # --- hashes -----------------------------------------------------------------------------------------------
 
 
-def test_a_hash_is_of_what_is_said() -> None:
-    first = chat(ASKED, said("assistant", None, tool_calls=[call("f", {"x": 1, "y": 2})]), tools=[TOOL])
+def test_a_hash_depends_on_the_content() -> None:
+    first = chat(ASKED, shown("assistant", None, tool_calls=[call("f", {"x": 1, "y": 2})]), tools=[TOOL])
     second = chat(
         {"content": "a", "role": "user"},
         {"tool_calls": [call("f", {"y": 2, "x": 1})], "content": None, "role": "assistant"},
@@ -556,8 +561,8 @@ def test_a_hash_is_of_what_is_said() -> None:
     assert content_hash(meant({"text": "a"})) == 15907338155110884274  # the same everywhere, always
 
 
-def test_what_is_trained_on_is_no_part_of_what_is_said() -> None:
-    talks = [chat(*PAIR), chat(ASKED, said("assistant", PAIR[1]["content"], train=True))]
+def test_a_hash_does_not_depend_on_what_is_trained_on() -> None:
+    talks = [chat(*PAIR), chat(ASKED, shown("assistant", PAIR[1]["content"], train=True))]
     talks += [{"prompt": [ASKED], "completion": [PAIR[1]]}]
     assert len({content_hash(meant(talk)) for talk in talks}) == 1
     texts = [{"text": "ab"}, {"prompt": "a", "completion": "b"}, {"prompt": "ab ", "completion": "c"}]
@@ -574,8 +579,8 @@ def test_hashes_differ() -> None:
         meant(pair, "dpo"),
         meant(chat(*PAIR)),
         meant(chat(*PAIR, tools=[TOOL])),
-        meant(chat(said("user", "a"), said("assistant", "b", reasoning_content=""))),
-        meant(chat(said("user", ""), said("assistant", "ab"))),
+        meant(chat(shown("user", "a"), shown("assistant", "b", reasoning_content=""))),
+        meant(chat(shown("user", ""), shown("assistant", "ab"))),
     ]
     hashes = [content_hash(row) for row in rows]
     assert len(set(hashes)) == len(rows)

@@ -56,9 +56,9 @@ def parts(rendered: Rendered) -> list[str]:
 
 
 def refusal(row: Conversation | Text, template: str | None = None, train_on: TrainOn = "assistant") -> str:
-    said = Renderer(BYTES, template, train_on).render([row])[0]
-    assert isinstance(said, str)
-    return said
+    shown = Renderer(BYTES, template, train_on).render([row])[0]
+    assert isinstance(shown, str)
+    return shown
 
 
 FOUR = ("s:S", "u:q", "a:one", "u:r", "a:two")
@@ -120,8 +120,8 @@ def test_answers_in_a_row_and_first_ones(template: str | None) -> None:
 
 
 def test_last_is_a_way_out_where_earlier_turns_are_rewritten() -> None:
-    said = "(m['content'] if loop.last else m['content'].split('.')[-1])"
-    template, row = UNMARKED.replace("m['content']", said), talk("u:q", "a:hm.one", "u:r", "a:hm.two")
+    shown = "(m['content'] if loop.last else m['content'].split('.')[-1])"
+    template, row = UNMARKED.replace("m['content']", shown), talk("u:q", "a:hm.one", "u:r", "a:hm.two")
     refused = refusal(row, template)
     assert (
         refused.startswith("turn 2: the chat template writes 'hm.one<|im_end|>")
@@ -142,8 +142,8 @@ TWICE = named_template("chatml").replace(
 def test_marks_that_are_not_one_a_turn() -> None:
     assert parts(made(talk(*FOUR), TWICE)) == [f"one{END}", f"two{END}"]
     flagged = talk(*FOUR, trained=(None, None, False, None, None))
-    for said in (refusal(talk(*FOUR), TWICE, "last"), refusal(flagged, TWICE, "all")):
-        assert said.startswith("the chat template marks 4 parts, but the row has 2 assistant turns")
+    for shown in (refusal(talk(*FOUR), TWICE, "last"), refusal(flagged, TWICE, "all")):
+        assert shown.startswith("the chat template marks 4 parts, but the row has 2 assistant turns")
 
 
 def test_marks_that_leave_the_end_of_turn_out() -> None:
@@ -157,12 +157,12 @@ def test_marks_that_leave_the_end_of_turn_out() -> None:
 
 
 def test_marks_that_do_not_enclose_the_answer() -> None:
-    """transformers counts characters from where the block stands, which is nowhere inside a macro."""
+    """transformers counts characters from the place of the block, which has none inside a macro."""
     macro = (
-        "{% macro said(m) %}<|im_start|>{% generation %}{{ m['content'] }}{% endgeneration %}{% endmacro %}"
+        "{% macro content(m) %}<|im_start|>{% generation %}{{ m['content'] }}{% endgeneration %}{% endmacro %}"
     )
     for template in (
-        macro + "{% for m in messages %}{{ said(m) + '<|im_end|>' }}{% endfor %}",
+        macro + "{% for m in messages %}{{ content(m) + '<|im_end|>' }}{% endfor %}",
         "{% for m in messages %}{{ m['content'] }}{% generation %}<|im_end|>{% endgeneration %}{% endfor %}",
     ):
         with pytest.raises(DataError, match="marks do not enclose the assistant's content"):
@@ -205,7 +205,7 @@ def test_what_a_template_would_leave_out_in_silence() -> None:
     assert parts(made(talk(*FOUR[1:]), deaf)) == [f"one{END}", f"two{END}"]
 
 
-def test_a_system_turn_that_stands_in_the_users_is_not_told_from_it() -> None:
+def test_a_system_turn_inside_the_users_is_not_distinguished() -> None:
     """Gemma 3's and Llama 2's way; else the mask would be of both, whatever the flags say."""
     joined = (
         "{%- set s = messages[0]['content'] if messages[0]['role'] == 'system' else '' %}"
@@ -240,8 +240,8 @@ def test_arguments_as_text_for_templates_that_want_them_so() -> None:
     name, arguments = "c['function']['name']", "c['function']['arguments']"
     call = f"{{% for c in m['tool_calls'] or [] %}}{{{{ {name} + {arguments} }}}}{{% endfor %}}"
     template = UNMARKED.replace("+ '<|im_end|>\n' }}{%-", "}}" + call + "{{ '<|im_end|>\n' }}{%-")
-    said = {"type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
-    row = Conversation((QUESTION, {**CALL, "tool_calls": [said]}, *talk("t:x", "a:one").messages))
+    shown = {"type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+    row = Conversation((QUESTION, {**CALL, "tool_calls": [shown]}, *talk("t:x", "a:one").messages))
     assert parts(made(row, template)) == ['f{"a": "é"}' + END, f"one{END}"]
 
 
@@ -281,8 +281,10 @@ def test_a_token_across_the_end_of_a_prompt() -> None:
     backend: Any = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "ab": 2}, merges=[("a", "b")]))
     tokenizer: Any = PreTrainedTokenizerFast
     renderer = Renderer(tokenizer(tokenizer_object=backend, eos_token="</s>"))
-    said, fine = renderer.render([Text((("a", False), ("b", True))), Text((("b", False), ("a", True)))])
-    assert isinstance(said, str) and said.startswith("the tokenizer merges the last characters of the prompt")
+    shown, fine = renderer.render([Text((("a", False), ("b", True))), Text((("b", False), ("a", True)))])
+    assert isinstance(shown, str) and shown.startswith(
+        "the tokenizer merges the last characters of the prompt"
+    )
     assert isinstance(fine, Rendered) and fine.trained.tolist() == [False, True, True]
 
 
@@ -308,11 +310,11 @@ TOKENIZERS = {name: _with(name) for name in CHAT_TEMPLATES}
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 @given(TALKS)
 @settings(max_examples=25, deadline=None)
-def test_any_talk_has_the_templates_text_and_trains_its_answers(name: str, said: Any) -> None:
+def test_any_conversation_has_the_templates_text_and_trains_its_answers(name: str, shown: Any) -> None:
     """The text is the tokenizer's own rendering; what is trained on are the answers, one part each; and the
     same is found without the marks, by prefixes."""
     tokenizer, renderer, without_marks = TOKENIZERS[name]
-    system, turns = said
+    system, turns = shown
     messages = [{"role": "system", "content": system}] if system is not None else []
     for question, answer in turns:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -369,7 +371,7 @@ def test_no_torch_on_the_way_from_rows_to_tokens() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_rows_that_spell_a_token_of_the_template_are_told_of(tmp_path: Path) -> None:
+def test_rows_that_spell_a_token_of_the_template_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
 
     def written(*answers: str) -> list[str]:

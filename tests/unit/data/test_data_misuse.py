@@ -1,4 +1,4 @@
-"""Bad data files: each one's message stands in golden/NAME.txt. DSFT_UPDATE_GOLDEN=1 writes them anew."""
+"""Bad data files: each one's message is in golden/NAME.txt. DSFT_UPDATE_GOLDEN=1 rewrites them."""
 
 from __future__ import annotations
 
@@ -381,12 +381,12 @@ def message(case: Case) -> str:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_mistake_has_its_message(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    said = message(case)
+    shown = message(case)
     golden = GOLDEN / f"{case.name}.txt"
     if os.environ.get("DSFT_UPDATE_GOLDEN") == "1":
-        golden.write_text(said, encoding="utf-8")
-    assert said == golden.read_text(encoding="utf-8")
-    assert "Traceback" not in said
+        golden.write_text(shown, encoding="utf-8")
+    assert shown == golden.read_text(encoding="utf-8")
+    assert "Traceback" not in shown
 
 
 def test_no_golden_is_left_over() -> None:

@@ -94,7 +94,7 @@ def test_quotas_are_the_shares_of_an_epoch(mixture: list[tuple[int, float]]) -> 
 
 @given(mixtures, st.integers(1, 16), st.data())
 @settings(max_examples=30, deadline=None)
-def test_a_step_is_made_by_its_number_alone(
+def test_a_step_depends_on_its_number_alone(
     mixture: list[tuple[int, float]], size: int, data: st.DataObject
 ) -> None:
     """After an interruption at any step the next ones are those of the run that was not interrupted."""
@@ -163,9 +163,9 @@ def test_what_a_step_has_of_each_source() -> None:
     assert TrainSteps(dataset(30), BatchSizes(8, 8, 1, 1), 0, 5, PAD).step(0).sources == {}
 
 
-def test_shares_are_said_in_rows_and_epochs() -> None:
-    said = list(shares_text(mixed((1000, 2333), (0.7, 0.3))))
-    assert said == [
+def test_shares_are_described_in_rows_and_epochs() -> None:
+    shown = list(shares_text(mixed((1000, 2333), (0.7, 0.3))))
+    assert shown == [
         "web: 1,000 examples, weight 0.7: 2,333 examples per epoch, 2.33 times each",
         "books: 2,333 examples, weight 0.3: 1,000 examples per epoch, 0.429 times each",
     ]

@@ -1,5 +1,5 @@
-"""Preference pairs from their lines to micro-batches: formats, the proof of the prompt, truncation, the
-account, and that every pair of a step stands exactly once over all ranks, however it is laid."""
+"""Preference pairs from their lines to micro-batches: formats, prompt check, truncation, ledger; each pair
+occurs exactly once per step across ranks, packed or padded."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def load(tmp_path: Path, *rows: object, tokenizer: Any = TOKENIZER, **keys: Any)
     return load_data(spec_of("dpo", data), tokenizer)
 
 
-def said(example: Example, tokenizer: Any = TOKENIZER) -> list[tuple[str, str]]:
-    """Of each answer: what stands before the first trained token, and what is trained on."""
+def shown(example: Example, tokenizer: Any = TOKENIZER) -> list[tuple[str, str]]:
+    """Of each answer: what is before the first trained token, and what is trained on."""
     borders = np.cumsum(example.segment_lengths)[:-1]
     answers = zip(np.split(example.input_ids, borders), np.split(example.trained, borders), strict=True)
     return [
@@ -121,7 +121,7 @@ FORMATS = {
 def test_a_format_gives_one_prompt_and_two_answers(tmp_path: Path, name: str) -> None:
     row, (prompt, chosen, rejected) = FORMATS[name]
     (example,) = load(tmp_path, row).train
-    assert said(example) == [(prompt, chosen), (prompt, rejected)]
+    assert shown(example) == [(prompt, chosen), (prompt, rejected)]
     assert example.source.endswith("a.jsonl:1")
 
 
@@ -142,7 +142,7 @@ def test_each_template_of_ours_writes_one_prompt(tmp_path: Path, template: str) 
     choose_template(tokenizer, template)
     row = {"prompt": TALK[1:], "chosen": [assistant("four")], "rejected": [assistant("five")]}
     (example,) = load(tmp_path, row, tokenizer=tokenizer).train
-    (prompt, chosen), (same, rejected) = said(example, tokenizer)
+    (prompt, chosen), (same, rejected) = shown(example, tokenizer)
     assert prompt == same and chosen.replace("four", "five") == rejected != chosen
 
 
@@ -150,11 +150,11 @@ def test_answers_of_several_turns_are_trained_on_but_for_what_is_asked(tmp_path:
     talk = [user("a?"), assistant("b"), user("c?"), assistant("d")]
     row = {"chosen": talk, "rejected": [user("a?"), assistant("x"), user("c?"), assistant("y")]}
     (example,) = load(tmp_path, row).train
-    (prompt, chosen), (same, rejected) = said(example)
+    (prompt, chosen), (same, rejected) = shown(example)
     assert prompt == same == chatml(user("a?"))
     assert (chosen, rejected) == (f"b{END}d{END}", f"x{END}y{END}")
     (example,) = load(tmp_path, {**row, "rejected": [*talk[:3], assistant("y")]}, train_on="last").train
-    assert said(example) == [(chatml(*talk[:3]), f"d{END}"), (chatml(*talk[:3]), f"y{END}")]
+    assert shown(example) == [(chatml(*talk[:3]), f"d{END}"), (chatml(*talk[:3]), f"y{END}")]
 
 
 def test_the_part_of_an_answer_that_is_not_trained_on_may_not_differ(tmp_path: Path) -> None:
@@ -163,13 +163,13 @@ def test_the_part_of_an_answer_that_is_not_trained_on_may_not_differ(tmp_path: P
         load(tmp_path, {"chosen": chosen, "rejected": rejected}, train_on="last")
 
 
-def test_tools_stand_in_both(tmp_path: Path) -> None:
+def test_tools_are_in_both_answers(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     row = {"prompt": [user("2+2?")], "chosen": "4", "rejected": "five", "tools": [tool]}
     tokenizer = byte_level_tokenizer()
     choose_template(tokenizer, "qwen2_5")
     (example,) = load(tmp_path, row, tokenizer=tokenizer).train
-    (prompt, _), (same, _) = said(example)
+    (prompt, _), (same, _) = shown(example)
     assert prompt == same and '"add"' in prompt
 
 
@@ -232,10 +232,10 @@ def test_the_demo(max_length: int) -> None:
     assert total["rows"] == 40 and total["used"] == len(loaded.train)
     for example in loaded.train:
         assert max(example.segment_lengths) <= max_length
-        (prompt, chosen), (same, rejected) = said(example, tokenizer)
+        (prompt, chosen), (same, rejected) = shown(example, tokenizer)
         assert prompt == same and chosen != rejected
     if max_length > 256:
-        answers = [said(example, tokenizer) for example in loaded.train]
+        answers = [shown(example, tokenizer) for example in loaded.train]
         ends = [[pair[answer]["value"] + END for answer in ("chosen", "rejected")] for pair in given[:40]]
         assert [[chosen, rejected] for (_, chosen), (_, rejected) in answers] == ends
     else:
@@ -355,7 +355,7 @@ def test_truncated_answers_stay_comparable(given_pairs: list[Any], max_length: i
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(pairs(), min_size=1, max_size=4), st.integers(2, 20), st.booleans())
-def test_a_shared_prompt_stands_once(given_pairs: list[Any], max_length: int, truncates: bool) -> None:
+def test_a_shared_prompt_occurs_once(given_pairs: list[Any], max_length: int, truncates: bool) -> None:
     rows = [
         row_of([*prompt, *answer], len(prompt), skipped)
         for prompt, chosen, rejected, skipped in given_pairs
@@ -467,12 +467,12 @@ def test_max_rows_and_held_out_are_pairs(tmp_path: Path) -> None:
     loaded = load(tmp_path, *rows, max_rows=31, eval_count=7)
     assert (len(loaded.train), len(loaded.held_out[0].data)) == (24, 7)
     both = [*loaded.train, *loaded.held_out[0].data]
-    prompts = [said(example)[0][0] for example in both]
+    prompts = [shown(example)[0][0] for example in both]
     assert sorted(prompts) == sorted(f"{number}?" for number in range(31))
     assert all(len(example.segment_lengths) == 2 for example in both)
 
 
-def test_a_shared_prompt_is_told(tmp_path: Path) -> None:
+def test_a_shared_prompt_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(strings("a?", "b", "c")) + "\n", encoding="utf-8")
     data = Data(train=(Source(path=str(path)),), packing=True)
@@ -542,7 +542,7 @@ def answers_in(batch: MicroBatch) -> list[tuple[int, NDArray[Any], list[list[int
 
 @settings(max_examples=60, deadline=None)
 @given(SIZES, st.sampled_from(["padded", "packed", "shared"]), st.integers(1, 3), st.integers(1, 3))
-def test_every_pair_of_a_step_stands_once_over_all_ranks(
+def test_every_pair_of_a_step_occurs_once_over_all_ranks(
     sizes: list[tuple[int, int, int]], way: str, ranks: int, micro: int
 ) -> None:
     data = dataset(sizes, way == "shared")

@@ -213,7 +213,7 @@ def test_a_window_keeps_the_answer_and_the_beginning_of_text() -> None:
 
 @given(given=rows_of_a_source, size=st.integers(2, 20), unended=st.frozensets(st.integers(0, 11)))
 @settings(max_examples=150, deadline=None)
-def test_windows_that_end_inside_a_turn_are_told(
+def test_windows_that_end_inside_a_turn_are_counted(
     given: list[Given], size: int, unended: frozenset[int]
 ) -> None:
     given = [([0, *ids[1:]], trained) for ids, trained in given]  # no beginning of text
@@ -239,7 +239,7 @@ def test_no_answer_is_kept_without_its_question(question: int, answer: int, begi
     assert (int(made.start[0]), int(made.target_counts[0])) == (begin, targets)
 
 
-def test_a_row_that_loses_its_end_of_turn_is_told() -> None:
+def test_a_row_that_loses_its_end_of_turn_is_counted() -> None:
     ids = list(range(20))
     answered = [False] * 4 + [True] * 16
     two_turns = [False] * 4 + [True] * 2 + [False] * 3 + [True] * 2 + [False] * 9

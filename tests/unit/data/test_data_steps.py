@@ -96,7 +96,7 @@ def test_a_step_does_not_depend_on_how_it_is_cut(count: int, index: int, seed: i
     assert all(same_plan(step, steps[0]) for step in steps)
 
 
-def test_a_step_is_made_by_its_number_alone() -> None:
+def test_a_step_depends_on_its_number_alone() -> None:
     plan = TrainSteps(dataset(23), sizes_of(4, 2, 2), 1, 5, PAD)
     forward = [plan.step(i) for i in range(15)]
     again = TrainSteps(dataset(23), sizes_of(4, 2, 2), 1, 5, PAD)

@@ -125,7 +125,7 @@ def test_it_is_given_what_transformers_gives() -> None:
      "{{ 'x' * 999999999999999 }}",
      "{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"],
 )  # fmt: skip
-def test_whatever_fails_in_it_is_a_reason(text: str) -> None:
+def test_any_error_in_a_template_is_a_reason(text: str) -> None:
     with pytest.raises(BadRowError, match="the chat template"):
         written(text)
 
@@ -136,11 +136,11 @@ def test_whatever_fails_in_it_is_a_reason(text: str) -> None:
 def test_one_that_never_ends_is_stopped_and_the_next_row_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "TIME_LIMIT", 0.2)
     text = "{% if messages[0]['content'] == 'loop' %}" + NESTED + "{% endif %}" + named_template("chatml")
-    rows = [Conversation(({"role": "user", "content": said}, ANSWER)) for said in ("loop", "a")]
+    rows = [Conversation(({"role": "user", "content": shown}, ANSWER)) for shown in ("loop", "a")]
     began = time.process_time()
-    said, made = Renderer(byte_level_tokenizer(), text, name="loop.jinja").render(rows)
-    assert isinstance(said, str)
-    assert said.startswith(
+    shown, made = Renderer(byte_level_tokenizer(), text, name="loop.jinja").render(rows)
+    assert isinstance(shown, str)
+    assert shown.startswith(
         "the chat template loop.jinja takes more than 10 seconds of CPU time for one row; "
     )
     assert isinstance(made, Rendered)
@@ -182,7 +182,7 @@ def test_template_that_cannot_be_compiled_is_refused(text: str, reason: str) -> 
         Renderer(byte_level_tokenizer(), text).render([Conversation((QUESTION, ANSWER))])
 
 
-def test_one_that_no_row_can_be_rendered_with_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_renders_no_row_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is found on a talk of dsft's own, so that no file is read to its end with it."""
     monkeypatch.setattr(limits, "TIME_LIMIT", 0.2)
     rows = [Conversation((QUESTION, ANSWER))] * 1000

@@ -118,9 +118,9 @@ def shown(name: str, thinking: Thinking, row: Conversation, train_on: TrainOn = 
 
 
 def refused(name: str, thinking: Thinking, row: Conversation, train_on: TrainOn = "assistant") -> str:
-    said = renderer(name, thinking, train_on).render([row])[0]
-    assert isinstance(said, str)
-    return said
+    printed = renderer(name, thinking, train_on).render([row])[0]
+    assert isinstance(printed, str)
+    return printed
 
 
 PLAIN = talk("u:q", "a:one")

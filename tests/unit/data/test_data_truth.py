@@ -192,9 +192,9 @@ MISFITS = {
 def test_what_the_newest_layouts_have_refused(name: str, case: str) -> None:
     template, tokenizer = layout(name)
     row, train_on = conversation(case, "")
-    said = Renderer(tokenizer, template, train_on, thinking="as_in_template").render([row])[0]
-    assert isinstance(said, str)
-    assert re.match(MISFITS[name, case], said), said
+    printed = Renderer(tokenizer, template, train_on, thinking="as_in_template").render([row])[0]
+    assert isinstance(printed, str)
+    assert re.match(MISFITS[name, case], printed), printed
 
 
 # --- our own ----------------------------------------------------------------------------------------------
@@ -283,12 +283,12 @@ SAID = st.lists(st.tuples(WORDS | SPELLED, WORDS | SPELLED), min_size=1, max_siz
 @settings(max_examples=20, deadline=None)
 def test_any_talk_with_a_published_template(name: str, turns: list[tuple[str, str]]) -> None:
     """The text is the tokenizer's own rendering, and a part per answer is trained on; or a token lies across
-    the border of an answer, which is told."""
+    the border of an answer, which is reported."""
     template, tokenizer = published(name)
     messages = [
-        {"role": role, "content": said}
+        {"role": role, "content": printed}
         for turn in turns
-        for role, said in zip(("user", "assistant"), turn, strict=True)
+        for role, printed in zip(("user", "assistant"), turn, strict=True)
     ]
     rendered = renderer(name).render([Conversation(tuple(messages))])[0]
     if isinstance(rendered, str):
@@ -344,11 +344,11 @@ def test_what_is_refused(name: str, case: str) -> None:
     template, tokenizer = published(name)
     row, train_on = conversation(case, "")
     try:
-        said = Renderer(tokenizer, template, train_on, thinking="as_in_template").render([row])[0]
+        printed = Renderer(tokenizer, template, train_on, thinking="as_in_template").render([row])[0]
     except DataError as error:  # of a template that no row can be rendered with
-        said = str(error)
-    assert isinstance(said, str)
-    assert re.search(REFUSED[name, case], said), said
+        printed = str(error)
+    assert isinstance(printed, str)
+    assert re.search(REFUSED[name, case], printed), printed
 
 
 OUR_OWN = {"deepseekv3": "deepseek", "glm4moe": "glm", "qwen3": "qwen3", "tokenizer": "qwen3"}

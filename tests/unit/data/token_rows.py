@@ -40,7 +40,7 @@ class FakeRows:
     given: Sequence[Given]
     unended: frozenset[int] = frozenset()
     account: Account = field(default_factory=Account)
-    said: Sequence[int] | None = None
+    hashes: Sequence[int] | None = None
     undesirable: frozenset[int] = frozenset()
     places: Sequence[str] | None = None
     reads: list[int] = field(default_factory=list)
@@ -59,8 +59,10 @@ class FakeRows:
 
     @property
     def content(self) -> NDArray[np.uint64]:
-        said = self.said if self.said is not None else [hash(tuple(ids)) % 2**64 for ids, _ in self.given]
-        return np.array(said, dtype=np.uint64)
+        found = (
+            self.hashes if self.hashes is not None else [hash(tuple(ids)) % 2**64 for ids, _ in self.given]
+        )
+        return np.array(found, dtype=np.uint64)
 
     @property
     def desirable(self) -> NDArray[np.bool_]:

@@ -36,11 +36,11 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def rows(path: Path, count: int, said: str = "yes") -> None:
+def rows(path: Path, count: int, shown: str = "yes") -> None:
     messages = [
         {
             "prompt": [{"role": "user", "content": f"question {i}"}],
-            "chosen": [{"role": "assistant", "content": f"{said} {i}"}],
+            "chosen": [{"role": "assistant", "content": f"{shown} {i}"}],
             "rejected": [{"role": "assistant", "content": "no" * (i + 1)}],
         }
         for i in range(count)

@@ -40,7 +40,7 @@ def pair(number: int, prompt: Sequence[int] = (1, 2, 3)) -> Example:
 
 @dataclass
 class Engine:
-    """A token's log-probability from its weight and the mean of what stands before it."""
+    """A token's log-probability from its weight and the mean of those before it."""
 
     weights: Tensor = field(default_factory=lambda: torch.linspace(-1, 1, VOCABULARY))
     adapter: float = 0.0
@@ -105,7 +105,7 @@ def with_reference(reference: Engine, rows: Sequence[Example] | None = None, ans
     return StartCheck(spec, 0.1, dataset_of(own, pairs=answers == 2), batches, 0)
 
 
-def said(start: StartCheck, engine: Engine, world: Any = None) -> str:
+def shown(start: StartCheck, engine: Engine, world: Any = None) -> str:
     policy: Any = SimpleNamespace(causal_lm=None, parameters=lambda: iter([torch.zeros(1)]))
     return check_start(start, engine, policy, world or World())  # type: ignore[arg-type]
 
@@ -116,12 +116,12 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_model_in_both_passes() -> None:
-    text = said(with_reference(Engine()), Engine())
+    text = shown(with_reference(Engine()), Engine())
     assert "on 6 pairs rewards and margins are at most" in text and "(allowed for rounding: 1e-05)" in text
 
 
 def test_examples_of_one_answer_have_rewards_and_no_margins() -> None:
-    text = said(with_reference(Engine(), answers=1), Engine())
+    text = shown(with_reference(Engine(), answers=1), Engine())
     assert "rewards are at most" in text and "margins" not in text
     text = refused(with_reference(Engine(weights=OTHER), answers=1), Engine())
     assert "other weights than the policy starts from" in text and "pairs.jsonl:" in text
@@ -129,7 +129,7 @@ def test_examples_of_one_answer_have_rewards_and_no_margins() -> None:
 
 def refused(start: StartCheck, engine: Engine, world: Any = None) -> str:
     with pytest.raises(SpecError) as raised:
-        said(start, engine, world)
+        shown(start, engine, world)
     return str(raised.value)
 
 
@@ -177,14 +177,14 @@ def test_an_adapter_left_on_the_reference_is_named() -> None:
 def test_the_adapter_that_both_have_passes() -> None:
     engine = Engine(adapter=0.1)
     start = replace(with_reference(Engine(adapter=0.1)), without_adapter=engine.without_adapter)
-    assert "equals its reference" in said(start, engine)
+    assert "equals its reference" in shown(start, engine)
 
 
 def test_rounding_is_measured_and_more_than_that_refused() -> None:
     """bf16's, of 0.01 nats a token."""
     rounded = Engine(rounding=0.01)
     layout = with_reference(Engine(rounding=-0.007))  # as another layout rounds
-    assert "equals its reference" in said(layout, rounded)
+    assert "equals its reference" in shown(layout, rounded)
     assert "other weights" in refused(
         with_reference(Engine(weights=torch.linspace(-1, 1.6, VOCABULARY))), rounded
     )
@@ -201,15 +201,15 @@ def test_a_difference_over_the_bound_of_fp32_is_refused() -> None:
         changed = replace(first, answers=replace(first.answers, reference=moved))
         one = replace(start, micro_batches=[changed, second])
         if passes:
-            said(one, Engine())
+            shown(one, Engine())
         else:
             assert "5 of 6 pairs" in refused(one, Engine())
 
 
 def test_what_is_not_a_number_is_refused() -> None:
     refused(with_reference(Engine(weights=torch.full((VOCABULARY,), math.nan))), Engine())
-    said = refused(with_reference(Engine()), Engine(weights=torch.full((VOCABULARY,), math.nan)))
-    assert "not finite" in said and "dropout" not in said
+    shown = refused(with_reference(Engine()), Engine(weights=torch.full((VOCABULARY,), math.nan)))
+    assert "not finite" in shown and "dropout" not in shown
 
 
 def test_all_ranks_see_what_one_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,13 +217,13 @@ def test_all_ranks_see_what_one_has_found(monkeypatch: pytest.MonkeyPatch) -> No
     gathered: list[Any] = []
     monkeypatch.setattr(World, "gather", lambda self, mine: gathered.append(mine) or [mine])
     with pytest.raises(SpecError):
-        said(with_reference(Engine(weights=OTHER)), Engine())
+        shown(with_reference(Engine(weights=OTHER)), Engine())
     monkeypatch.undo()
     monkeypatch.setattr(check, "own_attention", lambda model: nullcontext())
     right = with_reference(Engine())
     for mine in (Engine(), Engine(is_last=False)):
         with pytest.raises(SpecError, match="are the same in both" if mine.is_last else "other weights"):
-            said(right, mine, World(gathered[0]))
+            shown(right, mine, World(gathered[0]))
 
 
 @pytest.mark.parametrize("adapter", [0.0, 0.1])
@@ -241,7 +241,7 @@ def test_pairs_of_a_group_count_once(adapter: float, monkeypatch: pytest.MonkeyP
             return [mine, next(replies, None)]
 
         monkeypatch.setattr(world, "gather", gather)
-        ends.append(refused(start, engine, world) if adapter else said(start, engine, world))
+        ends.append(refused(start, engine, world) if adapter else shown(start, engine, world))
     assert ends[0] == ends[1] and ("without its adapter" if adapter else "on 6 pairs") in ends[0]
 
 

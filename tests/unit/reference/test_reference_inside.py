@@ -108,7 +108,7 @@ def test_the_reference_of_a_new_adapter_is_the_model_without_it(tmp_path: Path, 
     assert all(torch.equal(p, a) for p, a in zip(policy.parameters(), after, strict=True))
 
 
-def test_the_adapter_is_on_again_whatever_happens() -> None:
+def test_the_adapter_is_on_again_after_an_error() -> None:
     policy = build_model(
         spec(Path(), {"from_config": LLAMA, "lora": {"rank": 2}}).model, FACTS, 1, torch.float32
     )

@@ -58,7 +58,7 @@ def one_number_of_the_config(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, shown",
     [
         (one_weight, "the weight file model.safetensors has changed"),
         (one_template_character, "the chat template has changed at its character"),
@@ -66,19 +66,19 @@ def one_number_of_the_config(folder: Path) -> None:
         (one_number_of_the_config, "the model's config: rms_norm_eps was 1e-06, now 1e-05"),
     ],
 )
-def test_files_that_change(folder: Path, change: Callable[[Path], None], said: str) -> None:
+def test_files_that_change(folder: Path, change: Callable[[Path], None], shown: str) -> None:
     before = key(folder)
     assert key(folder).digest == before.digest
     change(folder)
     now = key(folder)
     assert now.digest != before.digest
-    assert any(said in clause for clause in differences(before.components, now.components))
+    assert any(shown in clause for clause in differences(before.components, now.components))
     if change is not one_template_character:  # which changes the rows' tokens, too
         assert len(differences(before.components, now.components)) == 1
 
 
 @pytest.mark.parametrize(
-    "changed, said",
+    "changed, shown",
     [
         ({"data": {"max_length": 128}}, "data.max_length was 256, now 128"),
         ({"train": {"precision": "bf16"}}, "train.precision was fp32, now bf16"),
@@ -89,10 +89,10 @@ def test_files_that_change(folder: Path, change: Callable[[Path], None], said: s
         ),
     ],
 )
-def test_keys_of_the_spec_that_change(folder: Path, changed: dict[str, Any], said: str) -> None:
+def test_keys_of_the_spec_that_change(folder: Path, changed: dict[str, Any], shown: str) -> None:
     before, now = key(folder), key(folder, changed)
     assert now.digest != before.digest
-    assert any(said in clause for clause in differences(before.components, now.components))
+    assert any(shown in clause for clause in differences(before.components, now.components))
 
 
 def test_a_fresh_model_is_its_config_and_its_seed(folder: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_fresh_model_is_its_config_and_its_seed(folder: Path) -> None:
     assert differences(one.components, other.components) == ["the fresh model's seed was 42, now 1"]
 
 
-def test_how_it_is_computed_and_where_it_stands_is_not_in_it(folder: Path, tmp_path: Path) -> None:
+def test_layout_and_folders_are_not_in_the_key(folder: Path, tmp_path: Path) -> None:
     before = key(folder)
     others: dict[str, Any] = {
         "train": {"micro_batch_size": 4, "accumulation_steps": 2},
@@ -131,7 +131,7 @@ def test_pickled_weights_of_the_hub_are_part_of_it(folder: Path, monkeypatch: py
     assert found == folder / "model" / "pytorch_model.bin"
 
 
-def test_weights_that_change_after_the_key_was_made(folder: Path) -> None:
+def test_weights_that_change_after_the_key_was_computed(folder: Path) -> None:
     asked = spec(folder), key(folder)
     check_weights(*asked)
     one_weight(folder)
@@ -149,5 +149,5 @@ def test_an_adapter_is_part_of_it(folder: Path) -> None:
     with_path = {"model": {"lora": {"path": str(adapter)}}}
     one = key(folder, with_path)
     (adapter / "adapter_model.safetensors").write_text("trained on")
-    said = differences(one.components, key(folder, with_path).components)
-    assert said == ["the adapter's file adapter_model.safetensors has changed"]
+    shown = differences(one.components, key(folder, with_path).components)
+    assert shown == ["the adapter's file adapter_model.safetensors has changed"]

@@ -25,7 +25,7 @@ from tests.unit.reference.small import TINY, model, rows, spec
 
 
 @pytest.mark.parametrize(
-    "changed, said",
+    "changed, shown",
     [
         ({"task": "sft"}, "task: task sft has no reference; start dsft/train.py"),
         ({"dpo": {"loss_type": "simpo"}}, "dpo.loss_type: simpo needs no reference"),
@@ -33,12 +33,12 @@ from tests.unit.reference.small import TINY, model, rows, spec
         ({"dpo": {"reference": "adapter"}}, "dpo.reference: adapter computes the reference while it trains"),
     ],
 )
-def test_nothing_to_score(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_nothing_to_score(changed: dict[str, Any], shown: str, tmp_path: Path) -> None:
     sections = {name: keys for name, keys in changed.items() if name != "task"}
     asked = spec(tmp_path, sections).model_copy(update={k: v for k, v in changed.items() if k == "task"})
     with pytest.raises(SpecError) as raised:
         check_precomputed(asked, "dsft reference")
-    assert "nothing for dsft reference to score" in str(raised.value) and said in str(raised.value)
+    assert "nothing for dsft reference to score" in str(raised.value) and shown in str(raised.value)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ time.sleep(60)"""
     assert run_ranks(_rank(program), os.environ, 2) == 75
 
 
-def test_a_rank_that_a_signal_has_ended_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_killed_by_a_signal_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsft.reference.start.GRACE", 0.5)
     with pytest.raises(WorldError, match=r"rank 1 of .* killed by signal 9 \(as the system does"):
         run_ranks(_rank("rank == 1 and os.kill(os.getpid(), signal.SIGKILL); time.sleep(60)"), os.environ, 2)
@@ -123,7 +123,7 @@ def test_a_rank_that_a_signal_has_ended_is_told(monkeypatch: pytest.MonkeyPatch)
 
 def _rank(program: str) -> list[str]:
     """A rank that ends with 75 when it is asked to stop; rank 0 comes to its end after the others."""
-    words = "import os, signal, sys, time; signal.signal(signal.SIGTERM, lambda *told: sys.exit(75)); "
+    words = "import os, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); "
     words += "rank = int(os.environ['RANK']); assert os.environ['WORLD_SIZE'] == '2'; time.sleep(1 - rank); "
     return [sys.executable, "-c", words + program]
 

@@ -66,15 +66,15 @@ def made(
     return precompute(mine, 2, inputs, ALONE, say, recheck=again), inputs
 
 
-def test_made_once_and_found_again(folder: Path, passes: list[ScoringPass]) -> None:
-    said: list[str] = []
-    found, _ = made(folder, say=said.append)
+def test_computed_once_and_read_afterwards(folder: Path, passes: list[ScoringPass]) -> None:
+    shown: list[str] = []
+    found, _ = made(folder, say=shown.append)
     assert len(passes) == 1 and not sum(map(len, passes[0].recheck)) and passes[0].micro_batch_size == 2
     for dataset, size in enumerate(SIZES):
         assert np.array_equal(found.logps[dataset], values(dataset, np.arange(size)))
     assert len(found.annotate) == 2
-    assert said[0].startswith("reference: the policy as it starts") and "7 pairs scored in" in said[1]
-    assert said[2] == f"reference: the log-probabilities of 7 pairs are in {found.folder}"
+    assert shown[0].startswith("reference: the policy as it starts") and "7 pairs scored in" in shown[1]
+    assert shown[2] == f"reference: the log-probabilities of 7 pairs are in {found.folder}"
     assert found.folder.parent == folder / "runs" / ".cache" / "reference"
     made(folder)
     assert len(passes) == 1
@@ -84,7 +84,7 @@ def test_made_once_and_found_again(folder: Path, passes: list[ScoringPass]) -> N
     assert np.array_equal(made(folder)[0].logps[0], found.logps[0]) and len(passes) == 2
 
 
-def test_it_goes_on_where_it_was_killed(
+def test_a_killed_pass_is_continued(
     folder: Path, passes: list[ScoringPass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = precomputed.score
@@ -98,9 +98,9 @@ def test_it_goes_on_where_it_was_killed(
     with pytest.raises(WorldError):
         made(folder)
     monkeypatch.setattr(precomputed, "score", whole)
-    said: list[str] = []
-    found, _ = made(folder, say=said.append)
-    assert "4 pairs scored" in said[1] and "3 pairs already stored" in said[1]
+    shown: list[str] = []
+    found, _ = made(folder, say=shown.append)
+    assert "4 pairs scored" in shown[1] and "3 pairs already stored" in shown[1]
     assert not list(found.folder.glob("*.tmp"))
     assert np.array_equal(found.logps[0], values(0, np.arange(SIZES[0])))
 
@@ -109,7 +109,7 @@ def test_two_jobs_at_once_make_one_store(
     folder: Path, passes: list[ScoringPass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, began, waits = precomputed.score, threading.Event(), threading.Event()
-    said: list[str] = []
+    shown: list[str] = []
 
     def slow(*given: Any) -> None:
         began.set()
@@ -117,7 +117,7 @@ def test_two_jobs_at_once_make_one_store(
         whole(*given)
 
     def say(line: str) -> None:
-        said.append(line)
+        shown.append(line)
         if "which is scoring the same rows" in line:
             waits.set()
 
@@ -130,11 +130,11 @@ def test_two_jobs_at_once_make_one_store(
     mine, _ = made(folder, say=say)
     other.join()
     assert len(passes) == 1 and mine.key.digest == found[0].key.digest
-    assert any("which is scoring the same rows" in line for line in said)
+    assert any("which is scoring the same rows" in line for line in shown)
     assert all(np.array_equal(a, b) for a, b in zip(mine.logps, found[0].logps, strict=True))
 
 
-def test_the_store_may_stand_in_the_runs_own_folder(folder: Path, passes: list[ScoringPass]) -> None:
+def test_the_store_may_be_in_the_runs_own_folder(folder: Path, passes: list[ScoringPass]) -> None:
     run = folder / "runs" / "dpo"
     with lock_folder(run):  # as the run does
         found, _ = made(folder, dpo={"reference_store": str(run)})

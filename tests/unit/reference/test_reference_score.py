@@ -49,7 +49,7 @@ def scored(folder: Path, values: Callable[[Any], Any], world: World = ALONE) -> 
     AnswerScorer(given, inputs.pad_id, world, engine).score(lambda pace: None)
 
 
-def test_a_micro_batch_that_does_not_fit_is_told_with_its_tokens(folder: Path) -> None:
+def test_a_micro_batch_that_does_not_fit_is_reported_with_its_tokens(folder: Path) -> None:
     def full(batch: Any) -> Any:
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -58,7 +58,7 @@ def test_a_micro_batch_that_does_not_fit_is_told_with_its_tokens(folder: Path) -
     assert ADVICE in str(raised.value)
 
 
-def test_a_reference_that_does_not_fit_is_told_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reference_that_does_not_fit_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*given: Any) -> Any:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
 

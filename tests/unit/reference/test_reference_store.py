@@ -64,13 +64,13 @@ def test_any_ranks_write_and_one_reads(folder: Path) -> None:
     add(folder, 0, 8, 1, 3)
     add(folder, 0, 0, 2)
     add(folder, 1, 2, 1)
-    told: list[str] = []
-    found = of(folder).read(SHAPES, told.append)
+    logged: list[str] = []
+    found = of(folder).read(SHAPES, logged.append)
     assert [one.tolist() for one in found.missing] == [[4, 5, 6, 7], [0]] and found.num_missing == 5
     add(folder, 0, 4, 5, 6, 7)
     add(folder, 1, 0)
-    found = of(folder).read(SHAPES, told.append)
-    assert found.num_missing == 0 and not told
+    found = of(folder).read(SHAPES, logged.append)
+    assert found.num_missing == 0 and not logged
     for logps, size in zip(found.logps, SIZES, strict=True):
         assert logps.dtype == np.float64 and np.array_equal(logps, values(range(size)))
 
@@ -94,13 +94,13 @@ def test_a_damaged_shard_is_scored_again(folder: Path, at: int) -> None:
     content[at] ^= 1
     path.write_bytes(content)
     add(folder, 0, *range(5, 9))
-    told: list[str] = []
-    found = of(folder).read(SHAPES, told.append)
-    assert found.missing[0].tolist() == [0, 1, 2, 3, 4] and path.name in told[0]
+    logged: list[str] = []
+    found = of(folder).read(SHAPES, logged.append)
+    assert found.missing[0].tolist() == [0, 1, 2, 3, 4] and path.name in logged[0]
     of(folder).prepare()
     assert not path.exists() and len(list(folder.glob("shard-*"))) == 1
     add(folder, 0, *range(5))
-    assert not len(of(folder).read(SHAPES, told.append).missing[0])
+    assert not len(of(folder).read(SHAPES, logged.append).missing[0])
 
 
 def test_a_cut_shard_and_what_a_killed_writer_left(folder: Path) -> None:
@@ -116,8 +116,8 @@ def test_a_value_that_is_no_number_hides_no_other(folder: Path) -> None:
     add(folder, 0, 1, 2)
     for other in range(8):  # by their names, some are read before and some after
         of(folder).write(0, np.array([1, 2]), np.array([[-1.0, -other], [-1.0, np.nan]]))
-    told: list[str] = []
-    assert of(folder).read(SHAPES, told.append).missing[0].tolist() == [0, 3, 4, 5, 6, 7, 8] and told
+    logged: list[str] = []
+    assert of(folder).read(SHAPES, logged.append).missing[0].tolist() == [0, 3, 4, 5, 6, 7, 8] and logged
 
 
 def test_a_damaged_shard_that_is_removed_while_another_job_reads(
@@ -149,10 +149,10 @@ def test_a_writer_killed_in_the_middle_leaves_whole_shards(folder: Path) -> None
         written += len(os.read(ours, 20))
     os.kill(writer, signal.SIGKILL)
     os.waitpid(writer, 0)
-    told: list[str] = []
-    of(folder).read(SHAPES, told.append)
+    logged: list[str] = []
+    of(folder).read(SHAPES, logged.append)
     of(folder).prepare()
-    assert not told and len(list(folder.glob("shard-*"))) >= 20 and not list(folder.glob("*.tmp"))
+    assert not logged and len(list(folder.glob("shard-*"))) >= 20 and not list(folder.glob("*.tmp"))
 
 
 CHANGES: list[tuple[str, Any, str]] = [
@@ -187,18 +187,18 @@ CHANGES: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("name, value, said", CHANGES)
-def test_another_key_is_refused_by_name(folder: Path, name: str, value: Any, said: str) -> None:
+@pytest.mark.parametrize("name, value, shown", CHANGES)
+def test_another_key_is_refused_by_name(folder: Path, name: str, value: Any, shown: str) -> None:
     other = Key(COMPONENTS | {name: value})
     assert other.digest != MINE.digest
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=shown):
         of(folder, other).check()
     add(folder, 0, 1)
     (folder / "key.json").write_bytes(b"\xfftorn")
     of(folder, other).check()
     assert of(folder, other).read(SHAPES, print).num_missing == sum(SIZES)
     of(folder).prepare()  # which writes it again
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=shown):
         of(folder, other).prepare()
     assert of(folder).read(SHAPES, print).num_missing == sum(SIZES) - 1
 
@@ -225,7 +225,7 @@ def test_a_key_of_an_earlier_dsft_has_no_digest(folder: Path) -> None:
         of(folder, Key(COMPONENTS | {"precision": "fp32"})).check()
 
 
-def test_every_component_has_its_words_and_all_are_told() -> None:
+def test_every_component_that_differs_is_described() -> None:
     changed = {name: value for name, value, _ in CHANGES}
     assert changed.keys() == COMPONENTS.keys()
     assert len(differences(COMPONENTS, changed)) >= len(changed)

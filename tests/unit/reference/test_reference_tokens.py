@@ -19,7 +19,7 @@ from tests.unit.reference.small import ALONE, spec
 KEY = "dpo.reference_model"
 
 
-def test_a_reference_that_reads_the_same_tokens_is_told(tmp_path: Path) -> None:
+def test_a_reference_with_the_same_tokens_is_reported(tmp_path: Path) -> None:
     policy = byte_level_tokenizer()
     assert "it has no tokenizer" in same_tokens(str(tmp_path), KEY, policy)
     policy.save_pretrained(tmp_path)
@@ -31,17 +31,17 @@ def test_a_reference_that_reads_the_same_tokens_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "first, said", [(0, "256 of the policy's 259 tokens"), (254, "2 of the policy's 259")]
+    "first, shown", [(0, "256 of the policy's 259 tokens"), (254, "2 of the policy's 259")]
 )
-def test_a_reference_that_reads_other_tokens_is_refused(tmp_path: Path, first: int, said: str) -> None:
+def test_a_reference_that_reads_other_tokens_is_refused(tmp_path: Path, first: int, shown: str) -> None:
     """As many tokens, and a model of the same shape: nothing else would show it."""
     byte_level_tokenizer().save_pretrained(tmp_path)
     path = tmp_path / "tokenizer.json"
-    told = json.loads(path.read_text(encoding="utf-8"))
-    vocabulary = told["model"]["vocab"]
-    told["model"]["vocab"] = {t: first + 255 - i if i >= first else i for t, i in vocabulary.items()}
-    path.write_text(json.dumps(told), encoding="utf-8")
-    with pytest.raises(SpecError, match=f"dpo.reference_model: .*{said}") as raised:
+    logged = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = logged["model"]["vocab"]
+    logged["model"]["vocab"] = {t: first + 255 - i if i >= first else i for t, i in vocabulary.items()}
+    path.write_text(json.dumps(logged), encoding="utf-8")
+    with pytest.raises(SpecError, match=f"dpo.reference_model: .*{shown}") as raised:
         same_tokens(str(tmp_path), KEY, byte_level_tokenizer())
     assert "read" in str(raised.value)
 
