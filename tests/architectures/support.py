@@ -69,8 +69,8 @@ def _offload(part: str, device: str) -> Keys:
 TASK_OPTIONS = tuple(
     option(", ".join(names), *({"task": name} for name in names))
     for names in (
-        [name for name, task in TASKS.items() if not task.preference],
-        [name for name, task in TASKS.items() if task.preference],
+        [name for name, task in TASKS.items() if not task.whole],
+        [name for name, task in TASKS.items() if task.whole],
     )
 )
 """Tasks by their loss: of the next token, and of pairs. Engines see no other difference."""

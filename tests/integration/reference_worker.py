@@ -1,4 +1,4 @@
-"""Runs dsft/train.py, and says what a test wants to know of its reference.
+"""Runs dsft/train.py, and prints what a test asks about its reference.
 
 reference_worker.py stall SPEC …   each rank writes a shard for every micro-batch, and waits after two of them
 reference_worker.py train SPEC …   prints beside how many models each model of a rank was built, and how much
@@ -22,10 +22,10 @@ from tests.launching import LATE
 
 
 def stall() -> None:
-    from dsft.reference import score, store
+    from dsft.reference import precomputed
 
-    plain, written = store.write, []
-    score.SHARD_SECONDS = 0.0
+    plain, written = precomputed.Store.write, []
+    precomputed.SHARD_SECONDS, precomputed._ROUND = 0.0, 1
 
     def write(*given: Any) -> None:
         if len(written) == 2:
@@ -33,7 +33,7 @@ def stall() -> None:
         plain(*given)
         written.append(given)
 
-    store.write = write
+    precomputed.Store.write = write  # type: ignore[method-assign]
 
 
 def train() -> None:

@@ -28,14 +28,6 @@ _ANSWERS = ("completion", "response", "answer", "solution", "output")
 _CHOSEN = re.compile(r"chosen|prefer|accept|win|good|positive", re.IGNORECASE)
 _REJECTED = re.compile(r"reject|non_?prefer|dispref|lose|bad|negative", re.IGNORECASE)
 """Names of the better and the worse answer of a pair in files; the second is tried first."""
-_SUGGESTIONS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (
-        ("input", "preferred_output", "non_preferred_output"),
-        "columns: {prompt: input, chosen: preferred_output, rejected: non_preferred_output}",
-    ),
-    (("content",), "columns: {text: content}"),
-)
-"""(keys of a file, what to write in the spec for them)."""
 
 
 @dataclass(frozen=True)
@@ -209,22 +201,22 @@ def _no_format(fields: Fields, task: str) -> str:
 
 def _suggestion(row: Mapping[str, Any], task: str) -> str:
     """Return what the spec should say for the keys that the row has; "" if they are unknown."""
-    for keys, write in _SUGGESTIONS:
-        if all(key in row for key in keys):
-            return write
-    if "preference" in TASKS[task].formats and TASKS[task].rows == 2:
+    if "content" in row:
+        return "columns: {text: content}"
+    theirs = {key.lower(): key for key in row}
+    question = next((theirs[key] for key in _QUESTIONS if key in theirs), None)
+    if TASKS[task].rows == 2:
         rejected = [key for key in row if _REJECTED.search(key)]
         chosen = [key for key in row if _CHOSEN.search(key) and key not in rejected]
         if len(chosen) == len(rejected) == 1:
-            return f"columns: {_columns({'chosen': chosen[0], 'rejected': rejected[0]})}"
+            prompt = {} if question is None else {"prompt": question}
+            return f"columns: {_columns({**prompt, 'chosen': chosen[0], 'rejected': rejected[0]})}"
     for key, value in row.items():
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, dict) and key not in column_names(None):
             for ours, role, content in (("messages", "role", "content"), ("conversations", "from", "value")):
                 if role in first and content in first:
                     return f"columns: {{{ours}: {key}}}"
-    theirs = {key.lower(): key for key in row}
-    question = next((theirs[key] for key in _QUESTIONS if key in theirs), None)
     answer = next((theirs[key] for key in _ANSWERS if key in theirs), None)
     if question is None or answer is None:
         return ""

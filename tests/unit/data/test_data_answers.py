@@ -110,9 +110,9 @@ def test_three_answers_share_what_is_kept_of_their_prompt(share: bool) -> None:
 def test_a_segment_may_join_spans_of_different_rows() -> None:
     """As a prompt with the answer to another one does, from which KTO estimates a divergence."""
     rows = FakeRows([row(3, 50, 51), row(2, 60, 61)])
-    columns = (np.array(column, np.int32) for column in ([0, 1], [0, 1], [2, 3], [0, 2]))
-    examples = Examples(rows, *columns, np.array([[2]], np.int32), "digest")
-    read = Dataset((examples,)).__getitem__(0)
+    row_of, start, length, spans = np.array([[0, 1], [0, 1], [2, 3], [0, 2]], np.int32)
+    examples = Examples(rows, row_of, start, length, spans, np.array([[2]], np.int32), "digest")
+    read = Dataset((examples,))[0]
     assert read.input_ids.tolist() == [1, 2, 2, 60, 61]
     assert read.trained.tolist() == [False, False, False, True, True]
     assert examples.sizes.tolist() == [[5]] and read.segments is None
