@@ -78,13 +78,9 @@ def load_data(
     options = CutOptions(data.max_length, on_too_long(spec), tokenizer.bos_token_id, share_prompts)
     sets = _sets(spec, tokenizer, cache, options)
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
+    how = kind.whole, kind.labels
     train, *held_out = (
-        Dataset(
-            tuple(one.examples for one in sources),
-            names=tuple(one.name for one in sources),
-            whole=kind.whole,
-            labels=kind.labels,
-        )
+        Dataset(tuple(one.examples for one in sources), None, tuple(one.name for one in sources), *how)
         for sources in sets
     )
     train = replace(train, weights=weights)

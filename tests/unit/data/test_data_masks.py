@@ -158,9 +158,10 @@ def test_marks_that_leave_the_end_of_turn_out() -> None:
 
 def test_marks_that_do_not_enclose_the_answer() -> None:
     """transformers counts characters from the place of the block, which has none inside a macro."""
-    macro = "{% macro content(m) %}<|im_start|>{% generation %}{{ m['content'] }}{% endgeneration %}{% endmacro %}"
+    marked = "{% generation %}{{ m['content'] }}{% endgeneration %}"
+    macro = f"{{% macro body(m) %}}<|im_start|>{marked}{{% endmacro %}}"
     for template in (
-        macro + "{% for m in messages %}{{ content(m) + '<|im_end|>' }}{% endfor %}",
+        macro + "{% for m in messages %}{{ body(m) + '<|im_end|>' }}{% endfor %}",
         "{% for m in messages %}{{ m['content'] }}{% generation %}<|im_end|>{% endgeneration %}{% endfor %}",
     ):
         with pytest.raises(DataError, match="marks do not enclose the assistant's content"):
