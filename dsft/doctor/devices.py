@@ -4,10 +4,9 @@ the slots and warns of GPUs of several kinds and of memory in use."""
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dsft.doctor.results import CheckResult, passed
@@ -42,11 +41,9 @@ def look(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     try:
         query = f"--query-gpu={','.join(QUERY.values())}"
         gpus = _parsed(_run(program, query, "--format=csv,noheader,nounits"))
-        chosen = environ.get("CUDA_VISIBLE_DEVICES")
-        parts = _parts(_run(program, "-L"), gpus) if "MIG-" in (chosen or "") else []
     except (OSError, subprocess.TimeoutExpired) as error:
         return {**facts, "fault": str(error)}
-    return {**facts, "gpus": _visible([*gpus, *parts], chosen)}
+    return {**facts, "gpus": _visible(gpus, environ.get("CUDA_VISIBLE_DEVICES"))}
 
 
 def _run(program: str, *words: str) -> str:
@@ -66,31 +63,25 @@ def _parsed(text: str) -> list[dict[str, Any]]:
     return [gpu | {key: int(gpu[key]) if gpu[key].isdecimal() else None for key in memory} for gpu in gpus]
 
 
-def _parts(text: str, gpus: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parse the MIG instances that `nvidia-smi -L` lists below each divided GPU, in lines such as `MIG
-    1g.10gb Device 0: (UUID: MIG-…)`, where the profile gives the memory in GB."""
-    found, whole = [], dict[str, Any]()
-    for line in text.splitlines():
-        if number := re.match(r"GPU (\d+):", line):
-            whole = next((gpu for gpu in gpus if gpu["index"] == number[1]), {})
-        elif whole and (part := re.search(r"MIG (\S+?(\d+)gb\S*) .*UUID: (MIG-[^)]+)\)", line)):
-            name, memory = f"{whole['name']} {part[1]}", int(part[2]) * 1024
-            found.append(
-                {**whole, "index": None, "name": name, "total": memory, "used": None, "uuid": part[3]}
-            )
-    return found
-
-
 def _visible(gpus: list[dict[str, Any]], chosen: str | None) -> list[dict[str, Any]]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, by index or by a prefix of their UUID (GPU-…,
-    MIG-…). As CUDA does, stop at the first entry that does not exist."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES selects, by index or by a prefix of their UUID (GPU-…). As
+    CUDA does, stop at the first entry that does not exist. A MIG instance (MIG-…) is taken to exist."""
     if chosen is None:
         return gpus
     found = []
     for word in filter(None, (word.strip() for word in chosen.split(","))):
-        named = word.startswith(("GPU-", "MIG-"))
+        named = word.startswith("GPU-")
         match = (gpu for gpu in gpus if (gpu["uuid"].startswith(word) if named else gpu["index"] == word))
         gpu = next(match, None)
+        if word.startswith("MIG-") and gpus:
+            gpu = {
+                **gpus[0],
+                "index": word,
+                "name": "MIG instance",
+                "total": None,
+                "used": None,
+                "uuid": word,
+            }
         if gpu is None:
             break
         found.append(gpu)

@@ -189,9 +189,7 @@ def test_gpus_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     program = tmp_path / "nvidia-smi"
     program.write_text(
         "#!/bin/sh\n"
-        "if [ $1 = -L ]; then echo 'GPU 0: NVIDIA H100 (UUID: GPU-a1)'\n"
-        "echo '  MIG 1g.10gb     Device  0: (UUID: MIG-c3)'; echo 'GPU 1: NVIDIA H100 (UUID: GPU-b2)'; exit\n"
-        "fi\necho '0, NVIDIA H100, 81559, 3, 550.1, GPU-a1'\n"
+        "echo '0, NVIDIA H100, 81559, 3, 550.1, GPU-a1'\n"
         "echo '1, NVIDIA H100, [N/A], 9, 550.1, GPU-b2'\n"
     )
     program.chmod(0o755)
@@ -206,7 +204,7 @@ def test_gpus_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "0",
     ]
     (part,) = devices.look({"CUDA_VISIBLE_DEVICES": "MIG-c3"})["gpus"]
-    assert part["name"] == "NVIDIA H100 1g.10gb" and part["total"] == 10 * 1024
+    assert part["name"] == "MIG instance" and part["driver"] == "550.1"
     program.write_text(
         "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n"
     )

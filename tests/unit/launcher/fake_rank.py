@@ -1,4 +1,4 @@
-"""A rank for the supervisor's tests: sends heartbeats, steps, saves when asked to stop, fails as it is told.
+"""A rank for the supervisor's tests: sends heartbeats, steps, saves when asked to stop, fails where asked to.
 
 fake_rank.py STEPS [RANK:STEP:HOW …]    HOW: kill, stop, hang, an exit code, error=TEXT, tells (a
                                         secret), or late (with step 0: it imports until there is a file `go`)

@@ -1,4 +1,4 @@
-"""What an agent is told to run arrives byte for byte: through its standard input, and through no shell."""
+"""What an agent is to run arrives byte for byte: through its standard input, and through no shell."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RECORD = 'printf "%s\\0" "$@" "$GREETING" > asked'
 
 @QUICK
 @given(st.lists(argument, min_size=200, max_size=200), argument)
-def test_an_order_arrives_as_it_was_given(
+def test_command_arrives_byte_for_byte(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], greeting: str
 ) -> None:
     folder = tmp_path_factory.mktemp("command")

@@ -41,7 +41,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
         kept.end()
 
 
-def test_secrets_are_hidden_in_the_log_and_in_what_is_shown(kept: Kept) -> None:
+def test_secrets_are_hidden_in_log_and_terminal(kept: Kept) -> None:
     kept.write(b"GET can", b"ary-token\nand canary-", b"token\nnot text: \xff\n", b"the end")
     assert kept.lines == ["GET (hidden)", "and (hidden)", "not text: \udcff"]
     assert kept.output.last_lines() == [*kept.lines, "the end"]

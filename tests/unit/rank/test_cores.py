@@ -74,7 +74,7 @@ def machine(root: Path, places: dict[int, tuple[int, str]]) -> Path:
     return root
 
 
-def test_processors_of_a_core_and_cores_of_a_node_stand_together(tmp_path: Path) -> None:
+def test_physical_cores_are_grouped_by_node(tmp_path: Path) -> None:
     places = {0: (1, "0,4"), 1: (0, "1,5"), 2: (1, "2,6"), 3: (0, "3,7")}
     places |= {cpu + 4: place for cpu, place in places.items()}
     root = machine(tmp_path, places)
@@ -149,12 +149,12 @@ print([sorted(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc
 def test_all_threads_of_the_process_are_bound() -> None:
     cpu = THIS_HOST[0]
     command = [sys.executable, "-c", BIND, str(cpu)]
-    told, found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert told.endswith("offloaded optimizer states with 1 thread on cores that no other rank uses")
+    lines, found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines.endswith("offloaded optimizer states with 1 thread on cores that no other rank uses")
     assert found == f"{[[cpu], [cpu]]}"
 
 
-def test_a_host_that_forbids_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forbidden_binding_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: int, cpus: frozenset[int]) -> None:
         raise PermissionError(1, "Operation not permitted")
 

@@ -95,7 +95,7 @@ def test_slurms_uneven_nodes() -> None:
     assert (launched.slots, launched.hosts, launched.local_world_size) == ((1, 1, 2), 3, 2)
 
 
-def test_a_process_alone_exports_what_deepspeed_looks_for() -> None:
+def test_single_process_exports_the_rendezvous() -> None:
     launched = detect({})
     environ: dict[str, str] = {}
     launched.export(environ)
@@ -166,7 +166,7 @@ def test_contradictions_are_refused_by_name(environ: dict[str, str], message: st
         SRUN | {"CUDA_VISIBLE_DEVICES": "0", "DS_ACCELERATOR": "cpu"},
     ],
 )
-def test_what_is_no_contradiction(environ: dict[str, str]) -> None:
+def test_consistent_variables(environ: dict[str, str]) -> None:
     assert detect(environ).world_size == 4
 
 

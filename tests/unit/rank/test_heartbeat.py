@@ -44,7 +44,7 @@ def listener(tmp_path: Path) -> Iterator[socket.socket]:
         yield bound
 
 
-def test_a_rank_is_heard_each_second_and_at_its_end(listener: socket.socket, tmp_path: Path) -> None:
+def test_heartbeat_each_second_and_at_the_end(listener: socket.socket, tmp_path: Path) -> None:
     began = time.monotonic()
     with start(DSFT_HEARTBEAT=str(tmp_path / "heartbeat")) as rank:
         sent = 1
@@ -69,16 +69,16 @@ def test_a_rank_is_heard_each_second_and_at_its_end(listener: socket.socket, tmp
 @pytest.mark.parametrize(
     "variables", [{}, {"DSFT_HEARTBEAT": "/nowhere/socket"}, {"DSFT_LOGS": "/dev/null/logs"}]
 )
-def test_nobody_need_listen(variables: dict[str, str]) -> None:
+def test_heartbeat_without_listener(variables: dict[str, str]) -> None:
     with start(**variables) as rank:
         out, err = rank.communicate("go on\n")
     assert (rank.returncode, out) == (0, "trains\n")
-    said = err.removesuffix("a library's word\n")
-    assert ("cannot be written" in said) == ("DSFT_LOGS" in variables)
-    assert "Traceback" not in said
+    output = err.removesuffix("a library's word\n")
+    assert ("cannot be written" in output) == ("DSFT_LOGS" in variables)
+    assert "Traceback" not in output
 
 
-def test_a_busy_listener_holds_no_rank_up(listener: socket.socket, tmp_path: Path) -> None:
+def test_busy_listener_does_not_delay_a_rank(listener: socket.socket, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -89,7 +89,7 @@ def test_a_busy_listener_holds_no_rank_up(listener: socket.socket, tmp_path: Pat
     assert rank.returncode == 0
 
 
-def test_all_that_a_rank_says_is_kept_with_its_stack_when_asked(tmp_path: Path) -> None:
+def test_output_and_stack_of_a_rank_are_logged(tmp_path: Path) -> None:
     logs = tmp_path / "runs" / "logs"
     log, stack = logs / "rank-3.log", logs / "rank-3.stack"
     for count in (1, 2):

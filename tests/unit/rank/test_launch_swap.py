@@ -68,7 +68,7 @@ def test_after_a_kill_the_next_start_removes_it_and_no_living_one(tmp_path: Path
 
 
 @pytest.mark.parametrize("marker", [None, "", "[]", '{"folder": "dsft-swap-other", "run": "/x"}'])
-def test_folders_that_no_marker_says_are_ours_stay(tmp_path: Path, marker: str | None) -> None:
+def test_folders_without_a_marker_stay(tmp_path: Path, marker: str | None) -> None:
     folder = tmp_path / "dsft-swap-notes"
     path = swap(folder)
     if marker is not None:

@@ -38,14 +38,14 @@ def taken() -> Iterator[int]:
         ("python", {}, "start again"),
     ],
 )
-def test_rank_0_names_what_chooses_the_port(
+def test_error_of_a_taken_port_names_what_chooses_it(
     taken: int, launcher: str, environ: dict[str, str], way_out: str
 ) -> None:
     with pytest.raises(WorldError) as refused:
         check_port(launched(launcher, taken), environ)
-    said = str(refused.value)
-    assert said.startswith(f"port {taken}, at which rank 0 is to listen for the others, is taken")
-    assert way_out in said and refused.value.exit_code == 69
+    output = str(refused.value)
+    assert output.startswith(f"port {taken}, at which rank 0 is to listen for the others, is taken")
+    assert way_out in output and refused.value.exit_code == 69
 
 
 def test_a_free_port_and_one_that_is_not_rank_0s_are_no_matter(taken: int) -> None:

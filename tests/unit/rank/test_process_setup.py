@@ -61,7 +61,7 @@ build b: compile
 
 @pytest.mark.skipif(not has_ninja(), reason="ninja is not installed")
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
-def test_what_compiles_ends_with_a_rank_that_is_stopped(tmp_path: Path, asked: signal.Signals) -> None:
+def test_compilers_end_with_a_stopped_rank(tmp_path: Path, asked: signal.Signals) -> None:
     (tmp_path / "build.ninja").write_text(RULES)
     with subprocess.Popen(
         [sys.executable, "-c", COMPILES], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -31,9 +31,7 @@ NODES = {"SLURM_JOB_NODELIST": "n[1-3],m"}
         ({}, 3, [3] * 4),
     ],
 )
-def test_slots_are_what_slurm_says_of_a_node(
-    environ: Mapping[str, str], slots: int | None, counts: list[int]
-) -> None:
+def test_slots_of_a_slurm_node(environ: Mapping[str, str], slots: int | None, counts: list[int]) -> None:
     found = allocation(NODES | environ, slots).hosts
     assert list(found.items()) == list(zip(["n1", "n2", "n3", "m"], counts, strict=True))
 
@@ -65,7 +63,7 @@ def test_slots_are_what_slurm_says_of_a_node(
         ({"SLURM_JOB_NODELIST": "n[1-2"}, SpecError, "is not a list of hosts"),
     ],
 )
-def test_what_slurm_does_not_write_is_refused(
+def test_invalid_slurm_variables_are_refused(
     environ: Mapping[str, str], kind: type[DsftError], words: str
 ) -> None:
     with pytest.raises(kind) as error:
@@ -73,7 +71,7 @@ def test_what_slurm_does_not_write_is_refused(
     assert words in str(error.value)
 
 
-def test_words_are_hosts_with_their_slots() -> None:
+def test_hosts_and_slots_from_words() -> None:
     assert of_words(["node[01-02]:8", "fe80::1:4", "a,b:1"], None) == {
         "node01": 8, "node02": 8, "fe80::1": 4, "a": 1, "b": 1,
     }  # fmt: skip
@@ -93,13 +91,13 @@ def test_words_are_hosts_with_their_slots() -> None:
         (["a\n:1"], "is neither a host name"),
     ],
 )
-def test_words_that_are_no_hosts_are_refused(words: list[str], reason: str) -> None:
+def test_invalid_words_for_hosts_are_refused(words: list[str], reason: str) -> None:
     with pytest.raises(SpecError) as error:
         of_words(words, None)
     assert reason in str(error.value)
 
 
-def test_slots_that_are_said_twice_are_refused() -> None:
+def test_slots_given_twice_are_refused() -> None:
     with pytest.raises(SpecError, match="has a number of slots, as --processes 4 does"):
         of_words(["node1:8"], 4)
     assert of_words(["fe80::1"], 4) == {"fe80::1": 4}

@@ -21,7 +21,7 @@ import os, signal, sys, time
 from dsft.rank.stopping import Stopping
 
 stage, blocks = sys.argv[1:]
-stopping = Stopping(lambda code, message: print("told", code, flush=True), prints=True)
+stopping = Stopping(lambda code, message: print("lines", code, flush=True), prints=True)
 stopping.listen()
 stopping.stage = stage
 if blocks == "forks":
@@ -73,7 +73,7 @@ def test_a_signal_asks_for_a_stop(start: Callable, asked: signal.Signals) -> Non
     assert name_of(asked) in REASONS and ("saves at the end of its step" in err) == (asked != signal.SIGUSR1)
 
 
-def test_what_a_terminal_and_a_launcher_both_send_is_one_request_and_a_later_one_ends_at_once(
+def test_two_signals_at_once_are_one_request_and_a_later_one_ends_at_once(
     start: Callable,
 ) -> None:
     rank, _ = start("train", "saves long")
@@ -86,7 +86,7 @@ def test_what_a_terminal_and_a_launcher_both_send_is_one_request_and_a_later_one
     rank.send_signal(signal.SIGUSR1)
     rank.send_signal(signal.SIGINT)
     out, err = rank.communicate()
-    assert (rank.returncode, out) == (130, "told 130\n")
+    assert (rank.returncode, out) == (130, "lines 130\n")
     assert err.endswith("ended at once by a second Ctrl-C\n")
 
 
@@ -108,13 +108,13 @@ def test_before_the_first_step_it_ends_at_once_and_the_time_limit_waits(start: C
     assert rank.poll() is None
     rank.send_signal(signal.SIGINT)
     out, err = rank.communicate()
-    assert (rank.returncode, out) == (75, "told 75\n")
+    assert (rank.returncode, out) == (75, "lines 75\n")
     assert err == "stopped by Ctrl-C before its first step; the same command starts it again\n"
 
 
 def test_a_forked_process_is_not_asked_for_its_parent(start: Callable) -> None:
-    rank, said = start("train", "forks")
-    os.kill(int(said.split()[1]), signal.SIGTERM)
+    rank, output = start("train", "forks")
+    os.kill(int(output.split()[1]), signal.SIGTERM)
     out, _ = rank.communicate()
     assert (rank.returncode, out) == (0, f"child ended {signal.SIGTERM.value}\n")
 

@@ -25,7 +25,7 @@ end(int(sys.argv[1]))
 
 
 @pytest.mark.parametrize("code", [0, 76])
-def test_what_is_left_behind_fails_nothing(code: int) -> None:
+def test_leftovers_do_not_change_the_exit_code(code: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(code)], capture_output=True, text=True, cwd=Path.cwd()
     )

@@ -30,13 +30,13 @@ def closed_port(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
 
 def test_hub_that_does_not_answer(capfd: pytest.CaptureFixture[str]) -> None:
     began = time.perf_counter()
-    said = r"127\.0\.0\.1:9 does not answer \(.*; HF_HUB_OFFLINE=1 would not ask it\); "
+    output = r"127\.0\.0\.1:9 does not answer \(.*; HF_HUB_OFFLINE=1 would not ask it\); "
     with pytest.raises(
-        MissingInputError, match=f"tokenizer some/where: .* not in the hub's cache, and .*{said}"
+        MissingInputError, match=f"tokenizer some/where: .* not in the hub's cache, and .*{output}"
     ):
         load_tokenizer("some/where")
     with pytest.raises(
-        MissingInputError, match=f"'some/where' cannot be read: it is not in the cache, and .*{said}"
+        MissingInputError, match=f"'some/where' cannot be read: it is not in the cache, and .*{output}"
     ):
         read_config("some/where")
     assert time.perf_counter() - began < allowed(10), "huggingface_hub alone takes 23 seconds for each file"

@@ -29,7 +29,7 @@ from dsft.system.json_file import DEPTH, read_json
         (b" " * 101, "is larger than 100 bytes"),
     ],
 )
-def test_what_cannot_be_read_is_told_in_a_clause(tmp_path: Path, text: bytes, clause: str) -> None:
+def test_unreadable_file_gives_a_clause(tmp_path: Path, text: bytes, clause: str) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(text)
     with pytest.raises(ValueError, match="^" + clause.replace("(", r"\(") + "$"):
@@ -53,7 +53,7 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
         read_json(tmp_path)
 
 
-def test_a_value_within_the_bounds_is_what_json_reads(tmp_path: Path) -> None:
+def test_values_within_the_limits(tmp_path: Path) -> None:
     text = '{"shapes": {"a.weight": [16384, 16384]}, "loss": 0.25, "é": [null, true, "1e999"]}'
     (tmp_path / "file.json").write_text(text, encoding="utf-8")
     assert read_json(tmp_path / "file.json", len(text.encode())) == json.loads(text)

@@ -44,7 +44,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.stdout.close()
 
 
-def test_a_second_job_is_told_who_holds_it(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_second_job_names_the_holder(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     for _ in range(2):  # asking does not wipe the answer
         with pytest.raises(LockedError) as error, lock_folder(tmp_path / "run"):
             pass
@@ -52,7 +52,7 @@ def test_a_second_job_is_told_who_holds_it(tmp_path: Path, holder: subprocess.Po
         assert error.value.exit_code == 73
 
 
-def test_what_a_killed_job_left_is_taken_over(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_lock_of_a_killed_job_is_free(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     began = time.monotonic()
@@ -81,9 +81,9 @@ def test_of_many_that_start_together_one_holds_it(tmp_path: Path) -> None:
         )
         for _ in range(6)
     ]
-    said = [job.stdout.readline() for job in jobs if job.stdout]  # each has taken it, or ended
+    output = [job.stdout.readline() for job in jobs if job.stdout]  # each has taken it, or ended
     ended = [job.communicate()[1] for job in jobs]
-    assert sorted(said) == [""] * 5 + ["held\n"]
+    assert sorted(output) == [""] * 5 + ["held\n"]
     assert sum("LockedError" in text for text in ended) == 5
 
 
@@ -105,7 +105,7 @@ def test_who_holds_it_notices_that_the_lock_is_no_longer_on_the_disk(tmp_path: P
         assert error.value.exit_code == 73
 
 
-def test_who_holds_a_folder_that_is_removed_is_told_that_it_is_gone(tmp_path: Path) -> None:
+def test_holder_of_a_removed_folder_gets_an_error(tmp_path: Path) -> None:
     with lock_folder(tmp_path / "run") as lock:
         shutil.rmtree(tmp_path / "run")
         with pytest.raises(StorageError, match="run is gone"):

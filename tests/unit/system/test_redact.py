@@ -28,8 +28,11 @@ def test_a_secret_is_hidden_in_every_form(name: str) -> None:
     quoted = (repr(SECRET), json.dumps(SECRET), json.dumps(SECRET, ensure_ascii=False), repr([SECRET]))
     encoded = (quote(SECRET), quote(SECRET, safe=""), quote_plus(SECRET))
     for form in (SECRET, *quoted, *encoded):
-        said = redact(f"GET {form} failed", {name: SECRET})
-        assert "canary" not in said and said.startswith("GET ") and said.endswith(" failed"), (form, said)
+        output = redact(f"GET {form} failed", {name: SECRET})
+        assert "canary" not in output and output.startswith("GET ") and output.endswith(" failed"), (
+            form,
+            output,
+        )
     for form in (f"{name}={SECRET.split()[0]}-1", f"{name}: {SECRET}", f'"{name.lower()}": "canary-1"'):
         assert "canary" not in redact(f"{form}\nend", {}), form
         assert redact(f"{form}\nend", {}).endswith("end")
@@ -61,7 +64,7 @@ def test_every_line_of_a_long_secret_is_hidden() -> None:
         ("https://user:can@ary@host/x", "https://(hidden)@host/x"),
     ],
 )
-def test_what_stands_after_a_name(text: str, hidden: str) -> None:
+def test_value_after_a_name_is_hidden(text: str, hidden: str) -> None:
     assert redact(text, {}) == hidden
 
 
@@ -77,11 +80,11 @@ def test_what_stands_after_a_name(text: str, hidden: str) -> None:
         "error: wandb.api_key: no such key", "def f(token: str, api_key: str)",
     ],
 )  # fmt: skip
-def test_what_only_looks_like_a_secret_stays(kept: str) -> None:
+def test_ordinary_values_are_kept(kept: str) -> None:
     assert redact(kept, {"KEYBOARD": "tokenizer", "SHORT_TOKEN": "x", "HF_HUB_NO_TOKEN": "1"}) == kept
 
 
-def test_an_option_as_the_last_word() -> None:
+def test_option_without_a_value() -> None:
     assert redact_command(["train.py", "--token"], {}) == ["train.py", "--token"]
 
 
@@ -129,7 +132,7 @@ def written(stream: RedactedStream) -> str:
     return stream.buffer.getvalue().decode()
 
 
-def test_what_libraries_print_and_log(stream: RedactedStream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_libraries_is_redacted(stream: RedactedStream, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", stream)
     print("it is", "canary-token", file=stream)
     stream.write("it is can")
@@ -141,10 +144,10 @@ def test_what_libraries_print_and_log(stream: RedactedStream, monkeypatch: pytes
     thread = threading.Thread(target=lambda: int("canary-token"))
     thread.start()
     thread.join()
-    said = written(stream)
-    assert said.startswith("it is (hidden)\nit is (hidden)\nGET ?token=(hidden)")
-    assert said.endswith("ValueError: invalid literal for int() with base 10: '(hidden)'\n")
-    assert "canary" not in said
+    output = written(stream)
+    assert output.startswith("it is (hidden)\nit is (hidden)\nGET ?token=(hidden)")
+    assert output.endswith("ValueError: invalid literal for int() with base 10: '(hidden)'\n")
+    assert "canary" not in output
 
 
 def test_progress_bars_and_unfinished_lines(stream: RedactedStream) -> None:

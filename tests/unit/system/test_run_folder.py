@@ -1,4 +1,4 @@
-"""What a user may write for a run, a checkpoint or an export, and what is said where there is none."""
+"""What a user may write for a run, a checkpoint or an export, and the error where there is none."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("runs/sft/checkpoints/step-11", 11),  # so that its reader names what is missing
     ],
 )
-def test_what_names_a_checkpoint(name: str, step: int) -> None:
+def test_names_of_checkpoints(name: str, step: int) -> None:
     assert named_checkpoint(name) == Path(f"runs/sft/checkpoints/step-{step}")
 
 
@@ -61,7 +61,7 @@ def test_a_copy_of_a_checkpoint_may_have_any_name() -> None:
         ("nothing", "nothing is neither a checkpoint, .* nor a run; runs/ has new, sft"),
     ],
 )
-def test_what_names_no_checkpoint(name: str, message: str) -> None:
+def test_wrong_names_of_checkpoints(name: str, message: str) -> None:
     Path("runs/new/checkpoints").mkdir()
     Path("runs/new/checkpoints/latest").touch()
     os.truncate("runs/new/checkpoints/latest", 2**40)
@@ -69,7 +69,7 @@ def test_what_names_no_checkpoint(name: str, message: str) -> None:
         named_checkpoint(name)
 
 
-def test_what_names_an_export() -> None:
+def test_names_of_exports() -> None:
     assert {named_export(name) for name in ("sft", "runs/sft", "runs/sft/export")} == {
         Path("runs/sft/export")
     }

@@ -14,7 +14,7 @@ from dsft.system.software import RANGES, SWITCHES, code_digest, decisive_version
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_the_code_is_its_python_files_and_not_what_editors_leave(tmp_path: Path) -> None:
+def test_code_digest_covers_python_files_only(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     file = tmp_path / "package" / "one.py"
     file.write_text("a = 1\n")
@@ -31,7 +31,7 @@ def test_versions_and_variables() -> None:
     assert switches({SWITCHES[0]: "1", "HOME": "/"}) == {SWITCHES[0]: "1"}
 
 
-def test_ranges_are_those_of_the_project_and_their_lower_ends_are_what_is_tried_as_oldest() -> None:
+def test_version_ranges_are_the_projects() -> None:
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     given = [re.fullmatch(r"([\w-]+)(.*)", text) for text in wanted["dependencies"]]
     ranges = {match[1]: match[2] for match in given if match}
@@ -44,7 +44,7 @@ def test_ranges_are_those_of_the_project_and_their_lower_ends_are_what_is_tried_
 
 
 @pytest.mark.parametrize(
-    ("name", "version", "is_told"),
+    ("name", "version", "is_reported"),
     [
         ("torch", "2.9.1", True),
         ("torch", "2.10.0+cu130", False),
@@ -56,5 +56,5 @@ def test_ranges_are_those_of_the_project_and_their_lower_ends_are_what_is_tried_
         ("numpy", "1.0", False),
     ],
 )
-def test_a_version_that_dsft_is_not_made_for_is_told(name: str, version: str | None, is_told: bool) -> None:
-    assert len(outside({name: version})) == is_told
+def test_unsupported_version_is_reported(name: str, version: str | None, is_reported: bool) -> None:
+    assert len(outside({name: version})) == is_reported
