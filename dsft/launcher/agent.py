@@ -204,10 +204,9 @@ class HostProcesses:
         logs = Path(self._command.logs) if self._command.logs else self._scratch / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         for local, number in enumerate(self._command.ranks):
-            (self._scratch / f"rank-{number}.stack").symlink_to(logs / f"rank-{number}.stack")
-            name, shown = f"rank-{number}.log", (self._show,) if number == 0 else ()
-            output = OutputLog(self._scratch / name, logs / name, *shown)
-            process = self._start(output, {"RANK": str(number), "LOCAL_RANK": str(local)})
+            output = OutputLog(logs / f"rank-{number}.log", *([self._show] if number == 0 else []))
+            place = {"RANK": str(number), "LOCAL_RANK": str(local), LOGS: str(logs)}
+            process = self._start(output, place)
             self.ranks[number] = LocalRank(output, process)
             descriptor = os.pidfd_open(process.pid)  # readable once the process has ended
             self._loop.add_reader(descriptor, self._died, number, descriptor)
@@ -217,7 +216,7 @@ class HostProcesses:
         self._ending = asyncio.create_task(self._until_ended())
 
     def _start(self, output: OutputLog, place: dict[str, str]) -> subprocess.Popen[bytes]:
-        own = {JOB: self._command.job, LOGS: str(self._scratch), SOCKET: self._path}
+        own = {JOB: self._command.job, SOCKET: self._path}
         parent = os.getpid()
         return subprocess.Popen(
             self._command.argv,

@@ -141,21 +141,17 @@ def now() -> str:
 
 
 class OutputLog:
-    """A named pipe for the output of processes, and a thread that appends it to a log, without secrets and by
-    whole lines; the states of a progress bar count as lines.
+    """A pipe for the output of processes, and a thread that appends it to a log, without secrets and by whole
+    lines; the states of a progress bar count as lines.
 
-    writing  descriptor of the pipe, for processes that inherit it; others open it by its name
+    writing  descriptor of the pipe, for processes that inherit it
     ended    is set when no process has the pipe open any more and everything is written
     """
 
-    def __init__(
-        self, pipe: Path, log: Path, report: Callable[[list[str]], object] = lambda lines: None
-    ) -> None:
+    def __init__(self, log: Path, report: Callable[[list[str]], object] = lambda lines: None) -> None:
         """report: called in the thread with new lines. Raises OSError."""
         self._log = log.open("ab", buffering=0)
-        os.mkfifo(pipe, 0o600)
-        self._reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-        self.writing = os.open(pipe, os.O_WRONLY)
+        self._reading, self.writing = os.pipe()
         self._report = report
         self._held, self._line = b"", ""  # an incomplete line, as it was read and without secrets
         self._last: deque[str] = deque(maxlen=TAIL)

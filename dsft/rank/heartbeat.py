@@ -1,9 +1,8 @@
-"""Send a rank's heartbeats: one datagram per second with its phase and step. Also redirects its output to a
-log. Without torch.
+"""Send a rank's heartbeats: one datagram per second with its phase and step. Also begins its log. Without
+torch.
 
 DSFT_HEARTBEAT   path of a Unix datagram socket (AF_UNIX, SOCK_DGRAM); if not set, nothing is sent
-DSFT_LOGS        folder: standard output and error are appended to rank-N.log in it, stacks to rank-N.stack;
-                 under `dsft launch` these are a named pipe to the agent and a link
+DSFT_LOGS        folder of rank-N.stack; `dsft launch`, which sets it, writes the output to rank-N.log there
 
 A datagram is one JSON object:
 
@@ -88,31 +87,20 @@ class Heartbeat:
             self._socket.sendto(json.dumps(message).encode(), self._path)
 
 
-def keep_log(folder: str | None, rank: int, world_size: int) -> None:
-    """Append standard output and error of this process and its children to folder/rank-N.log, and on SIGUSR2
-    every thread's stack to folder/rank-N.stack. Does nothing if the folder is None or empty; if it cannot be
-    written, prints a warning to the original standard error."""
+def begin_log(folder: str | None, rank: int, world_size: int) -> None:
+    """Print a heading, and on SIGUSR2 append every thread's stack to folder/rank-N.stack. Does nothing if the
+    folder is None or empty; if it cannot be written, prints a warning instead."""
     if not folder:
         return
     place = Path(folder)
     try:
         place.mkdir(parents=True, exist_ok=True)
-        # Without waiting, where it is a named pipe (of `dsft launch`) that nobody reads any more.
-        log = os.open(
-            place / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o644
-        )
-        os.set_blocking(log, True)
         # Not inherited by children: only this process writes to it.
         stack = os.open(place / f"rank-{rank}.stack", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
         print(f"warning: {LOGS}: {folder} cannot be written ({error.strerror})", file=sys.stderr, flush=True)
         return
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os.close(log)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     host = socket.gethostname()
     print(f"--- rank {rank} of {world_size} on {host}, process {os.getpid()}, {now} ---", flush=True)

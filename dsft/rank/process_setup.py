@@ -1,4 +1,4 @@
-"""Set up a rank's process: log redirection, heartbeat, signal handling, exit when the launcher ends, and
+"""Set up a rank's process: log, heartbeat, signal handling, exit when the launcher ends, and
 cleanup of its compilers."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import psutil
 
 from dsft.rank.ancestors import watch
 from dsft.rank.environment import Launched
-from dsft.rank.heartbeat import LOGS, SOCKET, Heartbeat, keep_log
+from dsft.rank.heartbeat import LOGS, SOCKET, Heartbeat, begin_log
 from dsft.rank.launched import AGENT
 from dsft.rank.stopping import Stopping
 from dsft.system.redact import RedactedStream
@@ -30,7 +30,7 @@ def set_up_process(launched: Launched, environ: Mapping[str, str]) -> tuple[Hear
         unbroken(descriptor, stream, redacts=not environ.get(AGENT))  # else dsft's agent redacts it all
         for descriptor, stream in ((1, sys.stdout), (2, sys.stderr))
     )
-    keep_log(environ.get(LOGS), launched.rank, launched.world_size)
+    begin_log(environ.get(LOGS), launched.rank, launched.world_size)
     heartbeat = Heartbeat(launched.rank, launched.local_rank, environ.get(SOCKET))
 
     def ends(code: int, message: str) -> None:

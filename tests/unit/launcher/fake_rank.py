@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-from dsft.rank.heartbeat import Heartbeat, keep_log
+from dsft.rank.heartbeat import Heartbeat, begin_log
 
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 steps, faults = int(sys.argv[1]), [word.split(":", 2) for word in sys.argv[2:] if word.count(":") >= 2]
@@ -27,7 +27,7 @@ asked: list[int] = []
 for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     if signal.getsignal(each) is not signal.SIG_IGN:  # as `dsft.rank.stopping`
         signal.signal(each, lambda number, _: asked.append(number))
-keep_log(os.environ.get("DSFT_LOGS"), rank, world)
+begin_log(os.environ.get("DSFT_LOGS"), rank, world)
 heartbeat = Heartbeat(rank, int(os.environ["LOCAL_RANK"]), os.environ.get("DSFT_HEARTBEAT"))
 heartbeat.start()
 print("arguments", ascii(sys.argv[1:]))

@@ -17,8 +17,8 @@ class Kept:
 
     def __init__(self, folder: Path) -> None:
         self.lines: list[str] = []
-        self.log, self.pipe = folder / "log", folder / "pipe"
-        self.output = OutputLog(self.pipe, self.log, self.lines.extend)
+        self.log = folder / "log"
+        self.output = OutputLog(self.log, self.lines.extend)
         self.output.start()
 
     def write(self, *parts: bytes) -> None:
@@ -49,22 +49,22 @@ def test_secrets_are_hidden_in_log_and_terminal(kept: Kept) -> None:
     assert kept.lines[-1] == "the end"
 
 
-def test_of_a_progress_bar_every_state_is_logged_and_the_last_is_shown(kept: Kept) -> None:
+def test_states_of_a_progress_bar(kept: Kept) -> None:
     kept.write(b"\r10%", b"\r20%", b"\r30%\r")
     assert kept.log.read_bytes() == b"\r10%\r20%\r30%\r" and kept.lines == []
     kept.write(b"\ndone\r\n")
     assert kept.lines == ["30%", "done"]
 
 
-def test_a_line_without_an_end_is_written_before_it_fills_the_memory(kept: Kept) -> None:
+def test_endless_line_is_written_in_parts(kept: Kept) -> None:
     for _ in range(8):
         kept.write(b"x" * 2**15)
     assert len(kept.log.read_bytes()) >= 2**17
     assert len(kept.end()) == 2**18
 
 
-def test_it_ends_with_the_last_process_that_has_the_pipe(kept: Kept) -> None:
-    child = os.open(kept.pipe, os.O_WRONLY)
+def test_log_ends_with_the_last_process_that_has_the_pipe(kept: Kept) -> None:
+    child = os.dup(kept.output.writing)
     kept.output.close()
     os.write(child, b"of a child\n")
     assert kept.output.last_lines() == ["of a child"] and not kept.output.ended.is_set()
@@ -72,9 +72,9 @@ def test_it_ends_with_the_last_process_that_has_the_pipe(kept: Kept) -> None:
     assert kept.output.ended.wait(LATE)
 
 
-def test_a_log_on_a_full_disk_costs_its_lines_and_no_more(tmp_path: Path) -> None:
+def test_log_on_a_full_disk_loses_its_lines_only() -> None:
     lines: list[str] = []
-    output = OutputLog(tmp_path / "pipe", Path("/dev/full"), lines.extend)
+    output = OutputLog(Path("/dev/full"), lines.extend)
     output.start()
     os.write(output.writing, b"one\n")
     assert output.last_lines() == ["one"]

@@ -15,8 +15,8 @@ import pytest
 
 RANK = """
 import os, sys, time
-from dsft.rank.heartbeat import LOGS, SOCKET, Heartbeat, keep_log
-keep_log(os.environ.get(LOGS), 3, 4)
+from dsft.rank.heartbeat import LOGS, SOCKET, Heartbeat, begin_log
+begin_log(os.environ.get(LOGS), 3, 4)
 heartbeat = Heartbeat(3, 1, os.environ.get(SOCKET))
 heartbeat.start()
 heartbeat.mark("step", 7)
@@ -89,19 +89,20 @@ def test_busy_listener_does_not_delay_a_rank(listener: socket.socket, tmp_path: 
     assert rank.returncode == 0
 
 
-def test_output_and_stack_of_a_rank_are_logged(tmp_path: Path) -> None:
-    logs = tmp_path / "runs" / "logs"
-    log, stack = logs / "rank-3.log", logs / "rank-3.stack"
-    for count in (1, 2):
-        with start(DSFT_LOGS=str(logs)) as rank:
-            wait_for(lambda: log.exists() and log.read_text().count("library") == count)  # noqa: B023
-            rank.send_signal(signal.SIGUSR2)
-            wait_for(lambda: stack.read_text().count("waits_in_a_collective") == count)  # noqa: B023
-            out, err = rank.communicate("go on\n")
-        assert (rank.returncode, out, err) == (0, "", "")
-    header, *lines = log.read_text().splitlines()
-    assert header.startswith(f"--- rank 3 of 4 on {socket.gethostname()}, process ")
-    assert lines[0:2] == ["trains", "a library's word"] and lines[3:5] == ["trains", "a library's word"]
+def test_heading_and_stacks_of_a_rank(tmp_path: Path) -> None:
+    stack = tmp_path / "runs" / "logs" / "rank-3.stack"
+
+    def has_stack() -> bool:  # of the function in which the rank waits, once it is there
+        rank.send_signal(signal.SIGUSR2)
+        return "waits_in_a_collective" in stack.read_text()
+
+    with start(DSFT_LOGS=str(stack.parent)) as rank:
+        assert rank.stdout is not None
+        heading = rank.stdout.readline()
+        wait_for(has_stack)
+        rank.communicate("go on\n")
+    assert rank.returncode == 0
+    assert heading.startswith(f"--- rank 3 of 4 on {socket.gethostname()}, process ")
 
 
 def wait_for(condition: object) -> None:
