@@ -136,7 +136,7 @@ class Lab:
         return subprocess.CompletedProcess(list(argv), process.returncode, stdout, stderr)
 
     def cut(self, host: str) -> None:
-        """Its cable is pulled at the switch: it and the others send into nothing, no socket is told."""
+        """Its cable is pulled at the switch: no socket is notified, and what is sent is lost."""
         self._at_switch("ip", "link", "set", host, "down")
 
     def mend(self, host: str) -> None:

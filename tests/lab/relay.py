@@ -37,7 +37,7 @@ def carry(first: str, second: str, rate: float, delay: float) -> None:
             if end in readable:
                 try:
                     frame, address = end.recvfrom(FRAME)
-                except OSError:  # told once when its interface is set down
+                except OSError:  # once, when its interface is set down
                     continue
                 if address[2] != socket.PACKET_OUTGOING and len(waiting[way]) < QUEUE:
                     free[way] = max(free[way], time.monotonic()) + (len(frame) - HEADER) * 8 / rate

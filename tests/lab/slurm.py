@@ -68,8 +68,8 @@ class Slurm:
 
     def state(self, job: str) -> dict[str, str]:
         """`scontrol show job`, key to value; empty once Slurm has forgotten it."""
-        said = self.lab.run("node1", ["scontrol", "--oneliner", "show", "job", job]).stdout
-        return dict(word.split("=", 1) for word in said.split() if "=" in word)
+        output = self.lab.run("node1", ["scontrol", "--oneliner", "show", "job", job]).stdout
+        return dict(word.split("=", 1) for word in output.split() if "=" in word)
 
     def wait(self, job: str, timeout: float = LATE) -> dict[str, str]:
         """The job's state once it has ended. Raises TimeoutError."""
@@ -177,11 +177,11 @@ def _munge_files(folder: Path, host: str) -> list[str]:
 def _wait_until_idle(lab: Lab, first: str, folder: Path) -> None:
     until = time.monotonic() + LATE
     while True:
-        said = lab.run(first, ["sinfo", "--noheader", "--Node", "--format=%N %T"])
-        states = [line.split()[-1] for line in said.stdout.splitlines()]
+        output = lab.run(first, ["sinfo", "--noheader", "--Node", "--format=%N %T"])
+        states = [line.split()[-1] for line in output.stdout.splitlines()]
         if states and all(state == "idle" for state in states):
             return
         if time.monotonic() > until:
             logs = [f"{path.name}: {path.read_text()[-2000:]}" for path in sorted(folder.glob("*.*o*"))]
-            raise RuntimeError("\n".join(["Slurm did not come up:", said.stdout, said.stderr, *logs]))
+            raise RuntimeError("\n".join(["Slurm did not come up:", output.stdout, output.stderr, *logs]))
         time.sleep(0.2)

@@ -64,9 +64,9 @@ def examine(lab: Lab, spec: Path, *words: str) -> tuple[list[dict[str, Any]], in
         "node1", [sys.executable, "-c", COMMAND, "doctor", str(spec), "--json", *words], cwd=spec.parent
     )
     assert done.stdout, done.stderr
-    said = json.loads(done.stdout)
-    assert said["exit_code"] == done.returncode
-    return said["findings"], done.returncode, said["seconds"]
+    printed = json.loads(done.stdout)
+    assert printed["exit_code"] == done.returncode
+    return printed["findings"], done.returncode, printed["seconds"]
 
 
 def assert_quick(seconds: float) -> None:
@@ -91,7 +91,7 @@ def shell(lab: Lab, host: str, script: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_healthy_pair(lab: Lab, spec: Path) -> None:
+def test_healthy_pair(lab: Lab, spec: Path) -> None:
     """Also where a start-up file of the shell prints, without an end of line. The bound is 10 seconds."""
     compiled(spec.parent).unlink()  # so the compiler is tried
     noise = Path(lab.environ["HOME"]) / ".bashrc"
@@ -152,7 +152,7 @@ def test_many_faults_at_once(lab: Lab, spec: Path) -> None:
     assert_quick(seconds)
 
 
-def test_a_host_that_is_down_and_one_without_sshd(lab: Lab, spec: Path) -> None:
+def test_host_that_is_down_and_one_without_sshd(lab: Lab, spec: Path) -> None:
     lab.stop_sshd("node2")
     findings, code, seconds = examine(lab, spec)
     assert code == 69
@@ -201,11 +201,11 @@ def test_slots_kinds_and_memory_of_gpus(lab: Lab, spec: Path) -> None:
     finally:
         for host in places:
             lab.run(host, ["umount", "/usr/local/sbin"])
-    told = [
+    found_lines = [
         f"{each['level']} {each['host']} {each['value']}" for each in findings if each["check"] == "devices"
     ]
     assert code == 69
-    assert told == [
+    assert found_lines == [
         "failure node2 2 slots and 1 GPU(s) (NVIDIA A100-SXM4-80GB)",
         "warning node2 memory in use: GPU 0 40,000 of 81,559 MiB",
         "warning None several kinds of GPU: NVIDIA H100 80GB HBM3 on node1; NVIDIA A100-SXM4-80GB on node2",

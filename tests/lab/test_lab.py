@@ -52,15 +52,15 @@ def test_hosts_are_two(lab: Lab) -> None:
         "node2",
         "10.77.0.2",
     ]
-    said = lab.run("node1", ["pdsh", "-w", "node1,node2", "hostname"]).stdout
-    assert sorted(said.splitlines()) == ["node1: node1", "node2: node2"]
+    printed = lab.run("node1", ["pdsh", "-w", "node1,node2", "hostname"]).stdout
+    assert sorted(printed.splitlines()) == ["node1: node1", "node2: node2"]
     (Path("/dev/shm") / "dsft-lab-own").unlink(missing_ok=True)
     lab.run("node1", ["touch", "/dev/shm/dsft-lab-own"])
     assert lab.run("node2", ["ls", "/dev/shm"]).stdout == ""
     assert not Path("/dev/shm/dsft-lab-own").exists()
 
 
-def test_processes_are_seen_from_outside_and_not_from_the_other_host(lab: Lab) -> None:
+def test_processes_of_a_host_are_seen_from_outside_only(lab: Lab) -> None:
     process = lab.start("node1", ["ssh", "node2", "MARK=of-a-test exec sleep 600"])
     until = time.monotonic() + LATE
     while not (found := [seen for seen in lab.processes("of-a-test") if seen.argv[0] == "sleep"]):
@@ -92,7 +92,7 @@ def test_a_host_is_cut_slowed_and_mended(lab: Lab) -> None:
     assert reached(lab, "node2") == 0
 
 
-def test_a_killed_owner_leaves_no_process() -> None:
+def test_killed_owner_leaves_no_process() -> None:
     if reason := why_not():
         pytest.skip(reason)
     program = (
@@ -125,10 +125,10 @@ def test_slurm_starts_tasks_on_both_hosts(lab: Lab) -> None:
     if reason := no_slurm():
         pytest.skip(reason)
     with lab.slurm() as slurm:
-        said = lab.run(
+        printed = lab.run(
             "node1", ["srun", "-N2", "--ntasks-per-node=1", "sh", "-c", "echo $SLURM_PROCID $(hostname)"]
         )
-        assert sorted(said.stdout.splitlines()) == ["0 node1", "1 node2"], said
+        assert sorted(printed.stdout.splitlines()) == ["0 node1", "1 node2"], printed
         out = slurm.folder / "out"
         asked = [
             "sbatch",

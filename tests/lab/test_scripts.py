@@ -49,7 +49,7 @@ print("done", rank, flush=True)
 """
 
 
-def test_a_job_that_is_stopped_ahead_of_its_limit_comes_back(lab: Lab, tmp_path: Path) -> None:
+def test_job_stopped_before_its_limit_is_requeued(lab: Lab, tmp_path: Path) -> None:
     """USR1 is sent as Slurm sends it at the end of the time (`scancel --signal`), for which one would wait a
     minute. A job that its user cancels does not come back. What trains stands in for a run: it costs nothing,
     and ends as runs do."""
@@ -81,8 +81,8 @@ def test_a_job_that_is_stopped_ahead_of_its_limit_comes_back(lab: Lab, tmp_path:
         assert lab.run("node1", ["scancel", cancelled]).returncode == 0
         assert slurm.wait(cancelled, LATE)["JobState"] == "CANCELLED"
         ended = slurm.wait(job, LATE)
-        said = out.read_text()
-        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said
+        output = out.read_text()
+        assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), output
         assert slurm.state(cancelled)["Restarts"] == "0" and beside.read_text().count("began") == 2
-    assert "'name=job', 'name=a  b']" in said and "Exited with exit code 75" in said
-    assert said.count("began") == 4 and said.count("done") == 2
+    assert "'name=job', 'name=a  b']" in output and "Exited with exit code 75" in output
+    assert output.count("began") == 4 and output.count("done") == 2

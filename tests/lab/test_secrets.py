@@ -74,7 +74,7 @@ def holding(*folders: Path) -> list[str]:
     ]
 
 
-def test_what_shows_a_secret_is_seen(lab: Lab, tmp_path: Path) -> None:
+def test_planted_secrets_are_found(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"\0" + CANARIES["HTTPS_PROXY"].encode())
     (tmp_path / canary(1)).mkdir()
     assert len(holding(tmp_path)) == 2
@@ -84,7 +84,7 @@ def test_what_shows_a_secret_is_seen(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.long  # a run with W&B's process, a crash and a restart
-def test_no_secret_is_left_anywhere(lab: Lab, tmp_path: Path) -> None:
+def test_no_secret_is_left(lab: Lab, tmp_path: Path) -> None:
     words = ["launch", "small.yaml", "train.max_steps=60", "train.eval_every=null", "checkpoint.every=5"]
     words += ["cluster.hang_timeout=null", "wandb.mode=offline", "--restarts", "1"]
     environ = CANARIES | {"WANDB_MODE": "offline"}
@@ -99,10 +99,10 @@ def test_no_secret_is_left_anywhere(lab: Lab, tmp_path: Path) -> None:
         until(lambda: run.stepping(7, attempt=2))
         assert holding(tmp_path, lab.folder) == []
         code = run.command.wait(240)
-        said = (tmp_path / "out").read_text()
-        assert code == 0, said
+        output = (tmp_path / "out").read_text()
+        assert code == 0, output
     assert not shown
-    logs = said + (tmp_path / "runs/small/logs/rank-1.log").read_text()
+    logs = output + (tmp_path / "runs/small/logs/rank-1.log").read_text()
     assert all(
         logs.count(f"{how}: (hidden)\n") >= 2 for how in ("printed", "logged", "warned", "not by Python")
     )

@@ -41,7 +41,7 @@ def other_rank(lab: Lab) -> Seen:
         pytest.param(other_rank, signal.SIGKILL, False, marks=pytest.mark.long),
     ],
 )
-def test_nothing_outlives_a_run_that_was_typed(
+def test_no_process_outlives_a_typed_run(
     lab: Lab, tmp_path: Path, victim: Callable[[Lab], Seen], fault: signal.Signals, saves: bool
 ) -> None:
     text = SPEC.replace("max_steps: 10, eval_every: 5", "max_steps: 5000").replace(
@@ -50,14 +50,14 @@ def test_nothing_outlives_a_run_that_was_typed(
     (tmp_path / "small.yaml").write_text(text + f"output_dir: {tmp_path / 'runs'}\n")
     (tmp_path / "hostfile").write_text("node1 slots=1\nnode2 slots=1\n")
     words = ["--hostfile", str(tmp_path / "hostfile"), str(SLOW), str(tmp_path / "small.yaml")]
-    with (tmp_path / "said").open("w") as out:
+    with (tmp_path / "output").open("w") as out:
         deepspeed = str(Path(sys.executable).parent / "deepspeed")
         typed = lab.start("node1", [deepspeed, *words], stdout=out, stderr=out)
     checkpoints = tmp_path / "runs" / "small" / "checkpoints"
     try:
         deadline = time.monotonic() + LATE
-        while "step 3/" not in (tmp_path / "said").read_text():
-            assert typed.poll() is None and time.monotonic() < deadline, (tmp_path / "said").read_text()
+        while "step 3/" not in (tmp_path / "output").read_text():
+            assert typed.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
             time.sleep(0.05)
         began = time.monotonic()
         os.kill(victim(lab).pid, fault)
@@ -68,7 +68,7 @@ def test_nothing_outlives_a_run_that_was_typed(
         code = typed.wait(LATE)
     finally:
         lab.reset()
-    what = f"ranks and all gone after {seconds}, exit code {code}\n{(tmp_path / 'said').read_text()}"
+    what = f"ranks and all gone after {seconds}, exit code {code}\n{(tmp_path / 'output').read_text()}"
     assert code != 0 and seconds[0] < allowed(LIMIT), what
     assert (checkpoints / "latest").exists() == saves, what
 

@@ -225,7 +225,7 @@ OTHER_WORDS = {
 
 
 @pytest.mark.parametrize("name", tiered([*WAYS, *OTHER_WORDS], WAYS))
-def test_every_way_in_trains_as_one_host_does(
+def test_every_launcher_trains_as_one_host_does(
     place: Place, on_one_host: Callable[[str], Path], name: str
 ) -> None:
     way, variant = (WAYS | OTHER_WORDS)[name]
@@ -260,9 +260,9 @@ def _on_both(
         )
         for number in order
     }  # fmt: skip
-    said = {number: process.communicate(timeout=LATE)[0] for number, process in started.items()}
-    assert {process.returncode for process in started.values()} == {0}, said
-    return said[0]
+    text = {number: process.communicate(timeout=LATE)[0] for number, process in started.items()}
+    assert {process.returncode for process in started.values()} == {0}, text
+    return text[0]
 
 
 def _well(done: subprocess.CompletedProcess[str]) -> str:

@@ -70,7 +70,7 @@ def test_processes_of_mpirun_stop_before_torch(
 
 
 @pytest.mark.long  # on one host tests/integration/test_launchers.py always tries deepspeed
-def test_ranks_under_pdsh_are_told_all_hosts(lab: Lab, tmp_path: Path) -> None:
+def test_ranks_under_pdsh_know_all_hosts(lab: Lab, tmp_path: Path) -> None:
     spec, hostfile = write_spec(tmp_path), tmp_path / "hostfile"
     hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
     words = ["deepspeed", "--hostfile", str(hostfile), str(TRAIN), str(spec), OTHER]
@@ -79,7 +79,7 @@ def test_ranks_under_pdsh_are_told_all_hosts(lab: Lab, tmp_path: Path) -> None:
     assert not lab.processes(str(TRAIN)) and not (tmp_path / "runs").exists()
 
 
-def test_what_no_variable_tells_is_found_when_all_have_met(lab: Lab, tmp_path: Path) -> None:
+def test_hosts_without_variables_are_compared_once_all_have_met(lab: Lab, tmp_path: Path) -> None:
     """The five variables alone name no hosts. They meet though each host's own name is a loopback address, as
     Debian writes /etc/hosts: gloo would listen where no other host reaches it."""
     spec = write_spec(tmp_path)
@@ -102,13 +102,13 @@ def test_what_no_variable_tells_is_found_when_all_have_met(lab: Lab, tmp_path: P
     finally:
         for host in addresses:
             lab.run(host, ["umount", "/etc/hosts"])
-    said = (tmp_path / "node1").read_text()
-    assert f"{SAID.format('environment')} on 2 hosts (1 + 1): WORLD_SIZE decides that" in said
+    text = (tmp_path / "node1").read_text()
+    assert f"{SAID.format('environment')} on 2 hosts (1 + 1): WORLD_SIZE decides that" in text
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.long  # a lost host is always tried in tests/lab/test_supervised_faults.py
-def test_a_run_goes_on_with_the_host_that_is_left(lab: Lab, tmp_path: Path) -> None:
+def test_run_goes_on_with_the_remaining_host(lab: Lab, tmp_path: Path) -> None:
     """All processes of node2 are killed: torchrun starts again on node1, from the last checkpoint, and the
     losses are those of one host that goes on from there."""
     spec = write_spec(tmp_path)
@@ -137,11 +137,11 @@ def test_a_run_goes_on_with_the_host_that_is_left(lab: Lab, tmp_path: Path) -> N
     for seen in lab.processes(host="node2"):
         os.kill(seen.pid, signal.SIGKILL)
     assert agents[0].wait(LATE) == 0, (tmp_path / "node1.err").read_text()
-    said = (tmp_path / "node1.out").read_text()
-    assert said.count("rank map: 0 = node1 0, 1 = node2 0\n") == 1 and "1 process on 1 host" in said
-    assert said.count("rank map: 0 = node1 0\n") == 1
-    assert "warning: 1 host of cluster.hosts is missing, as cluster.min_hosts allows" in said
-    step = int(said.partition("going on from step ")[2].partition(":")[0])
+    text = (tmp_path / "node1.out").read_text()
+    assert text.count("rank map: 0 = node1 0, 1 = node2 0\n") == 1 and "1 process on 1 host" in text
+    assert text.count("rank map: 0 = node1 0\n") == 1
+    assert "warning: 1 host of cluster.hosts is missing, as cluster.min_hosts allows" in text
+    step = int(text.partition("going on from step ")[2].partition(":")[0])
     assert 10 <= step < 40
 
     alone = tmp_path / "runs" / "alone" / "checkpoints" / f"step-{step}"
