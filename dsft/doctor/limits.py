@@ -33,7 +33,7 @@ def look() -> dict[str, Any]:
 
 
 def check(probed: ProbeResults) -> Iterator[CheckResult]:
-    world, wanted = sum(count or 1 for count in probed.slots.values()), probed.needs.locked
+    world, wanted = sum(count or 1 for count in probed.slots.values()), probed.needs.locked or 0
     needed = FILES + FILES_OF_RANK * world
     for host, part in probed.part("limits"):
         open_files, locked, cards = part["files"], part["locked"], ", ".join(part["infiniband"])
@@ -46,7 +46,7 @@ def check(probed: ProbeResults) -> Iterator[CheckResult]:
             )  # fmt: skip
         else:
             yield passed("open files", host, "unlimited" if open_files is None else f"{open_files:,}")
-        is_short = locked is not None and wanted is not None and wanted > locked
+        is_short = locked is not None and wanted > locked
         value = "unlimited" if locked is None else size_text(locked, 2)
         if locked is not None and (is_short or cards):
             yield CheckResult(
