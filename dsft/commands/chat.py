@@ -12,16 +12,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    GenerationConfig,
-    TextStreamer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationConfig, TextStreamer
 from transformers.utils import logging
 
 from dsft.checkpoint.export import ORIGIN
@@ -56,13 +52,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class ChatModel:
-    """A model that answers, with its tokenizer; made by `load`."""
+    """A model that answers, with its tokenizer; made by `load`. turn_end: the token with which the chat
+    template ends an answer; an adapter's base does not always stop at it."""
 
     model: Any
     tokenizer: Any
     sampling: Sampling
     turn_end: int | None = None
-    """The token with which the chat template ends an answer; an adapter's base does not always stop at it."""
 
     def answer(self, messages: list[Message], write: Write) -> str:
         """Generate the answer to a conversation and return it; `write` gets it piece by piece. When
@@ -98,22 +94,17 @@ class ChatModel:
             raise DsftError(
                 f"The conversation has {size} tokens and the model {positions} positions; /reset forgets it."
             )
-        sampled = self.sampling.temperature > 0
-        settings: dict[str, Any] = {
-            "max_new_tokens": min(room, self.sampling.max_new_tokens),
-            "do_sample": sampled,
-            "eos_token_id": self._stops(),
-            "pad_token_id": self.tokenizer.pad_token_id or 0,
-        }
-        if sampled:
-            settings |= {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
-        return GenerationConfig(**settings)
-
-    def _stops(self) -> list[int]:
-        """Return the tokens that end an answer, from generation config, tokenizer and chat template."""
         named = self.model.generation_config.eos_token_id
         stops = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_token_id, self.turn_end}
-        return sorted(stop for stop in stops if stop is not None)
+        settings: dict[str, Any] = {
+            "max_new_tokens": min(room, self.sampling.max_new_tokens),
+            "do_sample": self.sampling.temperature > 0,
+            "eos_token_id": sorted(stop for stop in stops if stop is not None),
+            "pad_token_id": self.tokenizer.pad_token_id or 0,
+        }
+        if self.sampling.temperature > 0:
+            settings |= {"temperature": self.sampling.temperature, "top_p": self.sampling.top_p}
+        return GenerationConfig(**settings)
 
 
 class _PrintableStreamer(TextStreamer):
@@ -132,14 +123,14 @@ class _PrintableStreamer(TextStreamer):
 
 def chat(folder: Path, sampling: Sampling, system: str | None) -> None:
     """Load the model, then talk until /exit or the end of the input (Ctrl-D)."""
-    chat_model = load(folder, sampling)
+    chat_model, is_terminal = load(folder, sampling), sys.stdin.isatty()
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
-    if sys.stdin.isatty():
+    if is_terminal:
         print(f"{folder} on {chat_model.model.device}. {HELP}.")
-        converse(chat_model, _typed_lines(), system, _print, one_line=False)
-    else:
-        converse(chat_model, (line.rstrip("\n") for line in sys.stdin), system, _print, one_line=True)
+    lines = _typed_lines() if is_terminal else (line.rstrip("\n") for line in sys.stdin)
+    write = partial(print, end="", flush=True)
+    converse(chat_model, lines, system, write, one_line=not is_terminal)
 
 
 def load(folder: Path, sampling: Sampling) -> ChatModel:
@@ -171,8 +162,7 @@ def _load_model(name: str) -> Any:
     model_files(name)  # raises for files outside of the folder, which transformers would read
     whole = config_around(name)
     loader: Any = AutoModelForCausalLM if whole is None else AutoModelForMultimodalLM
-    config = whole or read_config(name)
-    return load_whole(loader, name, config, "auto", name)[0]
+    return load_whole(loader, name, whole or read_config(name), "auto", name)[0]
 
 
 def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
@@ -205,40 +195,31 @@ def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
 def converse(
     chat_model: ChatModel, lines: Iterable[str], system: str | None, write: Write, *, one_line: bool
 ) -> None:
-    """Answer line after line, as one conversation; lines that begin with / are commands."""
-    messages = _opening(system)
+    """Answer line after line, as one conversation; lines that begin with / are commands. A line that cannot
+    be answered is not kept."""
+    messages: list[Message] = []
     for line in lines:
         command, _, text = line.strip().partition(" ")
         if command in ("/exit", "/quit"):
             return
-        if command == "/reset":
-            messages = _opening(system)
-        elif command == "/system":
-            system = text.strip() or None
-            messages = _opening(system)
+        if command in ("/reset", "/system"):
+            system = system if command == "/reset" else text.strip() or None
+            messages = []
         elif command.startswith("/"):
             write(f"{command} is not a command; {HELP}\n")
-        elif line.strip():
-            _answer(chat_model, messages, line, write, one_line)
-
-
-def _answer(chat_model: ChatModel, messages: list[Message], line: str, write: Write, one_line: bool) -> None:
-    messages.append({"role": "user", "content": line})
-    shown: Write = (lambda piece: write(piece.replace("\n", "\\n"))) if one_line else write
-    try:
-        answer = chat_model.answer(messages, shown)
-    except DsftError as error:
-        messages.pop()
-        answer = printable(f"error: {error}")
-        write(answer)
-    else:
-        messages.append({"role": "assistant", "content": answer})
-    if one_line or not answer.endswith("\n"):
-        write("\n")
-
-
-def _opening(system: str | None) -> list[Message]:
-    return [{"role": "system", "content": system}] if system else []
+        elif command:
+            opening = [{"role": "system", "content": system}] if system else []
+            asked = [*(messages or opening), {"role": "user", "content": line}]
+            try:
+                answer = chat_model.answer(
+                    asked, lambda piece: write(piece.replace("\n", "\\n") if one_line else piece)
+                )
+                messages = [*asked, {"role": "assistant", "content": answer}]
+            except DsftError as error:
+                answer = printable(f"error: {error}")
+                write(answer)
+            if one_line or not answer.endswith("\n"):
+                write("\n")
 
 
 def _typed_lines() -> Iterator[str]:
@@ -252,7 +233,3 @@ def _typed_lines() -> Iterator[str]:
             return
         except KeyboardInterrupt:
             print(f"\n{HELP}")
-
-
-def _print(text: str) -> None:
-    print(text, end="", flush=True)

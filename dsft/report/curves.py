@@ -24,8 +24,8 @@ SMOOTHED_FROM = 60
 """Number of points from which on the training loss is also shown smoothed."""
 BLUE, RED = "#1f5fa8", "#c0392b"
 REWARDS = ("rewards/margins", "rewards/accuracies")
-COLORS = (BLUE, "#e07a1f", "#2a9d5c", "#8e44ad", "#b8336a", "#0f8b8d")
-EVALUATIONS = ("#e07a1f", "#2a9d5c", "#8e44ad", "#b8336a", "#0f8b8d", "#7a5c3e")
+COLORS = (BLUE, "#e07a1f", "#2a9d5c", "#8e44ad", "#b8336a", "#0f8b8d", "#7a5c3e")
+DOTTED: dict[str, Any] = {"marker": "o", "markersize": 4}
 
 
 def write_curves(path: Path, name: str, records: Sequence[Mapping[str, float]]) -> str:
@@ -63,86 +63,95 @@ def svg(drawn: Any) -> str:
 
 def compared(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Any:
     """Return a figure with the losses of several runs: name -> records."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(drawn)
-    for axis, key, title in zip(
-        drawn.subplots(1, 2), ("train/loss", "eval/loss"), ("training loss", "held-out loss"), strict=True
-    ):
+    drawn = _empty(4)
+    titles = {"train/loss": "training loss (nats)", "eval/loss": "held-out loss (nats)"}
+    for axis, (key, title) in zip(drawn.subplots(1, 2), titles.items(), strict=True):
         for number, (name, records) in enumerate(runs.items()):
             steps, values = series(records, key)
             shown = smoothed(values) if len(values) >= SMOOTHED_FROM else values
             if values:
-                axis.plot(steps, shown, color=COLORS[number % len(COLORS)], label=_last(name, values))
-        axis.set_title(f"{title} (nats)", fontsize=10, loc="left")
-        axis.set_xlabel("optimizer step")
-        axis.grid(visible=True, color="#e3e5e8", linewidth=0.8)
-        if axis.lines:
-            axis.legend(frameon=False, fontsize=9)
+                _plot(axis, (steps, shown), COLORS[number % len(COLORS)], _last(name, values))
+        _finish(axis, title)
     return drawn
 
 
 def figure(name: str, records: Sequence[Mapping[str, float]]) -> Any:
     """Return the figure of one run: losses, rewards of pairs, learning rate and gradient norm."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    drawn = Figure(figsize=(10, 7), layout="constrained")
-    FigureCanvasAgg(drawn)
+    drawn = _empty(7)
     rows: list[Any] = [["loss", "loss"], ["rate", "norm"]]
-    heights = [1.6, 1.0]
-    if any(key.endswith(REWARDS[0]) for record in records for key in record):
-        rows, heights = [rows[0], list(REWARDS), rows[1]], [1.6, 1.0, 1.0]
-    axes = drawn.subplot_mosaic(rows, height_ratios=heights)
+    has_rewards = any(key.endswith(REWARDS[0]) for record in records for key in record)
+    if has_rewards:
+        rows.insert(1, list(REWARDS))
+    axes = drawn.subplot_mosaic(rows, height_ratios=[1.6, *[1.0] * (len(rows) - 1)])
     drawn.suptitle(_plain(name), fontsize=13, fontweight="bold")
     _losses(axes["loss"], records)
-    for key in REWARDS:
-        if key in axes:
-            _rewards(axes[key], records, key)
-    _line(axes["rate"], series(records, "train/learning_rate"), "learning rate")
+    for key in REWARDS if has_rewards else ():
+        for part, color, style in (("train", BLUE, {}), ("eval", COLORS[1], DOTTED)):
+            points = series(records, f"{part}/{key}")
+            _plot(axes[key], points, color, _last(part, points[1]), **style)
+        _finish(axes[key], key)
+    _plot(axes["rate"], series(records, "train/learning_rate"), BLUE)
     axes["rate"].set_ylim(bottom=0)
+    _finish(axes["rate"], "learning rate")
     _norm(axes["norm"], records)
-    for axis in axes.values():
-        axis.set_xlabel("optimizer step")
-        axis.grid(visible=True, color="#e3e5e8", linewidth=0.8)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-        axis.margins(x=0.01)
     return drawn
+
+
+def _empty(height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(10, height), layout="constrained")
+
+
+def _plot(axis: Any, points: Points, color: str, label: str | None = None, **style: Any) -> None:
+    single = {"marker": "o"} if len(points[0]) == 1 else {}
+    if points[0]:
+        axis.plot(*points, color=color, label=label, **{"linewidth": 1.5, **single, **style})
+
+
+def _finish(axis: Any, title: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_title(title, fontsize=10, loc="left")
+    axis.set_xlabel("optimizer step")
+    axis.grid(visible=True, color="#e3e5e8", linewidth=0.8)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axis.margins(x=0.01)
+    if len(axis.get_legend_handles_labels()[0]):
+        axis.legend(frameon=False, fontsize=9)
 
 
 def _losses(axis: Any, records: Sequence[Mapping[str, float]]) -> None:
     steps, values = series(records, "train/loss")
     if len(values) >= SMOOTHED_FROM:
-        axis.plot(steps, values, color=BLUE, alpha=0.25, linewidth=0.9)
-        axis.plot(steps, smoothed(values), color=BLUE, linewidth=1.8, label=f"train {values[-1]:.4f}")
+        _plot(axis, (steps, values), BLUE, alpha=0.25, linewidth=0.9)
+        _plot(axis, (steps, smoothed(values)), BLUE, _last("train", values), linewidth=1.8)
     else:
-        marker = "o" if len(values) == 1 else None
-        axis.plot(steps, values, color=BLUE, linewidth=1.5, marker=marker, label=_last("train", values))
+        _plot(axis, (steps, values), BLUE, _last("train", values))
     keys = {key for record in records for key in record if re.fullmatch(r"eval/(.+/)?loss", key)}
     for number, key in enumerate(sorted(keys, key=lambda key: (key.count("/"), key))):
-        at, losses = series(records, key)
-        label = _last(key.removesuffix("/loss"), losses)
-        color = EVALUATIONS[number % len(EVALUATIONS)]
-        whole = (
-            {"linewidth": 1.6, "zorder": 3} if key == "eval/loss" else {"linewidth": 1.2, "linestyle": "--"}
-        )
-        axis.plot(at, losses, color=color, marker="o", markersize=4, label=label, **whole)
-    axis.set_title("loss (nats)", fontsize=10, loc="left")
-    axis.legend(frameon=False, fontsize=9)
+        points = series(records, key)
+        style = DOTTED | ({"linewidth": 1.6, "zorder": 3} if key == "eval/loss" else {"linestyle": "--"})
+        color = COLORS[1 + number % (len(COLORS) - 1)]
+        label = _last(key.removesuffix("/loss"), points[1])
+        _plot(axis, points, color, label, **style)
+    _finish(axis, "loss (nats)")
 
 
-def _rewards(axis: Any, records: Sequence[Mapping[str, float]], key: str) -> None:
-    """Plot a metric of preference pairs, in training and held out."""
-    _line(axis, series(records, f"train/{key}"), key)
-    steps, values = series(records, f"eval/{key}")
-    if values:
-        axis.plot(steps, values, color=EVALUATIONS[0], marker="o", markersize=4, label=_last("eval", values))
-        axis.legend(frameon=False, fontsize=9)
+def _norm(axis: Any, records: Sequence[Mapping[str, float]]) -> None:
+    points = series(records, "train/grad_norm")
+    _plot(axis, points, BLUE)
+    positive = [value for value in points[1] if value > 0]
+    if positive and max(positive) > 10 * min(positive):
+        axis.set_yscale("log")
+    skipped = [r[STEP] for r in records if "train/grad_norm" in r and not math.isfinite(r["train/grad_norm"])]
+    for step in skipped:
+        axis.axvline(step, color=RED, alpha=0.5, linewidth=1)
+    if skipped:
+        axis.set_title(f"{len(skipped)} not applied", fontsize=9, loc="right", color=RED)
+    _finish(axis, "gradient norm, before clipping")
 
 
 def _plain(name: str) -> str:
@@ -152,21 +161,3 @@ def _plain(name: str) -> str:
 
 def _last(name: str, values: Sequence[float]) -> str:
     return f"{_plain(name)} {values[-1]:.4f}" if values else _plain(name)
-
-
-def _line(axis: Any, points: Points, title: str) -> None:
-    axis.plot(*points, color=BLUE, linewidth=1.5, marker="o" if len(points[0]) == 1 else None)
-    axis.set_title(title, fontsize=10, loc="left")
-
-
-def _norm(axis: Any, records: Sequence[Mapping[str, float]]) -> None:
-    points = series(records, "train/grad_norm")
-    _line(axis, points, "gradient norm, before clipping")
-    positive = [value for value in points[1] if value > 0]
-    if positive and max(positive) > 10 * min(positive):
-        axis.set_yscale("log")
-    skipped = [r[STEP] for r in records if "train/grad_norm" in r and not math.isfinite(r["train/grad_norm"])]
-    for step in skipped:
-        axis.axvline(step, color=RED, alpha=0.5, linewidth=1)
-    if skipped:
-        axis.set_title(f"{len(skipped)} not applied", fontsize=9, loc="right", color=RED)

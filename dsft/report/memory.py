@@ -78,7 +78,7 @@ class MemoryMeter:
 
     def used(self) -> int:
         """Return the bytes in use now: on the GPU if there is one, else resident in host memory."""
-        return torch.cuda.memory_allocated(self.device) if self._on_gpu else _status("VmRSS")
+        return torch.cuda.memory_allocated(self.device) if self._on_gpu else resident()
 
     def peak(self) -> int:
         """Return the running phase's peak of what `used` measures, in bytes."""
@@ -132,24 +132,6 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in SIGNS)
 
 
-def largest(ranks: Sequence[Mapping[Phase, Peaks]]) -> dict[Phase, Peaks]:
-    """Return the largest peaks over the ranks, by phase."""
-    found: dict[Phase, Peaks] = {}
-    for peaks in ranks:
-        for phase, bytes_ in peaks.items():
-            _keep_larger(found.setdefault(phase, {}), bytes_)
-    return found
-
-
-def write_memory(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the file atomically. Raises StorageError where that fails."""
-    try:
-        with atomic_write(path) as file:
-            file.write(json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
-    except OSError as error:
-        raise write_error(path, error) from error
-
-
 def _keep_larger(peaks: Peaks, new: Mapping[str, int]) -> None:
     for name, size in new.items():
         peaks[name] = max(size, peaks.get(name, 0))
@@ -195,13 +177,22 @@ class MemoryFile:
     def enter(self, phase: Phase) -> None:
         """Begin a phase and write the file. A collective. Raises StorageError on the rank that writes."""
         self.meter.enter(phase)
-        ranks = self._gather(self.meter.peaks)
-        found = largest(ranks)
+        ranks: list[Mapping[Phase, Peaks]] = self._gather(self.meter.peaks)
+        found: dict[Phase, Peaks] = {}  # the largest over the ranks
+        for peaks in ranks:
+            for ended, sizes in peaks.items():
+                _keep_larger(found.setdefault(ended, {}), sizes)
         self._pending = {
-            f"memory/{phase}/{name}_gib": size / GIB for phase in found for name, size in found[phase].items()
+            f"memory/{ended}/{name}_gib": size / GIB for ended in found for name, size in found[ended].items()
         }
-        if self._path is not None:
-            write_memory(self._path, self._content(found, ranks))
+        if self._path is None:
+            return
+        try:
+            with atomic_write(self._path) as file:
+                content = json.dumps(self._content(found, ranks), indent=2, ensure_ascii=False)
+                file.write(content.encode() + b"\n")
+        except OSError as error:
+            raise write_error(self._path, error) from error
 
     def record(self) -> dict[str, float]:
         """Return for a logged step: this rank's memory, and the peaks of phases that ended since the last

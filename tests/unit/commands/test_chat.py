@@ -68,9 +68,9 @@ def talk(lines: list[str], system: str | None = None, one_line: bool = False) ->
 
 def test_turns_add_up_until_they_are_reset() -> None:
     talker, _ = talk(["a", "", "b", "/reset", "c", "/system be short", "d", "/exit", "e"], system="s")
-    told = [[f"{m['role']}:{m['content']}" for m in messages] for messages in talker.asked]
+    found = [[f"{m['role']}:{m['content']}" for m in messages] for messages in talker.asked]
     answer = "assistant:one\ntwo"
-    assert told == [
+    assert found == [
         ["system:s", "user:a"],
         ["system:s", "user:a", answer, "user:b"],
         ["system:s", "user:c"],
@@ -83,7 +83,7 @@ def test_an_answer_is_one_line_for_a_pipe_and_as_it_is_for_a_terminal() -> None:
     assert talk(["a"])[1] == "one\ntwo\n"
 
 
-def test_an_unknown_command_is_told_and_not_asked() -> None:
+def test_an_unknown_command_is_not_sent_to_the_model() -> None:
     talker, written = talk(["/foo"])
     assert not talker.asked and written.startswith("/foo is not a command; /reset")
 
@@ -124,7 +124,7 @@ def test_characters_that_steer_a_terminal_are_left_out(talker: ChatModel, monkey
     assert talker.answer([{"role": "user", "content": "x"}], lambda piece: None) == "a[2Jb\n"
 
 
-def test_a_conversation_that_fills_the_model_is_told_and_forgotten(talker: ChatModel) -> None:
+def test_a_turn_that_fills_the_model_is_refused_and_dropped(talker: ChatModel) -> None:
     written: list[str] = []
     converse(talker, ["x" * 200, "hi"], None, written.append, one_line=True)
     lines = "".join(written).split("\n")
@@ -132,7 +132,7 @@ def test_a_conversation_that_fills_the_model_is_told_and_forgotten(talker: ChatM
     assert len(lines) == 3 and not lines[1].startswith("error")
 
 
-def test_a_template_without_an_end_is_told_and_does_not_hang(export: Path, tmp_path: Path) -> None:
+def test_an_endless_template_is_refused_and_does_not_hang(export: Path, tmp_path: Path) -> None:
     folder = copied(export, tmp_path / "loop", "config.json")
     (folder / "chat_template.jinja").write_text("{{ 'A' * 5000000000 }}")
     written: list[str] = []
@@ -210,7 +210,7 @@ class Payload:
         return Path.touch, (Path("ran"),)
 
 
-def test_a_pickle_that_would_run_code_is_told_of_in_a_sentence(export: Path, tmp_path: Path) -> None:
+def test_a_pickle_that_would_run_code_is_refused_in_a_sentence(export: Path, tmp_path: Path) -> None:
     folder = copied(export, tmp_path / "pickle", "config.json")
     (folder / "model.safetensors").unlink()
     torch.save({"model.norm.weight": Payload()}, folder / "pytorch_model.bin")

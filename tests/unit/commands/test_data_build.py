@@ -30,7 +30,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("small.yaml")
 
 
-def test_what_is_made_and_what_was_there(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_and_cached_tokens_are_reported(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build(spec, [])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("a.jsonl: 9 rows, 0.0 MB of tokens, tokenized 1 of 1 blocks in ")

@@ -85,7 +85,7 @@ def test_what_files_hold_is_text() -> None:
     assert "<script" not in text and "\x1b" not in text and "&lt;script&gt;" in text
 
 
-def test_names_are_no_formulas_and_stay_apart() -> None:
+def test_names_are_not_formulas_and_stay_distinct() -> None:
     run("a$\\frac{$b", [1.0])
     run("other/same", [2.0])
     run("same", [3.0])

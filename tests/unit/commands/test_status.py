@@ -70,7 +70,7 @@ def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 def tell(folder: Path, *, age: float = 0, **facts: Any) -> None:
     """status.json, as dsft launch writes it."""
-    told = {
+    found = {
         "pid": os.getpid(), "host": socket.gethostname(), "command": "dsft launch specs/two.yaml",
         "launcher": "deepspeed", "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "state": "running", "attempt": 1,
@@ -82,7 +82,7 @@ def tell(folder: Path, *, age: float = 0, **facts: Any) -> None:
         "exit_code": None, "error": None,
     }  # fmt: skip
     path, written = folder / "logs/status.json", time.time() - age
-    path.write_text(json.dumps(told | facts))
+    path.write_text(json.dumps(found | facts))
     os.utime(path, (written, written))
 
 
@@ -107,7 +107,7 @@ def test_a_launched_run_is_shown_with_its_ranks(run: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "state"), [(0, "finished"), (75, "stopped"), (69, "failed"), (124, "failed"), (143, "failed")]
 )
-def test_an_end_is_told_as_it_was(run: Path, code: int, state: str) -> None:
+def test_the_recorded_end_is_shown(run: Path, code: int, state: str) -> None:
     tell(run, state="ended", exit_code=code, error="rank 3 on node2: out of memory" if code == 69 else None)
     found = status_of(run)
     assert (found.state, found.exit_code, found.seconds_left) == (state, code, None)
@@ -131,7 +131,7 @@ def test_another_process_with_its_number_is_not_the_supervisor(run: Path) -> Non
     assert "has ended without recording its end" in status_of(run).why
 
 
-def test_a_status_that_is_old_is_told_as_old(run: Path) -> None:
+def test_an_old_status_is_shown_as_silent(run: Path) -> None:
     tell(run, host="node1", age=90)
     found = status_of(run)
     assert found.state == "silent" and "status.json is 90 seconds old" in found.why
@@ -192,7 +192,7 @@ def test_files_that_are_torn_are_left_out(run: Path) -> None:
     assert status_of(run).checkpoint == "step-100"
 
 
-def test_a_lock_that_cannot_be_read_names_nobody(run: Path) -> None:
+def test_an_unreadable_lock_has_no_holder(run: Path) -> None:
     (run / ".lock").mkdir()
     assert status_of(run).state == "stopped"
 
@@ -250,9 +250,9 @@ def test_nothing_that_a_terminal_obeys_is_printed(run: Path) -> None:
     evil = "\x1b]0;title\x07\x1b[2J\x9b1m\r\u202e"
     rank = {"host": evil, "pid": evil, "step": 1, "phase": evil, "pulse_age": 0.5, "progress_age": 2.5}
     tell(run, command=evil, launcher=evil, ranks={"0": rank})
-    said = CliRunner().invoke(app, ["status", str(run)]).output
-    assert r"command     \x1b]0;title\x07\x1b[2J\x9b1m\r\u202e" in said
-    assert not set(evil[0] + "\x07\x9b\r\u202e") & set(said)
+    printed = CliRunner().invoke(app, ["status", str(run)]).output
+    assert r"command     \x1b]0;title\x07\x1b[2J\x9b1m\r\u202e" in printed
+    assert not set(evil[0] + "\x07\x9b\r\u202e") & set(printed)
 
 
 def test_the_command(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

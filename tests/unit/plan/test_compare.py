@@ -137,7 +137,7 @@ def test_a_refusal_is_the_one_of_validate(tmp_path: Path) -> None:
     spec = tmp_path / "x.yaml"
     spec.write_text(yaml.safe_dump(made), encoding="utf-8")
     _, found = compared(made)
-    told = {
+    shown = {
         (c.keys.zero_stage, c.keys.pipeline_stages, str(c.keys.offload_optimizer)): c.refused[0]
         for c in found.refused
         if c.keys.offload_parameters == "none"
@@ -146,7 +146,7 @@ def test_a_refusal_is_the_one_of_validate(tmp_path: Path) -> None:
         keys = {"zero_stage": zero, "pipeline_stages": stages, "offload_optimizer.device": device}
         with pytest.raises(SpecError) as error:
             load_spec(spec, [f"parallel.{key}={value}" for key, value in keys.items()], check_files=False)
-        assert any(p.message.endswith(told[zero, stages, device].message) for p in error.value.problems)
+        assert any(p.message.endswith(shown[zero, stages, device].message) for p in error.value.problems)
 
 
 def test_a_model_that_cannot_be_cut_gets_no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_model_that_cannot_be_cut_gets_no_pipeline(monkeypatch: pytest.MonkeyP
     assert any("its layers share keys" in finding.message for c in staged for finding in c.refused)
 
 
-def test_a_batch_that_no_layout_divides_but_a_pipeline_is_said() -> None:
+def test_a_batch_that_only_pipelines_divide() -> None:
     made = document({"a": 4})
     made["train"] = {"global_batch_size": 2, "micro_batch_size": 1}
     made["parallel"] = {"pipeline_stages": 2}
@@ -202,17 +202,17 @@ def test_the_page_names_the_advice_and_why_not_the_others() -> None:
 
 def test_programs_get_every_size_and_reason() -> None:
     plan, found = compared(document({"a": 2}, accelerator={"name": "H100", "memory_gib": 80}))
-    told = json.loads(json.dumps(comparison_mapping(plan, found)))
-    assert len(told["candidates"]) == len(every(found))
-    first = told["candidates"][0]
+    shown = json.loads(json.dumps(comparison_mapping(plan, found)))
+    assert len(shown["candidates"]) == len(every(found))
+    first = shown["candidates"][0]
     assert first["verdict"] == "fits" and first["layout"]["zero_stage"] == 0 and first["warnings"]
-    advised = next(one for one in told["candidates"] if one["overrides"] == told["advice"])
+    advised = next(one for one in shown["candidates"] if one["overrides"] == shown["advice"])
     assert advised["layout"]["zero_stage"] == 1 and not advised["warnings"]
     assert [size["micro_batch_size"] for size in first["sizes"]] == [1, 2, 3, 6]
-    assert all(one["refused"] for one in told["candidates"] if one["verdict"] == "refused")
+    assert all(one["refused"] for one in shown["candidates"] if one["verdict"] == "refused")
 
 
-def test_a_layout_that_is_nearly_too_large_is_said_to_be_tight() -> None:
+def test_a_layout_that_is_nearly_too_large_is_tight() -> None:
     made = document({"a": 1}, accelerator={"name": "H100", "memory_gib": 80})
     made["data"]["max_length"] = 1 << 16
     first = compared(made)[1].fitting[0].sizes

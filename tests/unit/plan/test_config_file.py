@@ -309,10 +309,10 @@ def test_a_file_with_a_disk_gets_the_runs_own_folder_and_the_models_buffers(merg
     assert (found.config["aio"]["queue_depth"], found.config["aio"]["block_size"]) == (64, 1_048_576)
 
 
-def test_where_the_file_says_nothing_of_pinning_the_host_decides(merge: Any) -> None:
+def test_without_pin_memory_in_the_file_the_host_decides(merge: Any) -> None:
     facts = HostFacts(pin=(False, "no room"))
-    for said, expected in (({}, False), ({"pin_memory": True}, True)):
-        zero = {"stage": 3, "offload_optimizer": {"device": "cpu", **said}}
+    for section, expected in (({}, False), ({"pin_memory": True}, True)):
+        zero = {"stage": 3, "offload_optimizer": {"device": "cpu", **section}}
         config = merge({"zero_optimization": zero}, facts=facts).config
         assert config["zero_optimization"]["offload_optimizer"]["pin_memory"] is expected
 

@@ -61,7 +61,7 @@ def test_embedding_and_head_are_counted_tied_or_not(tied: bool) -> None:
     assert named == [{"model.embed_tokens.weight"}, set(), {"model.norm.weight", head}]
 
 
-def test_a_list_is_taken_as_it_stands() -> None:
+def test_a_list_is_used_unchanged() -> None:
     assert cut_of(Parallel(pipeline_stages=2, pipeline_cut=(5, 1)), census(tied=False)).counts == (5, 1)
 
 

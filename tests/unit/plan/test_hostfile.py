@@ -34,7 +34,7 @@ def test_what_is_not_a_host_is_refused_with_its_line(text: str, problem: str) ->
     assert problem in str(error.value)
 
 
-def test_all_bad_lines_are_told_together() -> None:
+def test_all_bad_lines_are_reported_together() -> None:
     with pytest.raises(SpecError) as error:
         parse("a slots=x\nb slots=1\nb slots=1\n", "hosts")
     assert [problem.where for problem in error.value.problems] == ["hosts:1", "hosts:3"]

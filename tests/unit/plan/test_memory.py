@@ -306,13 +306,13 @@ def test_a_gpu_has_more_on_it_than_tensors(sizes: Any) -> None:
     assert sizes(parallel={"zero_stage": 2}, cluster=cpu).stages[0].beside == 0
 
 
-def test_another_version_of_deepspeed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
+def test_another_version_of_deepspeed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
     for installed in ("0.19.8", "0.19.8+cu128", "0.19.9"):
         monkeypatch.setattr("dsft.plan.memory.version", lambda name, installed=installed: installed)
-        told.append(list(other_version()))
-    assert told[:2] == [[], []]
-    assert told[2] == [
+        found.append(list(other_version()))
+    assert found[:2] == [[], []]
+    assert found[2] == [
         "memory was modelled for DeepSpeed 0.19.8, and 0.19.9 is installed: the figures may be off "
         "(scripts/citations lists what has moved)"
     ]

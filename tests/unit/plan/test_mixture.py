@@ -76,7 +76,7 @@ def test_qwen3_30b_a3b_on_one_host_fits_at_zero_3_or_in_a_pipeline() -> None:
     assert "ZeRO 3 gathers all experts of a layer at once, on any number of ranks: 603,979,776" in text
 
 
-def test_deepseek_v3_on_sixteen_hosts_does_not_fit_and_says_why() -> None:
+def test_deepseek_v3_on_sixteen_hosts_does_not_fit_for_a_reason() -> None:
     text = text_of(plan_of("deepseek_v3"))
     assert "No layout fits" in text
     assert (

@@ -55,7 +55,7 @@ def test_all_ranks_of_a_host_count_and_one_full_host_is_enough() -> None:
     assert not may_pin([("a", 1, 128 * GIB), ("b", 3 * GIB, 4 * GIB)])[0]
 
 
-def test_torch_is_told_to_grow_segments_and_to_lock_no_more_than_it_is_asked_for(make_spec: Any) -> None:
+def test_torchs_allocator_grows_segments_and_locks_what_is_requested(make_spec: Any) -> None:
     offloaded = make_spec(parallel={"zero_stage": 1, "offload_optimizer": CPU})
     kept = make_spec(model={"gradient_checkpointing": True, "activation_offload": True})
     grows, exact = "expandable_segments:True", "pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
@@ -71,7 +71,7 @@ def test_segments_do_not_grow_under_wsl(make_spec: Any, monkeypatch: pytest.Monk
     assert allocator(make_spec(), {}, "2.13.0") == {}
 
 
-def test_what_the_user_says_of_the_allocator_stays_and_other_devices_have_no_segments(make_spec: Any) -> None:
+def test_the_users_allocator_settings_stay_and_other_devices_have_no_segments(make_spec: Any) -> None:
     offloaded = make_spec(parallel={"zero_stage": 1, "offload_optimizer": CPU})
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         assert allocator(offloaded, {name: "max_split_size_mb:512"}, "2.13.0") == {}

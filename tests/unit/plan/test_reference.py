@@ -74,7 +74,7 @@ def test_a_frozen_model_is_whole_or_sharded(policy: int, asked: int | None, stag
     assert reference_stage(spec(parallel={"zero_stage": policy}, reference_zero_stage=asked)) == stage
 
 
-def test_the_stages_are_the_policys_unless_the_spec_says_how() -> None:
+def test_the_reference_has_the_policys_stages_by_default() -> None:
     staged = {"pipeline_stages": 2}
     assert reference_layout(spec(parallel=staged), 4) == Layout(4, 2)
     assert reference_layout(spec(parallel=staged, reference_zero_stage=0), 4) == Layout(4, 1)
@@ -97,7 +97,7 @@ def test_the_stages_are_the_policys_unless_the_spec_says_how() -> None:
         (spec({"lora": {"path": "a"}}), "a frozen copy of the adapter that training starts from"),
     ],
 )  # fmt: skip
-def test_a_line_says_which_reference_and_why(made: Spec, words: str) -> None:
+def test_the_line_on_the_reference_and_its_reason(made: Spec, words: str) -> None:
     assert words in reference_line(made)
 
 

@@ -45,7 +45,7 @@ def planned(make_spec: Any) -> Any:
     return run
 
 
-def test_a_live_reference_stands_beside_the_policy_and_in_its_total(planned: Any) -> None:
+def test_a_live_reference_counts_in_the_policys_total(planned: Any) -> None:
     sizes, reference = planned(dpo={"reference": "live"})
     alone, none = planned(dpo={"loss_type": "simpo"})
     assert none is None
@@ -121,7 +121,7 @@ def test_an_adapters_reference_has_a_copy_of_what_cannot_be_switched_off(
     assert reference.stages == () and reference.hosts is None
 
 
-def test_a_new_adapter_is_no_part_of_a_live_reference(planned: Any) -> None:
+def test_a_live_reference_has_no_new_adapter(planned: Any) -> None:
     _, without = planned(lora=True, model={"lora": {}}, dpo={"reference": "live"})
     _, continued = planned(lora=True, model={"lora": {"path": "adapter"}}, dpo={"reference": "live"})
     assert without.stages[0].elements == WHOLE and continued.stages[0].elements == WHOLE + ADAPTER

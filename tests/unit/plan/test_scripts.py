@@ -61,7 +61,7 @@ def test_a_host_finds_its_place(tmp_path: Path, hostname: str, addresses: str, p
     ]  # fmt: skip
 
 
-def test_a_host_that_does_not_know_its_place_is_told_it(tmp_path: Path) -> None:
+def test_a_host_without_a_number_is_asked_for_it(tmp_path: Path) -> None:
     stage = Stage(tmp_path, {"hostname": "echo elsewhere", "getent": "exit 2"})
     done = stage.run("x.torchrun.sh", torchrun_script(TWO, *RUN))
     assert done.returncode == 69 and stage.asked("torchrun") is None
@@ -98,7 +98,7 @@ def test_an_elastic_run_meets_at_the_first_host(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_job_requests_what_the_spec_says() -> None:
+def test_a_job_requests_what_the_spec_names() -> None:
     gpus = ["job-name=x", "nodes=2", "ntasks-per-node=8", "gpus-per-node=8"]
     assert list(requests(EVEN, "x")) == [
         *gpus, "signal=USR1@300", "requeue", "open-mode=append", "output=%x-%j.out",
@@ -126,7 +126,7 @@ def test_a_job_ends_as_its_ranks_and_comes_back_when_they_were_stopped(
     assert stage.asked("scontrol") == ([b"requeue", b"7"] if again else None)
 
 
-def test_a_job_that_may_not_come_back_says_so(tmp_path: Path) -> None:
+def test_a_job_that_cannot_requeue_is_to_be_submitted_again(tmp_path: Path) -> None:
     stage = Stage(tmp_path, {"srun": "exit 75", "scontrol": "exit 1"})
     done = stage.run("x.slurm.sh", str(slurm_script(EVEN, *RUN)), (), {"SLURM_JOB_ID": "7"})
     assert done.returncode == 75 and "submit this script again" in done.stderr
@@ -137,7 +137,7 @@ def test_a_job_that_may_not_come_back_says_so(tmp_path: Path) -> None:
     assert done.returncode != 0 and "submit this script with sbatch" in done.stderr
 
 
-def test_requests_stand_before_the_first_command() -> None:
+def test_requests_come_before_the_first_command() -> None:
     """sbatch reads no further."""
     lines = str(slurm_script(EVEN, *RUN)).splitlines()
     first = next(i for i, line in enumerate(lines) if not line.startswith("#"))

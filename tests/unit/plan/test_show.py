@@ -98,7 +98,7 @@ def test_a_rate_that_follows_the_batch_is_shown(plan: Any) -> None:
     assert "÷ 2)" not in text(plan())
 
 
-def test_a_world_that_is_found_at_start_is_said_to_be_assumed(plan: Any) -> None:
+def test_a_world_size_known_only_at_the_start_is_assumed(plan: Any) -> None:
     assert "The spec has no cluster" in text(plan())
     assert "The spec has no cluster" not in text(plan(world_size=2))
     two = {"hosts": {"a": 1, "b": 1}}
@@ -144,7 +144,7 @@ def test_the_mapping_is_json_with_the_same_numbers(plan: Any, make_spec: Any) ->
 
 
 def test_gradients_that_cross_hosts_in_every_micro_batch_are_advised_on(plan: Any) -> None:
-    def said(hosts: dict[str, int], stage: int = 2, **train: Any) -> str:
+    def printed(hosts: dict[str, int], stage: int = 2, **train: Any) -> str:
         train = {"precision": "bf16"} | train
         made = plan(None, cluster={"hosts": hosts}, parallel={"zero_stage": stage}, train=train)
         return " ".join(text(made).split())
@@ -153,14 +153,14 @@ def test_gradients_that_cross_hosts_in_every_micro_batch_are_advised_on(plan: An
     halved = "train.reduce_dtype: bf16 halves their size"
     fewer = "fewer and larger micro-batches send them less often"
     two = {"a": 2, "b": 2}
-    assert f"{advice}{halved}, {fewer}." in said(two)
-    assert f"{advice}{halved}." in said(two, 3, accumulation_steps=1)
-    assert f"{advice}{fewer}." in said(two, reduce_dtype="bf16")
+    assert f"{advice}{halved}, {fewer}." in printed(two)
+    assert f"{advice}{halved}." in printed(two, 3, accumulation_steps=1)
+    assert f"{advice}{fewer}." in printed(two, reduce_dtype="bf16")
     for without in (
-        said({"a": 4}),
-        said(two, 1),
-        said(two, precision="fp32"),
-        said(two, accumulation_steps=1, reduce_dtype="bf16"),
+        printed({"a": 4}),
+        printed(two, 1),
+        printed(two, precision="fp32"),
+        printed(two, accumulation_steps=1, reduce_dtype="bf16"),
     ):
         assert advice not in without
 
@@ -175,7 +175,7 @@ def test_a_gpu_that_is_too_small_is_warned_of(plan: Any) -> None:
     assert "Warnings" in text(made)
 
 
-def test_the_plan_says_that_a_gpu_is_large_enough(plan: Any) -> None:
+def test_the_plan_shows_that_a_gpu_is_large_enough(plan: Any) -> None:
     def shown(**accelerator: Any) -> str:
         return text(plan(cluster={"hosts": {"a": 2}, "accelerator": accelerator}, parallel={"zero_stage": 0}))
 
@@ -188,14 +188,14 @@ def test_the_plan_says_that_a_gpu_is_large_enough(plan: Any) -> None:
 
 
 @pytest.mark.parametrize(("given", "fits"), [(8.0, True), (0.5, False)])
-def test_the_plan_says_whether_the_hosts_have_the_memory(plan: Any, given: float, fits: bool) -> None:
+def test_the_plan_shows_whether_the_hosts_have_the_memory(plan: Any, given: float, fits: bool) -> None:
     cluster = {"hosts": {"a": 4}, "host_memory_gib": given}
     made = plan(None, cluster=cluster)
     needed = 4 * (PROCESS + WITH_ZERO) / GIB
     assert made.memory.hosts == {"a": needed * GIB}
     assert ("of the 8.0 GiB of a host, with a tenth to spare" in text(made)) == fits
     warning = f"cluster.host_memory_gib: 0.5 is less than the {1.1 * needed:.1f} GiB that host a needs, with"
-    assert any(told.startswith(warning) for told in made.warnings) != fits
+    assert any(found.startswith(warning) for found in made.warnings) != fits
 
 
 def test_rows_longer_than_the_models_positions_are_refused(make_spec: Any) -> None:
@@ -209,11 +209,11 @@ def test_the_reference_of_pairs_is_shown_with_its_reason(plan: Any) -> None:
     assert "The policy as it starts, whole on every rank, since ZeRO 2 shards nothing" in shown
     assert "It scores all pairs before the policy is loaded" in shown and "weights 3.8 MiB" in shown
     assert "DeepSpeed, of the reference" in shown
-    told = as_mapping(made)["reference"]
-    assert told["per_gpu"][0]["parameters"] == 4_000_000
-    assert told["per_host"] == {"localhost": 4 * (PROCESS + WITH_ZERO)}
-    assert told["deepspeed"]["zero_optimization"] == {"stage": 0}
-    assert set(told["reasons"]) >= {"zero_optimization.stage"}
+    found = as_mapping(made)["reference"]
+    assert found["per_gpu"][0]["parameters"] == 4_000_000
+    assert found["per_host"] == {"localhost": 4 * (PROCESS + WITH_ZERO)}
+    assert found["deepspeed"]["zero_optimization"] == {"stage": 0}
+    assert set(found["reasons"]) >= {"zero_optimization.stage"}
 
 
 def test_a_live_reference_has_a_row_of_its_own(plan: Any) -> None:
@@ -222,7 +222,7 @@ def test_a_live_reference_has_a_row_of_its_own(plan: Any) -> None:
     assert "\n reference " not in text(plan(4, task="dpo"))
 
 
-def test_without_a_reference_nothing_is_said_of_one(plan: Any) -> None:
+def test_a_plan_without_a_reference_does_not_mention_one(plan: Any) -> None:
     assert "eference" not in text(plan(4), explain=True)
     made = plan(4, task="dpo", dpo={"loss_type": "orpo"})
     assert as_mapping(made)["reference"] is None
@@ -260,7 +260,7 @@ def test_names_cannot_steer_the_terminal(terminal: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "said"),
+    ("device", "precision", "shown"),
     [
         ("H100", "bf16", "FlashAttention in one call"),
         ("H100", "fp32", "segment by segment, as FlashAttention does not compute in fp32"),
@@ -268,14 +268,14 @@ def test_names_cannot_steer_the_terminal(terminal: bool) -> None:
     ],
 )
 def test_the_attention_of_packed_rows_is_named(
-    make_spec: Any, device: str, precision: str, said: str
+    make_spec: Any, device: str, precision: str, shown: str
 ) -> None:
     spec = {
         "data": {"max_length": 128, "packing": True},
         "train": {"precision": precision},
         "cluster": {"hosts": {"a": 1}, "accelerator": {"name": device, "memory_gib": 80}},
     }
-    assert f"Attention of packed rows: {said}" in text(build_plan(make_spec(**spec)))
+    assert f"Attention of packed rows: {shown}" in text(build_plan(make_spec(**spec)))
     silent = [spec | {"data": {"max_length": 128}}, spec | {"cluster": {"hosts": {"a": 1}}}]
     for given in (*silent, spec | {"model": {"attention": "sdpa"}}):
         assert "Attention of packed rows" not in text(build_plan(make_spec(**given)))

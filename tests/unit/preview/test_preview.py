@@ -23,7 +23,7 @@ PAIRS = [{"prompt": "Say hi.", "chosen": f"Hi {i}", "rejected": f"Hit {'no ' * i
 # --- rows -------------------------------------------------------------------------------------------------
 
 
-def test_json_says_where_each_row_is_from_and_what_is_trained(preview: Preview) -> None:
+def test_json_has_the_place_of_each_row_and_its_targets(preview: Preview) -> None:
     code, out, err = preview("--json")
     assert (code, err) == (0, "")
     rows = json.loads(out)["rows"]
@@ -79,7 +79,7 @@ def test_a_row_that_is_left_out(preview: Preview) -> None:
     ) and "'rows.jsonl:2' is not one of the rows that are used; it cannot be" in err
 
 
-def test_a_truncated_row_says_what_is_kept(preview: Preview) -> None:
+def test_a_truncated_row_shows_what_is_kept(preview: Preview) -> None:
     _, out, _ = preview(
         "--row", "1", rows=[talk("a?", "x" * 90)], data="max_length: 64, on_too_long: truncate"
     )
@@ -211,7 +211,7 @@ def test_the_data_is_loaded_once(preview: Preview, rows: list[Any], monkeypatch:
     assert read.call_count == 2  # of each source
 
 
-def test_what_is_left_out_of_a_set_without_rows_is_told(preview: Preview) -> None:
+def test_rows_left_out_of_an_empty_set_are_counted(preview: Preview) -> None:
     code, out, err = preview("--problems", "data.eval_count=3")
     assert (
         code == 65
@@ -247,7 +247,7 @@ def test_what_is_not_there(preview: Preview) -> None:
     assert preview("--html", ".")[0] == 74 and not Path("page.html").exists()
 
 
-def test_a_file_that_is_no_page_is_not_written_over(preview: Preview) -> None:
+def test_a_file_that_is_not_a_page_is_not_overwritten(preview: Preview) -> None:
     kept = {"precious.jsonl": '{"text": "a"}\n', "other.html": "<!doctype html>\n<p>mine", "link.html": ""}
     Path("link.html").symlink_to("other.html")
     for name in kept:

@@ -168,7 +168,7 @@ def test_what_is_visible_is_printable_and_unlike_other_text(text: str) -> None:
     )
 
 
-def test_a_character_of_several_tokens_stands_at_the_last_of_them() -> None:
+def test_a_character_of_several_tokens_is_shown_at_the_last() -> None:
     def texts(ids: list[int]) -> list[str]:
         return texts_of(ids, TOKENIZER)
 
@@ -223,7 +223,7 @@ def test_shades_differ_by_training_and_between_neighbours(tmp_path: Path, system
     assert codes["a"] == codes["c"] and len({codes["a"], codes["b"], codes["q"]}) == 3
 
 
-def test_an_error_is_no_command_to_a_terminal(preview: Preview) -> None:
+def test_errors_send_no_control_characters_to_a_terminal(preview: Preview) -> None:
     code, out, err = preview(
         rows=[talk("a", "b"), {"\x1b[2J\u202e": 1}, {"messages": [{"role": "\x9b" + "x" * 999}]}]
     )

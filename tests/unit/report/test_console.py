@@ -1,4 +1,4 @@
-"""What rank 0 says on a terminal and in a log."""
+"""What rank 0 prints on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console as Terminal
 
-from dsft.report.console import Console, with_bar
+from dsft.data.cache.store import TokenizeProgress
+from dsft.report import console as console_module
+from dsft.report.console import Console, task_progress, with_bar
 from dsft.report.run import Report
 from dsft.spec.schema import Wandb
 
@@ -28,7 +30,7 @@ def reported(mode: Any) -> Any:
 TRAINING = {"train/loss": 2.34567, "train/learning_rate": 5e-5, "perf/tokens_per_second": 12345.6}
 
 
-def said(is_terminal: bool, log: io.StringIO | None = None) -> str:
+def printed_lines(is_terminal: bool, log: io.StringIO | None = None) -> str:
     out = io.StringIO()
     terminal = Terminal(file=out, force_terminal=is_terminal, width=100)
     console = Console(total_steps=10, first_step=2, log=log, terminal=terminal)
@@ -42,7 +44,7 @@ def said(is_terminal: bool, log: io.StringIO | None = None) -> str:
 
 
 def test_plain_lines_in_a_log() -> None:
-    text = said(is_terminal=False)
+    text = printed_lines(is_terminal=False)
     assert "\x1b" not in text and "\r" not in text
     lines = text.splitlines()
     assert lines[0] == "batch 64 = 2 × 4 × 8 [per rank] :smile:"
@@ -91,7 +93,7 @@ def test_preference_pairs_show_accuracy_and_margin() -> None:
 
 
 def test_a_bar_on_a_terminal() -> None:
-    text = said(is_terminal=True)
+    text = printed_lines(is_terminal=True)
     assert "\x1b[" in text and "━" in text  # it is drawn in place
     assert "10/10" in text and "loss 2.3457" in text and "12,346 tokens/s" in text
     lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).splitlines()
@@ -121,13 +123,13 @@ def test_a_narrow_terminal_shows_step_loss_and_remaining_time() -> None:
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_the_log_file_has_plain_lines_in_either_case(is_terminal: bool, tmp_path: Path) -> None:
     path = tmp_path / "train.log"
-    said(is_terminal, path.open("w", encoding="utf-8"))  # type: ignore[arg-type]
+    printed_lines(is_terminal, path.open("w", encoding="utf-8"))  # type: ignore[arg-type]
     lines = path.read_text(encoding="utf-8").splitlines()
     assert len(lines) == 5 and "\x1b" not in path.read_text(encoding="utf-8")
     assert lines[1] == "step 6/10  loss 2.3457  lr 5e-05  12,346 tokens/s"
 
 
-def test_other_ranks_say_and_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_print_and_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Report.open(tmp_path / "run", 10, 0, reported("offline"), {}, enabled=False)
     report.line("a line")
     report.metrics({STEP: 1} | TRAINING)
@@ -136,7 +138,7 @@ def test_other_ranks_say_and_write_nothing(tmp_path: Path, capsys: pytest.Captur
     assert list(tmp_path.iterdir()) == []
 
 
-def test_rank_0_writes_and_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_writes_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Report.open(tmp_path / "run", 10, 0, reported("disabled"), {}, enabled=True)
     report.line("a line")
     report.metrics({STEP: 1} | TRAINING)
@@ -162,5 +164,41 @@ def test_lines_of_several_threads_stay_whole() -> None:
     console.metrics({STEP: 1, "train/loss": 1.0})
     for thread in threads:
         thread.join()
-    said = sorted(re.sub(r"  .*", "", line) for line in out.getvalue().splitlines())
-    assert said == ["step 1/10", "thread 0", "thread 1", "thread 2", "thread 3"]
+    printed = sorted(re.sub(r"  .*", "", line) for line in out.getvalue().splitlines())
+    assert printed == ["step 1/10", "thread 0", "thread 1", "thread 2", "thread 3"]
+
+
+# --- progress of a task -----------------------------------------------------------------------------------
+
+
+def progress_of(is_terminal: bool, *, first: bool = True) -> tuple[list[str], str]:
+    """Return the lines of the log and the output on the terminal, for two sources."""
+    lines: list[str] = []
+    out = io.StringIO()
+    terminal = Terminal(file=out, force_terminal=is_terminal, width=100)
+    with task_progress(lines.append, terminal, first=first) as progress:
+        for name in ("a.jsonl", "b.jsonl"):
+            for done in range(4):
+                progress(TokenizeProgress(name, done, 3, 1000 * done))
+    return lines, out.getvalue()
+
+
+def test_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(100, 1000, 4))
+    monkeypatch.setattr(
+        console_module.time, "monotonic", lambda: float(next(now))
+    )  # a pace every four seconds
+    lines, out = progress_of(False)
+    assert lines == [
+        "a.jsonl: tokenized 3,000 rows (250 rows/s), 3 of 3 blocks",
+        "b.jsonl: tokenized 3,000 rows (250 rows/s), 3 of 3 blocks",
+    ]
+    assert out == ""
+
+
+def test_a_bar_on_a_terminal_of_the_first_rank() -> None:
+    lines, out = progress_of(True)
+    assert lines == []
+    assert "3/3" in out and "b.jsonl: tokenized 3,000 rows" in out
+    assert "\x1b[?25h" in out  # the cursor is back
+    assert progress_of(True, first=False)[1] == ""

@@ -46,12 +46,12 @@ def test_a_run_on_preference_pairs_has_its_rewards_in_the_picture(tmp_path: Path
     assert pairs.read_bytes() != plain.read_bytes()
 
 
-def test_a_picture_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> None:
-    said = write_curves(tmp_path / "no" / "curves.png", "run", records(3))
-    assert said.startswith("no curves.png: ") and "No such file" in said
+def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    printed = write_curves(tmp_path / "no" / "curves.png", "run", records(3))
+    assert printed.startswith("no curves.png: ") and "No such file" in printed
 
 
-def test_what_is_not_finite_is_no_point() -> None:
+def test_values_that_are_not_finite_are_not_plotted() -> None:
     steps, values = series(records(8), "train/grad_norm")
     assert 7 not in steps and len(values) == 7
 

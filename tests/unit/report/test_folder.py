@@ -62,7 +62,7 @@ def test_the_account_of_the_rows_is_kept(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "data.json").read_text()) == account
 
 
-def test_under_a_umask_that_lets_nobody_else_read_every_file_is_the_users_own(tmp_path: Path) -> None:
+def test_under_a_private_umask_every_file_is_the_users_own(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         (tmp_path / "run").mkdir()

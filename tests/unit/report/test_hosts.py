@@ -54,7 +54,7 @@ def test_the_line_of_a_straggler() -> None:
     )
 
 
-def test_a_process_alone_lags_behind_nobody() -> None:
+def test_a_single_process_never_lags() -> None:
     assert lines_of([At("node1", 0)], [[spent(1.0)]] * 20) == []
 
 

@@ -105,7 +105,7 @@ def test_a_line_break_lost_in_a_kill_does_not_join_two_records(tmp_path: Path) -
     assert steps(path) == [1, 2, 3]
 
 
-def test_bytes_that_are_no_text_are_dropped(tmp_path: Path) -> None:
+def test_bytes_that_are_not_text_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, 1)
     path.write_bytes(path.read_bytes() + b"\x00\xff\xfe{]\n[1]\n5\n" + b'{"train/global_step": "x"}\n')
@@ -118,13 +118,13 @@ def test_a_disk_that_refuses_is_one_sentence(tmp_path: Path) -> None:
         MetricsFile(tmp_path / "file" / "metrics.jsonl", 0)
 
 
-def test_a_folder_that_was_removed_is_said_to_be_gone(tmp_path: Path) -> None:
+def test_a_folder_that_was_removed_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="run is gone: it was removed or moved") as error:
         MetricsFile(tmp_path / "run" / "metrics.jsonl", 0)
     assert "space" not in str(error.value)
 
 
-def test_a_disk_without_inodes_is_not_said_to_be_full(tmp_path: Path) -> None:
+def test_a_disk_without_inodes_is_not_reported_as_full(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=1m,nr_inodes=8") as disk:
         take_all_inodes(disk)
         with pytest.raises(StorageError, match=r"no inodes left for another file.*: remove files there"):
@@ -141,5 +141,5 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     file._file = Path("/dev/full").open("w")
     with pytest.raises(StorageError, match=r"No space left on device"):
         file.metrics({STEP: 1})
-    file.close()  # flushes once more what could not be written: not told twice, and not as a traceback
+    file.close()  # flushes once more what could not be written: not reported twice, and not as a traceback
     assert file._file.closed

@@ -1,10 +1,11 @@
-"""Memory figures, against memory that the test takes itself."""
+"""Peaks of memory by phase, against memory that the test allocates, and memory.json."""
 
 from __future__ import annotations
 
 import json
 import mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +14,14 @@ import torch
 from dsft.errors import StorageError
 from dsft.plan.memory.sizes import GIB
 from dsft.report import memory
-from dsft.report.memory import RESET, SAMPLED, MemoryMeter, largest, write_memory
+from dsft.report.memory import RESET, SAMPLED, MemoryFile, MemoryMeter, compared
 
 CPU = torch.device("cpu")
 MIB = 2**20
 
 
 def take(mebibytes: int) -> np.ndarray:
-    """Pages of their own, which go back when the array does: malloc may keep what is freed."""
+    """Return pages of their own, which are freed with the array: malloc may retain what is freed."""
     pages = np.frombuffer(mmap.mmap(-1, mebibytes * MIB))
     pages[:] = 1
     return pages
@@ -73,22 +74,44 @@ def test_without_a_reset_the_peak_is_the_largest_sample(monkeypatch: pytest.Monk
     assert meter.peaks["load"]["host_rss"] < meter.peaks["start"]["host_rss"] - 32 * MIB
 
 
-def test_the_largest_over_ranks() -> None:
-    ranks = [
-        {"load": {"host_rss": 5, "device_allocated": 1}},
-        {"load": {"host_rss": 3, "device_allocated": 2}},
-    ]
-    assert largest(ranks) == {"load": {"host_rss": 5, "device_allocated": 2}}  # type: ignore[arg-type]
+def test_the_file_has_each_phase_with_the_plans_figure_and_the_error(tmp_path: Path) -> None:
+    meter = MemoryMeter(torch.device("cpu"))
 
+    def gather(mine: Any) -> list[Any]:
+        other = {phase: {"host_rss": 4 * GIB, "device_allocated": 10 * GIB} for phase in mine}
+        return [mine, other | {"start": {"host_rss": 2 * GIB}}]
 
-def test_the_file_is_replaced_whole(tmp_path: Path) -> None:
-    path = tmp_path / "memory.json"
-    write_memory(path, {"phases": {}})
-    write_memory(path, {"phases": {"load": 1}})
-    assert json.loads(path.read_text()) == {"phases": {"load": 1}}
-    assert [file.name for file in tmp_path.iterdir()] == ["memory.json"]
+    planned = {"load": {"host_rss": GIB, "device_allocated": 8 * GIB}}
+    file = MemoryFile(tmp_path, meter, gather, planned)  # type: ignore[arg-type]
+    file.enter("load")
+    file.enter("steady")
+    found = json.loads((tmp_path / "memory.json").read_text())
+    assert found["host_rss"] == meter.method and "2 rank(s)" in found["unit"]
+    assert found["phases"]["start"] == {"host_rss": 2 * GIB}
+    assert found["phases"]["load"] == {
+        "host_rss": {"measured": 4 * GIB, "above_start": 2 * GIB, "planned": GIB, "error": 1.0},
+        "device_allocated": {"measured": 10 * GIB, "planned": 8 * GIB, "error": 0.25},
+    }
+    assert found["ranks"][1]["load"] == {"host_rss": 4 * GIB, "device_allocated": 10 * GIB}
+    record = file.record()
+    assert record["memory/load/host_rss_gib"] == 4.0 and record["memory/load/device_allocated_gib"] == 10.0
+    assert "memory/load/host_rss_gib" not in file.record(), "reported once"
+    assert "memory/host_rss_gib" in file.record()
+    assert [path.name for path in tmp_path.iterdir()] == ["memory.json"]
     with pytest.raises(StorageError):
-        write_memory(tmp_path / "none" / "memory.json", {})
+        MemoryFile(tmp_path / "none", meter, gather, {}).enter("save")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "figures"),
+    [
+        ((100, None, 0), {"measured": 100}),
+        ((100, 0, 30), {"measured": 100, "above_start": 70}),
+        ((100, 140, 30), {"measured": 100, "above_start": 70, "planned": 140, "error": -0.5}),
+    ],
+)
+def test_the_error_is_of_what_the_model_took(arguments: Any, figures: dict[str, float]) -> None:
+    assert compared(*arguments) == figures
 
 
 @pytest.mark.gpu

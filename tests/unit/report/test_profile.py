@@ -13,12 +13,12 @@ from dsft.report.profile import StepTrace, traced_step
 
 
 def test_one_step_is_traced_with_its_operations(tmp_path: Path) -> None:
-    said: list[str] = []
-    trace = StepTrace(tmp_path, 2, said.append)
+    printed: list[str] = []
+    trace = StepTrace(tmp_path, 2, printed.append)
     for step in (1, 2, 3):
         with trace(step):
             torch.ones(8, 8 * step) @ torch.ones(8 * step, 8)
-    assert said == [f"trace of step 2: {tmp_path / 'logs' / 'trace-step-2.json'}"]
+    assert printed == [f"trace of step 2: {tmp_path / 'logs' / 'trace-step-2.json'}"]
     events = json.loads(trace.path.read_text())["traceEvents"]
     products = [event for event in events if event.get("name") == "aten::mm"]
     assert [event["args"]["Input Dims"] for event in products] == [[[8, 16], [16, 8]]]

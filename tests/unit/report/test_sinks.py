@@ -43,13 +43,13 @@ def spec(**sections: Any) -> Spec:
 
 
 def report(asked: Spec, folder: Path, resume_step: int = 0, records: Any = RECORDS) -> list[str]:
-    said: list[str] = []
-    sinks = open_sinks(asked, folder, resume_step, {"name": "run", "api_key": SECRET}, said.append)
+    printed: list[str] = []
+    sinks = open_sinks(asked, folder, resume_step, {"name": "run", "api_key": SECRET}, printed.append)
     for sink in sinks:
         for record in records:
             sink.metrics(record)
         sink.close({})
-    return said
+    return printed
 
 
 def test_nothing_is_opened_that_was_not_asked_for(tmp_path: Path) -> None:
@@ -90,26 +90,26 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: Any) -> 
         check_installed(spec(swanlab={}))
 
 
-def test_a_sink_that_fails_is_told_once_and_takes_what_comes() -> None:
+def test_a_sink_that_fails_is_reported_once_and_accepts_records() -> None:
     class Broken:
         def write(self, record: Any) -> None:
             raise OSError("disk gone")
 
         def close(self, summary: Any) -> None: ...
 
-    said: list[str] = []
-    sink = BackgroundSink("Sink", lambda _: Broken(), said.append)
+    printed: list[str] = []
+    sink = BackgroundSink("Sink", lambda _: Broken(), printed.append)
     for record in RECORDS:
         sink.metrics(record)
     sink.close({})
-    assert said == ["Sink: stopped, disk gone; metrics.jsonl has everything."]
+    assert printed == ["Sink: stopped, disk gone; metrics.jsonl has everything."]
 
 
 def test_a_sink_that_hangs_is_left_behind(monkeypatch: Any) -> None:
     monkeypatch.setattr("dsft.report.sinks.FINISH_SECONDS", 0.1)
-    said: list[str] = []
-    sink = BackgroundSink("Sink", lambda _: time.sleep(60), said.append)  # type: ignore[arg-type, return-value]
+    printed: list[str] = []
+    sink = BackgroundSink("Sink", lambda _: time.sleep(60), printed.append)  # type: ignore[arg-type, return-value]
     sink.close({})
-    assert said == [
+    assert printed == [
         "Sink: not finished after 0 s; the run ends without waiting for it. metrics.jsonl has everything."
     ]
