@@ -1,8 +1,9 @@
-"""Report to Weights & Biases, TensorBoard and SwanLab, each from its own thread. Writes wandb.json, wandb/,
-tensorboard/ and swanlog/ in the run's folder.
+"""Report everything about a run through one object: to the terminal, to metrics.jsonl and logs/train.log in
+the run's folder, and to Weights & Biases, TensorBoard and SwanLab, which write wandb.json, wandb/,
+tensorboard/ and swanlog/ there.
 
-They neither slow nor stop a run: an error is reported in one line, and metrics.jsonl has everything in any
-case. Their packages are imported only where a spec asks for them.
+Those three neither slow nor stop a run: each has a thread of its own, an error is reported in one line, and
+metrics.jsonl has everything in any case. Their packages are imported only where a spec asks for them.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import math
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from dsft.errors import MissingInputError
-from dsft.report.jsonl import STEP, Record
+from dsft.report.console import Console
+from dsft.report.jsonl import STEP, MetricsFile, Record, cut_margins
 from dsft.report.wandb_run import FINISH_SECONDS, WandbSink, mode_of, section_of
 from dsft.spec.schema import Spec, SwanLab
+from dsft.system.files import write_error
 from dsft.system.redact import one_line, redact_tree
 
 PROBES = ("hardware", "runtime", "requirements", "conda", "git", "monitor")
@@ -87,6 +90,63 @@ def check_installed(spec: Spec) -> None:
                 f"{package} is set in the spec, but the package {package} is not installed; "
                 f"pip install {package}, or remove the key."
             )
+
+
+class Report:
+    """All outputs of a run; made by `open`. Only rank 0's is enabled; on other ranks the same calls do
+    nothing. Raises StorageError where the run's folder cannot be written."""
+
+    def __init__(
+        self, console: Console | None, file: MetricsFile | None, sinks: Sequence[BackgroundSink]
+    ) -> None:
+        self._console, self._file, self._sinks = console, file, sinks
+
+    @classmethod
+    def open(
+        cls,
+        run_dir: Path,
+        total_steps: int,
+        resume_step: int,
+        spec: Spec,
+        config: Mapping[str, Any],
+        *,
+        enabled: bool,
+    ) -> Report:
+        """Open all outputs. resume_step: the optimizer step that this start resumes from, 0 for a new run;
+        what an earlier start reported about later steps is removed. config: what W&B shows of the run,
+        including `task`."""
+        if not enabled:
+            return cls(None, None, ())
+        path = run_dir / "logs" / "train.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            log = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise write_error(path, error) from error
+        file = MetricsFile(run_dir / "metrics.jsonl", resume_step)
+        cut_margins(run_dir, resume_step)
+        console = Console(total_steps, resume_step, log)
+        return cls(console, file, open_sinks(spec, run_dir, resume_step, config, console.line))
+
+    def line(self, text: str) -> None:
+        """Print one decision or event, in a sentence."""
+        if self._console is not None:
+            self._console.line(text)
+
+    def metrics(self, record: Record) -> None:
+        """Record numbers under their W&B names, including train/global_step."""
+        for output in (self._file, self._console, *self._sinks):
+            if output is not None:
+                output.metrics(record)
+
+    def close(self, summary: Mapping[str, float]) -> None:
+        """Close all outputs, once, whether the run succeeded or not. summary: the last values, for W&B."""
+        if self._file is not None:
+            self._file.close()
+        for sink in self._sinks:
+            sink.close(summary)
+        if self._console is not None:
+            self._console.close()
 
 
 def open_sinks(

@@ -33,7 +33,7 @@ from dsft.rank.stopping import REASONS
 from dsft.report.folder import versions
 from dsft.report.hosts import HostWatch, RankLocation
 from dsft.report.profile import StepTrace
-from dsft.report.run import Report
+from dsft.report.sinks import Report
 from dsft.run.loop import Progress, Record, Recorder, Schedule, Window, fit, position
 from dsft.setup.inputs import Inputs
 from dsft.setup.memory_probe import explain_out_of_memory

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import byte_level_tokenizer
-from dsft.preview.page import page
+from dsft.preview.command import page
 from dsft.preview.terminal import as_text
 from dsft.preview.tokens import BORDER, END_TRAINED, LINE_BREAK, TRAINED, neutral, texts_of, visible
 from dsft.preview.view import PreviewData, View, as_mapping, collect, view

@@ -16,7 +16,7 @@ from rich.console import Console as Terminal
 from dsft.data.cache.store import TokenizeProgress
 from dsft.report import console as console_module
 from dsft.report.console import Console, task_progress, with_bar
-from dsft.report.run import Report
+from dsft.report.sinks import Report
 from dsft.spec.schema import Wandb
 
 STEP = "train/global_step"

@@ -25,7 +25,7 @@ WORKER = """
 import sys, time
 from pathlib import Path
 from types import SimpleNamespace
-from dsft.report.run import Report
+from dsft.report.sinks import Report
 from dsft.spec.schema import Wandb
 
 folder, mode, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
