@@ -145,7 +145,7 @@ def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
     yield heading("Ranks")
     yield from _ranks(plan)
     yield heading("Memory")
-    yield _memory(plan)
+    yield _memory(plan, plan.memory.stages, plan.memory.hosts)
     for host, size in _swapped(plan).items():
         yield Text(f"{host} swaps at most {size_text(size)} to its disk (nvme_path); so much must be free.")
     yield from map(Text, _fits(plan))
@@ -166,7 +166,7 @@ def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
     yield from map(Text, _attention(plan.spec))
     if plan.reference is not None:
         yield heading("Reference")
-        yield from map(Text, _reference(plan, plan.reference))
+        yield from _reference(plan, plan.reference)
     if explain:
         yield heading("DeepSpeed")
         yield _entries(_keys(plan))
@@ -271,21 +271,26 @@ MEMORY = {
     "offloaded": "in the host's memory",
     "retained": "freed, but retained by malloc",
 }
-"""Field of RankMemory -> its row."""
+"""Field of RankMemory -> its row, which is left out where it is 0."""
 
 
-def _memory(plan: Plan) -> RenderableType:
-    stages, rows = plan.memory.stages, list[list[str]]()
+def _memory(plan: Plan, stages: Sequence[RankMemory], hosts: Mapping[str, int] | None) -> RenderableType:
+    """Return the table of the bytes of one rank of each stage, and of the hosts with all their processes."""
+    rows: list[list[str]] = []
     head = [f"stage {rank.stage}" for rank in stages] if len(stages) > 1 else ["bytes"]
-    if len(stages) > 1:
+    if len(stages) == plan.layout.pipeline_stages > 1:
         owned = map(cut_of(plan.spec.parallel, plan.census).layers, range(len(stages)))
         rows.append(["layers", *(_range((layers[0], layers[-1])) for layers in owned)])
     for field, label in MEMORY.items():
         sizes = [getattr(rank, field) for rank in stages]
-        if field not in ("reference", "beside", "offloaded", "retained") or any(sizes):
+        if any(sizes):
             rows.append([label, *map(size_text, sizes)])
-    for label, size in _host_rows(plan.memory.hosts):
-        rows.append([f"{label}, with its processes", size, *[""] * (len(stages) - 1)])
+    sizes_of = dict(hosts or {})
+    if len(sizes_of) > 1 and len(set(sizes_of.values())) == 1:
+        sizes_of = {"": next(iter(sizes_of.values()))}
+    for host, size in sizes_of.items():
+        label = f"host {host}" if host else "each host"
+        rows.append([f"{label}, with its processes", size_text(size), *[""] * (len(stages) - 1)])
     return table(["per GPU", *head], rows)
 
 
@@ -357,41 +362,15 @@ def _less_traffic(plan: Plan) -> Iterator[str]:
             yield f"Gradients are sent between hosts after each micro-batch: {', '.join(ways)}."
 
 
-def _reference(plan: Plan, reference: ReferenceMemory) -> Iterator[str]:
-    """Yield lines on the reference: which it is and its memory. Beside the policy its weights are also in the
-    memory table."""
+def _reference(plan: Plan, reference: ReferenceMemory) -> Iterator[RenderableType]:
+    """Yield which the reference is, and its memory. Beside the policy its weights are also in the policy's
+    table."""
     line = reference_line(plan.spec).removeprefix("reference: ")
-    yield f"{line[0].upper()}{line[1:]}."
-    if reference.hosts is not None:
-        yield "It scores all pairs before the policy is loaded. This pass takes at most:"
-        for rank in reference.stages:
-            stage = f"stage {rank.stage}, " if len(reference.stages) > 1 else ""
-            yield f"  {stage}per GPU {size_text(rank.device)}: {_of_reference(rank)}"
-        for label, size in _host_rows(reference.hosts):
-            yield f"  {label} {size}"
-    elif reference.stages:
-        for rank in reference.stages:
-            stage = f"Stage {rank.stage} takes" if len(reference.stages) > 1 else "It takes"
-            yield f"{stage} per GPU {size_text(rank.device)} while it scores: {_of_reference(rank)}."
-
-
-def _of_reference(rank: RankMemory) -> str:
-    parts = [
-        (rank.parameters, "weights"),
-        (rank.offloaded, "weights in the host's memory"),
-        (rank.buffers, "gathered at most"),
-        (rank.activations, "activations about"),
-        (rank.logits, "logits about"),
-    ]
-    return ", ".join(f"{words} {size_text(size)}" for size, words in parts if size)
-
-
-def _host_rows(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return (label, size) for each host, or one row if all sizes are equal."""
-    if len(set(sizes.values())) == 1:
-        label = "each host" if len(sizes) > 1 else f"host {next(iter(sizes))}"
-        return [(label, size_text(next(iter(sizes.values()))))]
-    return [(f"host {host}", size_text(size)) for host, size in sizes.items()]
+    yield Text(f"{line[0].upper()}{line[1:]}.")
+    if reference.stages:
+        before = "It scores all pairs before the policy is loaded. This pass takes at most:"
+        yield Text(before if reference.hosts is not None else "While it scores it takes:")
+        yield _memory(plan, reference.stages, reference.hosts)
 
 
 def _entries(found: Sequence[ConfigEntry]) -> RenderableType:
