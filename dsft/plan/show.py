@@ -22,7 +22,7 @@ from dsft.plan.memory.reference import ReferenceMemory
 from dsft.plan.mixture import active_line, gather_line
 from dsft.plan.reference import has_engine, in_stages, reference_entries, reference_line
 from dsft.plan.schedule import batch_scale, scaling_equation
-from dsft.plan.show_compare import comparison_mapping, comparison_parts
+from dsft.plan.show_compare import MEMORY, comparison_mapping, comparison_parts
 from dsft.plan.tables import heading, printed, table
 from dsft.plan.traffic import bubble
 from dsft.spec.batch import has_wide_gradients
@@ -255,23 +255,6 @@ def _ranks(plan: Plan) -> Iterator[RenderableType]:
 
 def _range(pair: tuple[int, int]) -> str:
     return str(pair[0]) if pair[0] == pair[1] else f"{pair[0]}-{pair[1]}"
-
-
-MEMORY = {
-    "parameters": "parameters",
-    "reference": "reference",
-    "gradients": "gradients",
-    "master": "fp32 weights",
-    "moments": "optimizer states",
-    "buffers": "buffers and copies",
-    "activations": "activations, about",
-    "head": "logits, about",
-    "beside": "driver and fragments, about",
-    "gpu": "total",
-    "offloaded": "in the host's memory",
-    "retained": "freed, but retained by malloc",
-}
-"""Field of RankMemory -> its row, which is left out where it is 0."""
 
 
 def _memory(plan: Plan, stages: Sequence[RankMemory], hosts: Mapping[str, int] | None) -> RenderableType:

@@ -24,17 +24,21 @@ from dsft.system.disk import size_text
 
 _VALUES = re.compile(r"\d+|'[^']*'")  # the values in a rule's message; its other words are always the same
 
-PARTS = {
+MEMORY = {
     "parameters": "parameters",
-    "reference": "the reference",
+    "reference": "reference",
     "gradients": "gradients",
     "master": "fp32 weights",
     "moments": "optimizer states",
-    "buffers": "gathered parameters and buffers",
-    "activations": "activations",
-    "head": "logits",
+    "buffers": "buffers and copies",
+    "activations": "activations, about",
+    "head": "logits, about",
+    "beside": "driver and fragments, about",
+    "gpu": "total",
+    "offloaded": "in the host's memory",
+    "retained": "freed, but retained by malloc",
 }
-"""Field of RankMemory -> its name."""
+"""Field of RankMemory -> its name in tables."""
 
 SHOWN = 8  # layouts per table; --json has all
 
@@ -234,8 +238,10 @@ def _over(size: Size) -> str:
     most = ""
     if need.key == GPU_MEMORY:
         rank = max(size.memory.stages, key=lambda rank: rank.gpu)
-        part = max(PARTS, key=lambda part: getattr(rank, part))
-        most = f"; {size_text(getattr(rank, part))} of it {PARTS[part]}"
+        names = MEMORY | {"buffers": "gathered parameters and buffers"}
+        parts = [part for part in MEMORY if part not in ("gpu", "offloaded", "retained")]
+        part = max(parts, key=lambda part: getattr(rank, part))
+        most = f"; {size_text(getattr(rank, part))} of it {names[part].removesuffix(', about')}"
     return (
         f"{need.where} needs {size_text(need.needs)} of {size_text(need.limit)}, "
         f"{size_text(need.needs - need.limit)} too much{most}"

@@ -83,7 +83,7 @@ def test_an_export_stops_at_the_end_of_a_turn_and_of_a_text(
             "'<|im_end|>' (258) and '<|pad|>' (256)"
         ]
     )
-    assert load(base, Sampling())._stops() == [TEXT_END, TURN_END]
+    assert load(base, Sampling())._settings(1).eos_token_id == [TEXT_END, TURN_END]
 
 
 def test_an_export_of_plain_texts_stops_as_its_base_does(
