@@ -51,7 +51,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ),
     ],
 )
-def test_a_process_without_a_rank_says_what_is_wrong(
+def test_process_without_a_rank_prints_its_error(
     environ: dict[str, str], message: str, jobs: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.environ.update(environ)
@@ -73,15 +73,15 @@ def test_one_process_of_many_tells_a_mistake(
     """The others wait: were one of them the first to end, a launcher would end rank 0 before it spoke."""
     waits: list[float] = []
     monkeypatch.setattr("dsft.train.time.sleep", waits.append)
-    for rank, told in (("0", True), ("1", False)):
+    for rank, prints in (("0", True), ("1", False)):
         values = (rank, "2", rank, "a", "1")
         os.environ.update(zip(RENDEZVOUS, values, strict=True))
         assert main(["train.max_stepz=1"]) == 2 and not jobs
-        assert ("max_stepz" in capsys.readouterr().err) is told
-        assert bool(waits) is not told
+        assert ("max_stepz" in capsys.readouterr().err) is prints
+        assert bool(waits) is not prints
 
 
-def test_no_secret_stands_in_a_traceback_or_a_message(
+def test_no_secret_is_printed_in_a_traceback_or_a_message(
     capsys: pytest.CaptureFixture[str], jobs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.environ.update(HF_TOKEN="canary-token", WANDB_API_KEY="canary-key")
@@ -99,12 +99,12 @@ def test_no_secret_stands_in_a_traceback_or_a_message(
     for error, code in ((RuntimeError(text), 1), (MissingInputError(text), 66)):
         monkeypatch.setattr(module, "run", fails(error))
         assert main([str(QUICKSTART)]) == code
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     hidden = "GET https://(hidden)@hub/x with (hidden)"
-    assert "Traceback (most recent call last):\n" in said and f"RuntimeError: {hidden}" in said
-    assert f"error: {hidden}\\x1b[2J failed\n" in said
+    assert "Traceback (most recent call last):\n" in printed and f"RuntimeError: {hidden}" in printed
+    assert f"error: {hidden}\\x1b[2J failed\n" in printed
     assert [code for code, _ in ends] == [1, 66] and all(hidden in message for _, message in ends)
-    assert "canary" not in said + str(ends)
+    assert "canary" not in printed + str(ends)
 
 
 def test_every_launchers_processes_have_the_variables_of_the_spec(jobs: list[Any]) -> None:
@@ -142,7 +142,7 @@ def test_what_launchers_add_is_no_mistake() -> None:
     assert parse(["train.seed=1"]).spec == QUICKSTART == ROOT / "specs" / "quickstart.yaml"
 
 
-def test_a_wrong_spec_is_told_before_this_process_becomes_torchrun(
+def test_wrong_spec_is_refused_before_this_process_becomes_torchrun(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     became: list[str] = []

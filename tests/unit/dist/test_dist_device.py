@@ -83,7 +83,7 @@ H100, NAMED_CPU = Accelerator(name="H100"), Accelerator(name="cpu")
 
 
 @pytest.mark.parametrize(
-    ("built_for", "promised", "has_driver", "said"),
+    ("built_for", "promised", "has_driver", "text"),
     [
         (CUDA, None, False, "is built for GPUs"),
         (CUDA, H100, False, "cluster.accelerator names H100"),
@@ -97,7 +97,7 @@ def test_the_cpu_is_taken_only_where_it_is_meant(
     built_for: str | None,
     promised: Accelerator | None,
     has_driver: bool,
-    said: str | None,
+    text: str | None,
     gpus: Gpus,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -109,14 +109,14 @@ def test_the_cpu_is_taken_only_where_it_is_meant(
     monkeypatch.setattr(torch.cuda, "init", init)
     if has_driver:
         monkeypatch.setattr(module, "_NODE", tmp_path)
-    if said is None:
+    if text is None:
         assert take_device(0, promised, {}) == torch.device("cpu")
         return
     with pytest.raises(WorldError, match=r"driver .* too old \(found version 11040\); and ") as caught:
         take_device(0, promised, {})
-    assert said in str(caught.value) and "DS_ACCELERATOR=cpu" in str(caught.value)
+    assert text in str(caught.value) and "DS_ACCELERATOR=cpu" in str(caught.value)
     assert take_device(0, promised, {"DS_ACCELERATOR": "cpu"}) == torch.device("cpu")
 
 
-def test_the_cpu_has_no_more_to_say() -> None:
+def test_cpu_is_described_by_its_kind_alone() -> None:
     assert describe_device(torch.device("cpu")) == CPU

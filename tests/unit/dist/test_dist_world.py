@@ -40,7 +40,7 @@ def test_equal_ranks_go_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "text"),
     [
         ({"versions": {"torch": "2.12.0", "dsft": "0.1.0, files 1a2b"}}, "versions.torch is '2.13.0'"),
         (
@@ -53,9 +53,9 @@ def test_equal_ranks_go_on() -> None:
     ],
     ids=["torch", "code", "device", "variable", "spec"],
 )
-def test_every_rank_refuses_by_key_and_rank(other: dict[str, Any], said: str) -> None:
+def test_every_rank_refuses_by_key_and_rank(other: dict[str, Any], text: str) -> None:
     raised = met(SAME, SAME, SAME | other, SAME | other)
-    assert said in raised[0] and "on ranks 2, 3" in raised[0]
+    assert text in raised[0] and "on ranks 2, 3" in raised[0]
     assert len(set(raised)) == 1, "all ranks raise the same"
 
 

@@ -1,4 +1,4 @@
-"""What a run says at its end, and how the model that it leaves ends an answer."""
+"""The outcome that a run prints at its end, and the tokens that end an answer of its export."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_an_export_of_plain_texts_stops_as_its_base_does(
 
 
 @pytest.mark.parametrize(
-    ("task", "model", "words", "talks"),
+    ("task", "model", "text", "answers"),
     [
         ("sft", {"name_or_path": "base"}, "model: runs/a/export", True),
         ("pretrain", {"name_or_path": "base"}, "model: runs/a/export", False),
@@ -103,12 +103,12 @@ def test_an_export_of_plain_texts_stops_as_its_base_does(
         ("sft", {"from_config": {"model_type": "llama"}, "lora": {}}, "which no folder holds", False),
     ],
 )
-def test_chat_is_named_where_the_export_can_be_talked_to(
-    task: str, model: dict[str, object], words: str, talks: bool
+def test_chat_is_suggested_for_models_that_answer(
+    task: str, model: dict[str, object], text: str, answers: bool
 ) -> None:
     lines = what_next(spec(task, model), EXPORT, CHECKPOINT)
-    assert words in lines[0]
-    assert lines[1:] == (["talk to it: dsft chat runs/a/export"] if talks else [])
+    assert text in lines[0]
+    assert lines[1:] == (["talk to it: dsft chat runs/a/export"] if answers else [])
 
 
 def test_the_outcome_has_first_and_last_loss_and_each_set() -> None:
@@ -127,7 +127,7 @@ def test_the_outcome_has_first_and_last_loss_and_each_set() -> None:
     assert outcome([pairs]) == ["held-out loss 0.5000, accuracy 0.750, margin 1.25"]
 
 
-def test_a_resume_says_that_the_learning_rate_jumps_and_a_fresh_start_that_metrics_are_replaced(
+def test_resume_warns_of_another_learning_rate_and_a_fresh_start_of_replaced_metrics(
     tmp_path: Path,
 ) -> None:
     given = spec("sft", {"from_config": {"model_type": "llama"}})

@@ -125,11 +125,11 @@ def test_an_evaluation_before_the_first_step_is_reported_once() -> None:
     assert resumed.of("eval/loss")[0][0] > 0
 
 
-def test_a_step_is_trained_on_what_the_reference_said_of_it() -> None:
-    said: list[Sequence[MicroBatch]] = []
-    run = Log().run(annotate=lambda micro_batches: said.append(micro_batches) or ())
+def test_step_is_trained_on_annotated_micro_batches() -> None:
+    annotated: list[Sequence[MicroBatch]] = []
+    run = Log().run(annotate=lambda micro_batches: annotated.append(micro_batches) or ())
     fit(FakeEngine(), Steps(), schedule(), run, Progress())
-    assert said == [()] * 5
+    assert annotated == [()] * 5
 
 
 def test_every_step_is_reported_and_the_end_is_evaluated_and_saved_once() -> None:
@@ -178,7 +178,7 @@ class FromSources(Steps):
         return replace(super().step(index), sources=sources)
 
 
-def test_a_window_says_what_was_trained_on_of_each_source() -> None:
+def test_window_counts_the_tokens_of_each_source() -> None:
     log = Log()
     fit(FakeEngine(), FromSources(), schedule(log_every=2, save_every=None), log.run(), Progress())
     assert log.of("data/a/tokens") == [(2, 150), (4, 100), (5, 50)]
@@ -187,7 +187,7 @@ def test_a_window_says_what_was_trained_on_of_each_source() -> None:
     assert log.of("data/a/epoch") == [(2, 0.5), (4, 1.5), (5, 2.0)]  # as of the window's last step
 
 
-def test_a_resumed_run_goes_on_where_it_was_with_the_same_random_numbers() -> None:
+def test_resumed_run_draws_the_same_random_numbers() -> None:
     whole, part = FakeEngine(), FakeEngine()
     log = Log()
     fit(whole, Steps(), schedule(), Log().run(), Progress())
@@ -196,7 +196,7 @@ def test_a_resumed_run_goes_on_where_it_was_with_the_same_random_numbers() -> No
     assert part.draws == whole.draws[3:] and part.rates == whole.rates[3:]
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_reports_the_same_windows() -> None:
+def test_resumed_run_reports_the_same_windows() -> None:
     whole, part = Log(), Log()
     fit(FakeEngine(), Steps(), schedule(log_every=5), whole.run(), Progress())
     fit(FakeEngine(), Steps(), schedule(log_every=5), part.run(), whole.saved[0])
@@ -204,7 +204,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_reports_the_same_windows() -> None
     assert part.of("train/loss") == whole.of("train/loss")[1:]
 
 
-def test_a_step_that_is_not_finite_is_told_and_does_not_move_the_learning_rate() -> None:
+def test_nonfinite_step_is_reported_and_does_not_advance_the_learning_rate() -> None:
     engine, log = FakeEngine(nonfinite={1}), Log()
     end = fit(engine, Steps(), schedule(log_every=5, save_every=None), log.run(), Progress())
     assert (end.step, end.applied_steps, end.nonfinite_in_a_row) == (5, 4, 0)
@@ -212,15 +212,15 @@ def test_a_step_that_is_not_finite_is_told_and_does_not_move_the_learning_rate()
     assert [step for step, _ in log.of("train/loss")] == [2, 5] and math.isnan(log.of("train/loss")[0][1])
 
 
-def test_several_in_a_row_stop_the_run_with_the_examples_named() -> None:
+def test_several_nonfinite_steps_in_a_row_end_the_run_with_their_examples_named() -> None:
     log = Log()
-    said = r"step 4: .* 3 steps in a row, the last on examples \[3\].* move the checkpoints after step 1 away"
-    with pytest.raises(NonFiniteError, match=said):
+    message = r"step 4: .* 3 steps in a row, the last on examples \[3\].* move the checkpoints after step 1"
+    with pytest.raises(NonFiniteError, match=message):
         fit(FakeEngine(nonfinite={1, 2, 3}), Steps(), schedule(save_every=1), log.run(), Progress())
     assert [progress.step for progress in log.saved] == [1, 2, 3]
 
 
-def test_each_step_that_is_not_finite_has_its_rows_named_when_it_happens() -> None:
+def test_rows_of_each_nonfinite_step_are_named_at_once() -> None:
     asked: list[tuple[int, float]] = []
 
     def named(step: int, batch: GlobalStep, micro_batches: Sequence[MicroBatch], loss: float) -> str:
@@ -237,7 +237,7 @@ def test_each_step_that_is_not_finite_has_its_rows_named_when_it_happens() -> No
 
 
 @dataclass
-class Told(Log):
+class Ordered(Log):
     """What happens, in order: steps as they are launched, and then what is written of which step."""
 
     happened: list[tuple[str, float]] = field(default_factory=list)
@@ -267,7 +267,7 @@ class Told(Log):
 def test_on_a_gpu_a_record_is_read_after_the_next_step_is_launched_and_before_what_depends_on_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    at_once, late = Told(), Told()
+    at_once, late = Ordered(), Ordered()
     when = schedule(total_steps=6, eval_every=3, save_every=4)
     fit(at_once.engine(), Steps(), when, at_once.run(), Progress())
     monkeypatch.setattr(loop, "on_gpu", lambda sums: True)
@@ -289,7 +289,7 @@ def test_a_step_that_is_not_applied_and_one_that_fails_leave_no_record_unread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loop, "on_gpu", lambda sums: True)
-    named = Told()
+    named = Ordered()
     run = named.run(skipped=lambda *given: named.happened.append(("named", given[0])) or "rows")
     with pytest.raises(NonFiniteError, match="step 3"):
         fit(
@@ -310,7 +310,7 @@ def test_a_step_that_is_not_applied_and_one_that_fails_leave_no_record_unread(
                 raise StoppedError("the disk is gone")
             return super().step(index)
 
-    failed = Told()
+    failed = Ordered()
     with pytest.raises(StoppedError, match="the disk is gone"):
         fit(failed.engine(), Failing(), schedule(eval_every=None), failed.run(), Progress())
     assert failed.happened == [("step", 1), ("step", 2), ("record", 1), ("record", 2)]
@@ -318,7 +318,7 @@ def test_a_step_that_is_not_applied_and_one_that_fails_leave_no_record_unread(
 
 def test_a_comparison_of_ranks_is_read_before_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step may change what differs."""
-    checked = Told()
+    checked = Ordered()
 
     class Every2:
         def mine(self, step: int, *, saves: bool) -> Tensor:
@@ -441,18 +441,18 @@ def stopped(log: Log, reasons: tuple[str | None, ...], **changes: object) -> str
 def test_a_stop_saves_at_the_end_of_its_step_and_the_run_goes_on_as_if_there_was_none() -> None:
     whole, log = Log(), Log()
     end = fit(FakeEngine(), Steps(), schedule(eval_every=2), whole.run(), Progress())
-    said = stopped(log, (None, "SIGTERM"), eval_every=2)
-    assert said.startswith("stopped at step 2 of 5 by SIGTERM, and saved; the same command continues")
+    message = stopped(log, (None, "SIGTERM"), eval_every=2)
+    assert message.startswith("stopped at step 2 of 5 by SIGTERM, and saved; the same command continues")
     assert [(progress.step, progress.owes_evaluation) for progress in log.saved] == [(2, True)]
     assert log.losses == [None], "it is saved before the evaluation, for which there may be no time"
     assert fit(FakeEngine(), Steps(), schedule(eval_every=2), log.run(), log.saved[-1]) == end
     for key in ("train/loss", "eval/loss"):
         assert log.of(key) == whole.of(key), key
     assert [progress.step for progress in log.saved] == [2, 3, 5]
-    assert log.saved[1:] == whole.saved, "the debt is paid, and remembered no longer"
+    assert log.saved[1:] == whole.saved, "the postponed evaluation is done and no longer owed"
 
 
-def test_the_question_is_asked_before_a_step_and_answered_after_it() -> None:
+def test_agreement_on_a_stop_begins_before_a_step_and_ends_after_it() -> None:
     done: list[str] = []
     ask, done = asks()
     engine = FakeEngine()
@@ -462,10 +462,10 @@ def test_the_question_is_asked_before_a_step_and_answered_after_it() -> None:
     assert done == ["asked", "step", "answered"] * 5 + ["asked", "answered"]
 
 
-def test_what_comes_during_a_save_stops_without_another_step() -> None:
+def test_request_during_a_save_stops_before_the_next_step() -> None:
     log = Log()
-    said = stopped(log, (None, None, None, "cluster.time_limit"))
-    assert "stopped at step 3 of 5 by cluster.time_limit" in said
+    message = stopped(log, (None, None, None, "cluster.time_limit"))
+    assert "stopped at step 3 of 5 by cluster.time_limit" in message
     assert [progress.step for progress in log.saved] == [3], "once"
 
 

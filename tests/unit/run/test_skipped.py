@@ -24,7 +24,7 @@ PADDED, PACKED = BatchSizes(COUNT, 2, 3, 2), BatchSizes(COUNT, 2, 3, 2, tokens_p
 
 
 def dataset(pairs: bool) -> Dataset:
-    """Example i holds the token 100 + i, and stands in line i + 1 of a file."""
+    """Example i holds the token 100 + i, and is line i + 1 of a file."""
     examples = []
     for i in range(COUNT):
         lengths = (2 + i % 3, 3 + i % 2) if pairs else (3 + i % 5,)

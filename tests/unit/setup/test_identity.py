@@ -72,7 +72,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 
 
 def start(*folders: Path) -> list[dict[str, dict[str, str]]]:
-    """What each rank is told, one for each of the folders, after all have compared it."""
+    """Return the error of each rank, one for each of the folders, after all have compared it."""
     meeting = Meeting(len(folders))
 
     def rank(number: int) -> dict[str, dict[str, str]]:

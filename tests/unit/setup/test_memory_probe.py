@@ -1,4 +1,4 @@
-"""What a run that does not fit says, with an engine that takes memory by the token, under a real limit."""
+"""The advice for a run that does not fit: an engine takes memory by the token, under a real limit."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_only_failed_allocations_are_taken_for_such() -> None:
         RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried …")
     )
     assert is_out_of_memory(MemoryError())
-    for said in (
+    for text in (
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
@@ -86,7 +86,7 @@ def test_only_failed_allocations_are_taken_for_such() -> None:
         "NCCL error … ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA "
         "calloc 4194304 bytes",
     ):
-        assert is_out_of_memory(RuntimeError(said)), said
+        assert is_out_of_memory(RuntimeError(text)), text
     assert not is_out_of_memory(
         RuntimeError("NCCL … ncclUnhandledCudaError: Cuda failure 700 'an illegal …'")
     )
@@ -94,7 +94,7 @@ def test_only_failed_allocations_are_taken_for_such() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "said"),
+    ("phase", "text"),
     [
         ("load", "The model and its engine do not fit into memory (CUDA out of memory. Tried to"),
         ("steady", "The memory is full in a step (CUDA out of memory. Tried to"),
@@ -102,13 +102,13 @@ def test_only_failed_allocations_are_taken_for_such() -> None:
         ("save", "The memory is full in a save (CUDA out of memory. Tried to"),
     ],
 )
-def test_after_the_probe_a_full_memory_ends_the_run_with_advice(phase: Phase, said: str) -> None:
+def test_after_the_probe_a_full_memory_ends_the_run_with_advice(phase: Phase, text: str) -> None:
     meter = MemoryMeter(torch.device("cpu"))
     meter.enter(phase)
-    with pytest.raises(OutOfMemoryError) as told, explain_out_of_memory(meter):
+    with pytest.raises(OutOfMemoryError) as raised, explain_out_of_memory(meter):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5.01 GiB")
-    assert str(told.value).startswith(said) and "model.gradient_checkpointing" in str(told.value)
-    assert told.value.exit_code == 71
+    assert str(raised.value).startswith(text) and "model.gradient_checkpointing" in str(raised.value)
+    assert raised.value.exit_code == 71
 
 
 def test_other_faults_stay_what_they_are() -> None:
@@ -166,6 +166,6 @@ def test_under_a_limit_the_size_that_fits_is_found_from_two_smaller_ones(run: Ca
     assert run("400") == ""
 
 
-def test_what_does_not_fit_in_evaluation_is_told_too(run: Callable[..., str]) -> None:
+def test_evaluation_that_does_not_fit_is_refused_too(run: Callable[..., str]) -> None:
     assert "does not fit" in run("100", "2400")
     assert run("100", "400") == ""
