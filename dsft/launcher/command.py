@@ -236,7 +236,11 @@ def dry_run(settings: LaunchSettings) -> Iterator[str]:
 
 async def supervised(settings: LaunchSettings, log: Log) -> int:
     """Run all attempts, print the end of the run, and return its exit code."""
-    requests, status = listen(), StatusWriter(settings.logs)
+    requests, status, cluster = listen(), StatusWriter(settings.logs), settings.spec.cluster
+    how = AttemptSettings(
+        settings.environ, cluster.hang_timeout if cluster else None,
+        (cluster.interface if cluster else None) or os.environ.get("GLOO_SOCKET_IFNAME"), settings.port,
+    )  # fmt: skip
     common: dict[str, object] = {
         "pid": os.getpid(), "host": socket.gethostname(), "command": settings.typed,
         "launcher": "slurm" if settings.plan.through == "srun" else "dsft", "started": now(),
@@ -246,10 +250,11 @@ async def supervised(settings: LaunchSettings, log: Log) -> int:
     try:
         while True:
             plan = replace(settings.plan, job=secrets.token_hex(8), hosts=hosts)
-            running = Attempt(plan, attempt_settings(settings), requests, log)
+            running = Attempt(plan, how, requests, log)
             facts = common | {"job": plan.job, "hosts": hosts, "attempt": attempt}
             outcome = await one_attempt(settings, running, status, facts)
-            again = wants_another(outcome, attempt, settings, requests)
+            failed = outcome.failure is not None and may_succeed(outcome.failure, outcome.code)
+            again = failed and not requests.stops and attempt <= settings.options.restarts
             found = await reachable(settings, outcome, requests) if again else None
             if found is None:
                 break
@@ -277,14 +282,6 @@ def listen() -> Requests:
     return requests
 
 
-def attempt_settings(settings: LaunchSettings) -> AttemptSettings:
-    cluster = settings.spec.cluster
-    interface = (cluster.interface if cluster else None) or os.environ.get("GLOO_SOCKET_IFNAME")
-    return AttemptSettings(
-        settings.environ, cluster.hang_timeout if cluster else None, interface, settings.port
-    )
-
-
 async def one_attempt(
     settings: LaunchSettings, running: Attempt, status: StatusWriter, facts: Mapping[str, object]
 ) -> Outcome:
@@ -304,11 +301,6 @@ async def one_attempt(
         return await running.run()
     finally:
         reporting.cancel()
-
-
-def wants_another(outcome: Outcome, attempt: int, settings: LaunchSettings, requests: Requests) -> bool:
-    failed = outcome.failure is not None and may_succeed(outcome.failure, outcome.code)
-    return failed and not requests.stops and attempt <= settings.options.restarts
 
 
 async def reachable(settings: LaunchSettings, outcome: Outcome, requests: Requests) -> dict[str, int] | None:

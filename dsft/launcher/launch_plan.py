@@ -87,11 +87,8 @@ def address_of(host: str, addresses: Mapping[str, Sequence[str]], interface: str
     not a loopback; 127.0.0.1 if there is no other."""
     if interface is not None and addresses.get(interface):
         return addresses[interface][0]
-    found = [each for listed in addresses.values() for each in listed if not _is_local(each)]
+    local = ("127.", "fe80:", "::1")
+    found = [each for listed in addresses.values() for each in listed if not each.startswith(local)]
     if host in found:
         return host
     return next((each for each in found if ":" not in each), next(iter(found), "127.0.0.1"))
-
-
-def _is_local(address: str) -> bool:
-    return address.startswith(("127.", "fe80:")) or address == "::1" or "%" in address

@@ -169,7 +169,7 @@ class OutputLog:
         """Return the last lines, up to TAIL, of what was written until now. Waits for the thread, at most
         PATIENCE seconds for a disk that does not answer."""
         until = time.monotonic() + PATIENCE
-        while _bytes_in(self._reading) and time.monotonic() < until:
+        while any(fcntl.ioctl(self._reading, termios.FIONREAD, bytes(4))) and time.monotonic() < until:
             time.sleep(GATHER)
         if self._lock.acquire(timeout=PATIENCE):
             self._lock.release()
@@ -208,7 +208,3 @@ class OutputLog:
 
 def _redacted(data: bytes) -> str:
     return redact(data.decode(errors="surrogateescape"), os.environ)
-
-
-def _bytes_in(pipe: int) -> int:
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)

@@ -51,7 +51,8 @@ def task_of(environ: Mapping[str, str]) -> Launched:
     check_complete(environ, TASK, "srun")
     check_ranks(environ, *TASK)
     rank, world_size, local_rank = (whole_number(environ, name) for name in TASK)
-    slots = tasks_per_node(environ)
+    counts = _counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    slots = None if counts is None else tuple(counts)
     hosts = optional_number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     local = None
     if slots is not None:
@@ -74,12 +75,6 @@ def task_of(environ: Mapping[str, str]) -> Launched:
     return Launched(
         "srun", rank, world_size, local_rank, address, port, local, hosts, slots, tuple(variables)
     )
-
-
-def tasks_per_node(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Return the counts of SLURM_STEP_TASKS_PER_NODE; None if it is not set or has another format."""
-    counts = _counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return None if counts is None else tuple(counts)
 
 
 def _counts(text: str) -> list[int] | None:
