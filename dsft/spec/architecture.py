@@ -189,27 +189,5 @@ def cut_findings(spec: Spec) -> Iterator[Finding]:
         yield finding("parallel.pipeline_cut", message, "parallel.pipeline_stages")
 
 
-def split_findings(spec: Spec) -> Iterator[Finding]:
-    """Refuse to split rows where attention is not dsft's own, or would be compiled."""
-    key = "parallel.sequence_parallel"
-    if spec.parallel.sequence_parallel == 1:
-        if spec.parallel.sequence_parallel_across_hosts:
-            message = (
-                f"has no effect without {key}; set that to the number of ranks of a group, or leave this out"
-            )
-            yield value_finding(spec, f"{key}_across_hosts", message, key)
-        return
-    if spec.parallel.sequence_parallel > spec.data.max_length:
-        message = f"is more than data.max_length {spec.data.max_length}, so some ranks would never have a "
-        message += f"token of a row; set {spec.data.max_length} or less"
-        yield value_finding(spec, key, message, "data.max_length")
-    if spec.model.attention not in {"auto", "sdpa"}:
-        message = f"does not work with model.attention {spec.model.attention}; set that to auto"
-        yield value_finding(spec, key, message, "model.attention")
-    if spec.model.compile:
-        message = "is not supported with model.compile; set it to 1, or model.compile to false"
-        yield value_finding(spec, key, message, "model.compile")
-
-
 def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

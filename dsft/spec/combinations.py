@@ -7,30 +7,161 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dsft.spec.architecture import MODEL, cut_findings, split_findings
+from dsft.spec.architecture import MODEL, cut_findings
 from dsft.spec.document import quote
-from dsft.spec.findings import Finding, finding, value_at, value_finding
+from dsft.spec.findings import Finding, finding, value_finding
 from dsft.spec.formats import format_findings
-from dsft.spec.held_out import evaluates, name_findings
+from dsft.spec.held_out import name_findings
 from dsft.spec.hosts import environment_findings, host_findings
 from dsft.spec.preferences import preference_findings
-from dsft.spec.schema import Optim, Schedule, Spec
+from dsft.spec.schema import Schedule, Spec
+from dsft.spec.table import (
+    ANSWERS,
+    TEXTS,
+    Row,
+    above_1,
+    changed,
+    given,
+    is_cpu,
+    is_flash,
+    missing,
+    off,
+    other_than,
+    row_findings,
+)
 from dsft.spec.usual import bf16_findings
 
 WITHOUT_WARMUP: tuple[Schedule, ...] = ("constant",)
+COMPILE, BALANCE, WEIGHT = "model.compile", "model.experts.balance", "model.experts.balance_weight"
+CHECKPOINTING, CHUNKS, ATTENTION = "model.gradient_checkpointing", "model.mlp_chunks", "model.attention"
+SPLIT, SCHEDULE, PRECISION = "parallel.sequence_parallel", "optim.lr_scheduler_type", "train.precision"
+DEVICE, PACKING, BUDGET = "cluster.accelerator.name", "data.packing", "data.max_tokens_per_micro_batch"
+OPTIMIZER, PARAMETERS = "parallel.offload_optimizer", "parallel.offload_parameters"
+_OF_KIND = f"has no effect with {SCHEDULE} {{{SCHEDULE}}}; use"
+_PER_SEGMENT = "does not work with attention per segment, which would be recompiled for each packed row; use "
+_PER_SEGMENT += "model.attention: auto in bf16 on GPUs, or set data.packing or model.compile to false"
+_CHECKPOINTED = "has no effect without gradient checkpointing, since it is for checkpointed layers; set "
+_CHECKPOINTED += f"{CHECKPOINTING}: true"
+_EVALUATION = "needs rows to evaluate; give data.eval, data.eval_fraction or data.eval_count, or leave it out"
+_NOT_EVALUATED = {"data.eval": off, "data.eval_fraction": missing, "data.eval_count": missing}
+
+ROWS: tuple[Row, ...] = (
+    ("model.trust_remote_code", bool, {},
+     "is not offered, since code that comes with a model is never run; use a model whose class is in "
+     "transformers"),
+    # experts
+    (BALANCE, other_than("none"), {WEIGHT: missing},
+     "needs balance_weight; add it, such as 0.0001 with sequence or 0.001 with global_batch"),
+    (WEIGHT, given, {BALANCE: ("none",)},
+     "has no effect with balance none; set that to sequence or global_batch, or leave this out"),
+    (BALANCE, other_than("none"), {COMPILE: bool},
+     "is not supported with model.compile; set it to none, or model.compile to false"),
+    ("model.experts.freeze_router", bool, {"model.lora": given},
+     "has no effect with model.lora, which trains no router; leave it out"),
+    # sequence parallelism
+    (f"{SPLIT}_across_hosts", bool, {SPLIT: (1,)},
+     f"has no effect without {SPLIT}; set that to the number of ranks of a group, or leave this out"),
+    (SPLIT, above_1, {ATTENTION: other_than("auto", "sdpa")},
+     "does not work with model.attention {model.attention}; set that to auto"),
+    (SPLIT, above_1, {COMPILE: bool},
+     "is not supported with model.compile; set it to 1, or model.compile to false"),
+    # schedule
+    ("optim.warmup_ratio", given, {"optim.warmup_steps": given},
+     "is given together with warmup_steps {optim.warmup_steps}; keep one of them"),
+    *((key, bool, {SCHEDULE: WITHOUT_WARMUP}, f"{_OF_KIND} constant_with_warmup, or leave it out")
+      for key in ("optim.warmup_steps", "optim.warmup_ratio")),
+    (SCHEDULE, ("cosine_with_min_lr",), {"optim.min_lr_ratio": missing},
+     "needs min_lr_ratio; add it, such as 0.1"),
+    ("optim.min_lr_ratio", given, {SCHEDULE: other_than("cosine_with_min_lr", "wsd")},
+     f"{_OF_KIND} cosine_with_min_lr or wsd, or leave it out"),
+    *((key, given, {SCHEDULE: other_than("wsd")}, f"{_OF_KIND} wsd, or leave it out")
+      for key in ("optim.decay_steps", "optim.decay_ratio", "optim.decay_type")),
+    (SCHEDULE, ("wsd",), {"optim.decay_steps": missing, "optim.decay_ratio": missing},
+     "needs the length of its decay; add decay_steps, or decay_ratio such as 0.1"),
+    ("optim.decay_ratio", given, {SCHEDULE: ("wsd",), "optim.decay_steps": given},
+     "is given together with decay_steps {optim.decay_steps}; keep one of them"),
+    ("optim.scale_with_batch", other_than("none"), {"optim.base_batch_size": missing},
+     "needs base_batch_size; add the global batch size for which learning_rate was tuned"),
+    ("optim.base_batch_size", given, {"optim.scale_with_batch": ("none",)},
+     "has no effect with scale_with_batch none; set that to linear or sqrt, or leave this out"),
+    # precision and optimizer
+    (PRECISION, ("fp16",), {DEVICE: is_cpu}, "is not offered on a CPU; use bf16"),
+    *((PRECISION, ("fp16",), {key: other_than(*values)},
+       f"is not supported yet with {key} {{{key}!r}}; use bf16")
+      for key, values in (
+          ("parallel.zero_stage", (1, 2, 3)), (f"{OPTIMIZER}.device", ("none", "cpu")),
+          (f"{PARAMETERS}.device", ("none", "cpu")), ("train.reduce_dtype", (None, "fp32")),
+      )),
+    ("train.tf32", bool, {DEVICE: is_cpu},
+     "has no effect on a CPU, only with precision fp32 on GPUs; leave it out"),
+    ("train.tf32", bool, {PRECISION: other_than("fp32"), DEVICE: lambda name: not is_cpu(name)},
+     "has no effect with precision {train.precision}, only with precision fp32 on GPUs; leave it out"),
+    ("optim.momentum", bool, {"optim.name": ("adamw",)},
+     "has no effect with adamw, whose momentum is betas[0]; leave it out"),
+    *((key, changed(key), {"optim.name": ("sgd",)},
+       "has no effect with sgd, which has no second moment; leave it out")
+      for key in ("optim.betas", "optim.eps")),
+    # data and evaluation
+    ("data.on_too_long", ("split",), {"task": ANSWERS},
+     "is for pretraining, since a row of task {task} cannot be divided; use error, drop or truncate"),
+    ("data.eval_count", given, {"data.eval_fraction": given},
+     "is given together with eval_fraction {data.eval_fraction}, and both set how many rows are held out; "
+     "keep one of them"),
+    *((key, bool, _NOT_EVALUATED, _EVALUATION)
+      for key in ("train.eval_every", "train.eval_on_start", "checkpoint.keep_best")),
+    ("checkpoint.keep_best", given, {"checkpoint.every": missing},
+     "has no effect with checkpoint.every null, which writes a single checkpoint; set checkpoint.every, "
+     "or leave it out"),
+    # packing, attention, compiled layers, kernels
+    (BUDGET, given, {PACKING: off}, "has no effect without packing; set data.packing: true, or leave it out"),
+    ("data.on_too_long", ("drop", "truncate"), {PACKING: bool, "task": TEXTS},
+     "has no effect on packed pretraining: documents continue in the next row; leave it out"),
+    (ATTENTION, is_flash, {PRECISION: ("fp32",)},
+     "does not support fp32; use auto, or train.precision: bf16"),
+    (COMPILE, bool, {"parallel.zero_stage": (3,)},
+     "does not work with ZeRO 3, whose hooks that gather parameters break the compiled graph; set "
+     "parallel.zero_stage: 2 or model.compile: false"),
+    (COMPILE, bool, {"parallel.pipeline_stages": above_1},
+     "is not supported yet in a pipeline; set pipeline_stages: 1 or model.compile: false"),
+    (COMPILE, bool, {ATTENTION: lambda name: name != "auto" and not is_flash(name), PACKING: bool},
+     _PER_SEGMENT),
+    (COMPILE, bool, {ATTENTION: ("auto",), PRECISION: ("fp32",), PACKING: bool}, _PER_SEGMENT),
+    (COMPILE, bool, {ATTENTION: ("auto",), PRECISION: other_than("fp32"), DEVICE: is_cpu, PACKING: bool},
+     _PER_SEGMENT),
+    (COMPILE, bool, {"model.lora.use_dora": bool},
+     "does not work with DoRA, which breaks the graph, so that torch.compile recompiles until it gives up; "
+     "set model.lora.use_dora or model.compile to false"),
+    ("model.kernels", ("liger",), {DEVICE: is_cpu},
+     "needs a GPU, since its kernels are written in Triton; set it to torch"),
+    ("model.kernels", ("liger",), {COMPILE: bool},
+     "cannot be combined with model.compile, which fuses kernels itself; keep one of them"),
+    ("model.activation_offload", bool, {CHECKPOINTING: off}, _CHECKPOINTED),
+    (CHUNKS, above_1, {CHECKPOINTING: off}, _CHECKPOINTED),
+    (CHUNKS, above_1, {COMPILE: bool},
+     "is not supported with model.compile; leave it out, or set model.compile to false"),
+    # offload
+    *(row for section in (OPTIMIZER, PARAMETERS) for row in (
+        (f"{section}.device", ("nvme",), {f"{section}.nvme_path": missing},
+         "needs nvme_path; add a folder on a local disk of each host"),
+        (f"{section}.nvme_path", given, {f"{section}.device": other_than("nvme")},
+         f"has no effect with device {{{section}.device}}; leave it out"),
+        (f"{section}.pin_memory", given, {f"{section}.device": ("none",)},
+         "has no effect with device none; leave it out"),
+    )),
+    *((key, lambda text: not text.isprintable(), {}, "contains control characters; remove them")
+      for key in ("output_dir", "checkpoint.resume")),
+)  # fmt: skip
 
 
 def combinations(spec: Spec) -> Iterator[Finding]:
     """Yield all findings that follow from the spec alone."""
+    yield from row_findings(spec, ROWS)
     for check in _CHECKS:
         yield from check(spec)
 
 
 def _model(spec: Spec) -> Iterator[Finding]:
     name, config = spec.model.name_or_path, spec.model.from_config
-    if value_at(spec, "model.trust_remote_code"):
-        message = "is not offered, since code that comes with a model is never run; use a model whose class "
-        yield value_finding(spec, "model.trust_remote_code", f"{message}is in transformers")
     if name is None and config is None:
         message = "no model is given; give name_or_path, or from_config for a newly initialized model"
         yield Finding(("model",), message, MODEL)
@@ -48,63 +179,6 @@ def _is_finite(value: Any) -> bool:
     if isinstance(value, dict | list):
         return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, float) or math.isfinite(value)
-
-
-def _is_per_segment(spec: Spec) -> bool:
-    """Return whether packed rows are attended segment by segment, as far as the spec decides it."""
-    if spec.model.attention == "auto":
-        return spec.train.precision == "fp32" or spec.is_on_cpu
-    return not spec.model.attention.startswith("flash")
-
-
-def _compiled(spec: Spec) -> Iterator[Finding]:
-    """Refuse model.compile where layers would be recompiled again and again, or where it is untested."""
-    if not spec.model.compile:
-        return
-    if spec.parallel.zero_stage == 3:
-        message = "does not work with ZeRO 3, whose hooks that gather parameters break the compiled graph; "
-        message += "set parallel.zero_stage: 2 or model.compile: false"
-        yield value_finding(spec, "model.compile", message, "parallel.zero_stage")
-    if spec.parallel.pipeline_stages > 1:
-        message = "is not supported yet in a pipeline; set pipeline_stages: 1 or model.compile: false"
-        yield value_finding(spec, "model.compile", message, "parallel.pipeline_stages")
-    if spec.data.packing and _is_per_segment(spec):
-        message = "does not work with attention per segment, which would be recompiled for each packed row; "
-        message += "use model.attention: auto in bf16 on GPUs, or set data.packing or model.compile to false"
-        yield value_finding(spec, "model.compile", message, "model.attention", "data.packing")
-    if spec.model.lora is not None and spec.model.lora.use_dora:
-        message = "does not work with DoRA, which breaks the graph, so that torch.compile recompiles until "
-        message += "it gives up; set model.lora.use_dora or model.compile to false"
-        yield value_finding(spec, "model.compile", message, "model.lora.use_dora")
-
-
-def _kernels(spec: Spec) -> Iterator[Finding]:
-    """Check that fused kernels and TF32 are possible and have an effect."""
-    device = "cluster.accelerator.name"
-    if spec.model.kernels == "liger":
-        if spec.is_on_cpu:
-            message = "needs a GPU, since its kernels are written in Triton; set it to torch"
-            yield value_finding(spec, "model.kernels", message, device)
-        if spec.model.compile:
-            message = "cannot be combined with model.compile, which fuses kernels itself; keep one of them"
-            yield value_finding(spec, "model.kernels", message, "model.compile")
-    if spec.train.tf32 and (spec.is_on_cpu or spec.train.precision != "fp32"):
-        where = "on a CPU" if spec.is_on_cpu else f"with precision {spec.train.precision}"
-        message = f"has no effect {where}, only with precision fp32 on GPUs; leave it out"
-        yield value_finding(spec, "train.tf32", message, "train.precision", device)
-
-
-def _activations(spec: Spec) -> Iterator[Finding]:
-    """Check the keys that change how checkpointed layers are computed."""
-    checkpointing, chunks = "model.gradient_checkpointing", "model.mlp_chunks"
-    is_chunked = (spec.model.mlp_chunks or 1) > 1
-    for key, is_set in (("model.activation_offload", spec.model.activation_offload), (chunks, is_chunked)):
-        if is_set and not spec.model.gradient_checkpointing:
-            message = "has no effect without gradient checkpointing, since it is for checkpointed layers; "
-            yield value_finding(spec, key, f"{message}set {checkpointing}: true", checkpointing)
-    if is_chunked and spec.model.compile:
-        message = "is not supported with model.compile; leave it out, or set model.compile to false"
-        yield value_finding(spec, chunks, message, "model.compile")
 
 
 def _trained(spec: Spec) -> Iterator[Finding]:
@@ -125,23 +199,6 @@ def _trained(spec: Spec) -> Iterator[Finding]:
         yield finding(
             key, "the list is empty, so no module would get an adapter; add names, or write all-linear"
         )
-
-
-def _experts(spec: Spec) -> Iterator[Finding]:
-    balance, weight = "model.experts.balance", "model.experts.balance_weight"
-    has_balance, has_weight = value_at(spec, balance) != "none", value_at(spec, weight) is not None
-    if has_balance and not has_weight:
-        message = "needs balance_weight; add it, such as 0.0001 with sequence or 0.001 with global_batch"
-        yield value_finding(spec, balance, message, weight)
-    if has_weight and not has_balance:
-        message = "has no effect with balance none; set that to sequence or global_batch, or leave this out"
-        yield value_finding(spec, weight, message, balance)
-    if has_balance and spec.model.compile:
-        message = "is not supported with model.compile; set it to none, or model.compile to false"
-        yield value_finding(spec, balance, message, "model.compile")
-    if spec.model.experts.freeze_router and spec.model.lora is not None:
-        message = "has no effect with model.lora, which trains no router; leave it out"
-        yield value_finding(spec, "model.experts.freeze_router", message, "model.lora")
 
 
 def _groups(spec: Spec) -> Iterator[Finding]:
@@ -174,43 +231,12 @@ def _batch(spec: Spec) -> Iterator[Finding]:
         yield value_finding(spec, "train.global_batch_size", message, *reads)
 
 
-def _schedule(spec: Spec) -> Iterator[Finding]:
-    """Check the keys of warm-up, lowest learning rate and decay against the kind of schedule."""
-    optim, kind = spec.optim, "optim.lr_scheduler_type"
-    schedule, no_effect = optim.lr_scheduler_type, f"has no effect with {kind} {optim.lr_scheduler_type}; use"
-    if optim.warmup_steps is not None and optim.warmup_ratio is not None:
-        message = f"is given together with warmup_steps {optim.warmup_steps}; keep one of them"
-        yield value_finding(spec, "optim.warmup_ratio", message, "optim.warmup_steps")
-    for key in ("optim.warmup_steps", "optim.warmup_ratio"):
-        if value_at(spec, key) and schedule in WITHOUT_WARMUP:
-            yield value_finding(spec, key, f"{no_effect} constant_with_warmup, or leave it out", kind)
-    if schedule == "cosine_with_min_lr" and optim.min_lr_ratio is None:
-        yield value_finding(spec, kind, "needs min_lr_ratio; add it, such as 0.1", "optim.min_lr_ratio")
-    if schedule not in ("cosine_with_min_lr", "wsd") and optim.min_lr_ratio is not None:
-        message = f"{no_effect} cosine_with_min_lr or wsd, or leave it out"
-        yield value_finding(spec, "optim.min_lr_ratio", message, kind)
-    for key in ("optim.decay_steps", "optim.decay_ratio", "optim.decay_type"):
-        if schedule != "wsd" and value_at(spec, key) is not None:
-            yield value_finding(spec, key, f"{no_effect} wsd, or leave it out", kind)
-    if schedule == "wsd":
-        yield from _decay(spec)
-
-
 def _decay(spec: Spec) -> Iterator[Finding]:
-    """Check the length of wsd's decay, and that warm-up and decay together fit into the run, as far as the
-    spec gives its length."""
+    """Check that warm-up and wsd's decay together fit into the run, as far as the spec gives its length."""
     optim, steps = spec.optim, spec.train.max_steps
     ratio, decay_steps = optim.decay_ratio, optim.decay_steps
-    if decay_steps is None and ratio is None:
-        message = "needs the length of its decay; add decay_steps, or decay_ratio such as 0.1"
-        yield value_finding(
-            spec, "optim.lr_scheduler_type", message, "optim.decay_steps", "optim.decay_ratio"
-        )
-    if decay_steps is not None and ratio is not None:
-        message = f"is given together with decay_steps {decay_steps}; keep one of them"
-        yield value_finding(
-            spec, "optim.decay_ratio", message, "optim.lr_scheduler_type", "optim.decay_steps"
-        )
+    if optim.lr_scheduler_type != "wsd":
+        return
     key, decay = "optim.decay_ratio", ratio
     if decay_steps is not None and steps is not None:
         key, decay = "optim.decay_steps", decay_steps / steps
@@ -228,64 +254,27 @@ def _decay(spec: Spec) -> Iterator[Finding]:
         yield value_finding(spec, key, f"is longer than {part}{after}", *reads, "train.max_steps")
 
 
-def _batch_scale(spec: Spec) -> Iterator[Finding]:
-    scale, base = "optim.scale_with_batch", "optim.base_batch_size"
-    is_scaled, has_base = value_at(spec, scale) != "none", value_at(spec, base) is not None
-    if is_scaled and not has_base:
-        message = "needs base_batch_size; add the global batch size for which learning_rate was tuned"
-        yield value_finding(spec, scale, message, base)
-    if has_base and not is_scaled:
-        message = "has no effect with scale_with_batch none; set that to linear or sqrt, or leave this out"
-        yield value_finding(spec, base, message, scale)
+def _lengths(spec: Spec) -> Iterator[Finding]:
+    """Compare data.max_length with the keys that must not be smaller, or larger."""
+    longest, most = spec.data.max_length, spec.data.max_tokens_per_micro_batch
+    if spec.parallel.sequence_parallel > longest:
+        message = f"is more than data.max_length {longest}, so some ranks would never have a token of a row; "
+        yield value_finding(spec, SPLIT, f"{message}set {longest} or less", "data.max_length")
+    if most is not None and spec.data.packing and most < spec.longest_example:
+        times = {1: "", 2: "twice "}.get(spec.task_kind.rows, f"{spec.task_kind.rows} times ")
+        limit = f"{times}data.max_length {longest}"
+        message = f"is less than {limit}, so the longest {spec.task_kind.unit} would not fit; "
+        message += f"set it to {spec.longest_example} or more"
+        yield value_finding(spec, BUDGET, message, PACKING, "data.max_length")
 
 
-def _fp16(spec: Spec) -> Iterator[Finding]:
-    """Check that fp16 is not combined with what it does not support."""
-    if spec.train.precision != "fp16":
-        return
-    if spec.is_on_cpu:
-        yield value_finding(spec, "train.precision", "is not offered on a CPU; use bf16")
-    supported: dict[str, tuple[object, ...]] = {
-        "parallel.zero_stage": (1, 2, 3),
-        "parallel.offload_optimizer.device": ("none", "cpu"),
-        "parallel.offload_parameters.device": ("none", "cpu"),
-        "train.reduce_dtype": (None, "fp32"),
-    }
-    for key, values in supported.items():
-        if value_at(spec, key) not in values:
-            message = f"is not supported yet with {key} {quote(value_at(spec, key))}; use bf16"
-            yield value_finding(spec, "train.precision", message, key)
-
-
-def _optimizer(spec: Spec) -> Iterator[Finding]:
-    if spec.optim.name == "adamw" and spec.optim.momentum:
-        message = "has no effect with adamw, whose momentum is betas[0]; leave it out"
-        yield value_finding(spec, "optim.momentum", message, "optim.name")
-    for key in ("betas", "eps"):
-        if spec.optim.name == "sgd" and getattr(spec.optim, key) != Optim.model_fields[key].default:
-            message = "has no effect with sgd, which has no second moment; leave it out"
-            yield value_finding(spec, f"optim.{key}", message, "optim.name")
-
-
-def _data(spec: Spec) -> Iterator[Finding]:
-    data = spec.data
-    if data.on_too_long == "split" and spec.task_kind.answers:
-        message = f"is for pretraining, since a row of task {spec.task} cannot be divided; use error, drop "
-        yield value_finding(spec, "data.on_too_long", f"{message}or truncate", "task")
-    if data.eval_fraction is not None and data.eval_count is not None:
-        message = f"is given together with eval_fraction {data.eval_fraction}, and both set how many rows "
-        yield value_finding(
-            spec, "data.eval_count", f"{message}are held out; keep one of them", "data.eval_fraction"
-        )
-    for key in ("train.eval_every", "train.eval_on_start", "checkpoint.keep_best"):
-        if value_at(spec, key) and not evaluates(data):
-            message = "needs rows to evaluate; give data.eval, data.eval_fraction or data.eval_count, or "
-            message += "leave it out"
-            yield value_finding(spec, key, message, "data.eval")
-    if spec.checkpoint.keep_best is not None and spec.checkpoint.every is None:
-        message = "has no effect with checkpoint.every null, which writes a single checkpoint; set "
-        message += "checkpoint.every, or leave it out"
-        yield value_finding(spec, "checkpoint.keep_best", message, "checkpoint.every")
+def _adapter_reference(spec: Spec) -> Iterator[Finding]:
+    """Refuse parameters on NVMe where the reference is the policy without its adapter."""
+    is_on_nvme, key = spec.parallel.offload_parameters.device == "nvme", spec.own_key("reference")
+    if is_on_nvme and spec.reference is not None and spec.reference.reference == "adapter":
+        message = f"does not work with {key} adapter, which exchanges the adapter's values with the initial "
+        message += f"ones in memory; set {key} to live or precomputed, or the device to cpu"
+        yield value_finding(spec, f"{PARAMETERS}.device", message, key)
 
 
 def _weights(spec: Spec) -> Iterator[Finding]:
@@ -301,80 +290,7 @@ def _weights(spec: Spec) -> Iterator[Finding]:
             yield value_finding(spec, f"data.eval.{index}.weight", message)
 
 
-def _packing(spec: Spec) -> Iterator[Finding]:
-    data, key = spec.data, "data.max_tokens_per_micro_batch"
-    budget, longest = data.max_tokens_per_micro_batch, spec.longest_example
-    if budget is not None and not data.packing:
-        message = "has no effect without packing; set data.packing: true, or leave it out"
-        yield value_finding(spec, key, message, "data.packing")
-    elif budget is not None and budget < longest:
-        times = {1: "", 2: "twice "}.get(spec.task_kind.rows, f"{spec.task_kind.rows} times ")
-        limit = f"{times}data.max_length {data.max_length}"
-        message = f"is less than {limit}, so the longest {spec.task_kind.unit} would not fit; "
-        message += f"set it to {longest} or more"
-        yield value_finding(spec, key, message, "data.packing", "data.max_length")
-    if data.packing and not spec.task_kind.answers and data.on_too_long in ("drop", "truncate"):
-        message = "has no effect on packed pretraining: documents continue in the next row; leave it out"
-        yield value_finding(spec, "data.on_too_long", message, "data.packing", "task")
-
-
-def _attention(spec: Spec) -> Iterator[Finding]:
-    if spec.model.attention.startswith("flash") and spec.train.precision == "fp32":
-        message = "does not support fp32; use auto, or train.precision: bf16"
-        yield value_finding(spec, "model.attention", message, "train.precision")
-
-
-def _offload(spec: Spec) -> Iterator[Finding]:
-    for section in ("parallel.offload_optimizer", "parallel.offload_parameters"):
-        offload, device, path = value_at(spec, section), f"{section}.device", f"{section}.nvme_path"
-        if offload.device == "nvme" and offload.nvme_path is None:
-            message = "needs nvme_path; add a folder on a local disk of each host"
-            yield value_finding(spec, device, message, path)
-        keeps_start = spec.reference is not None and spec.reference.reference == "adapter"
-        if section == "parallel.offload_parameters" and offload.device == "nvme" and keeps_start:
-            key = spec.own_key("reference")
-            message = f"does not work with {key} adapter, which exchanges the adapter's values with the "
-            message += f"initial ones in memory; set {key} to live or precomputed, or the device to cpu"
-            yield value_finding(spec, device, message, key)
-        if offload.device != "nvme" and offload.nvme_path is not None:
-            message = f"has no effect with device {offload.device}; leave it out"
-            yield value_finding(spec, path, message, device)
-        if offload.device == "none" and offload.pin_memory is not None:
-            message = "has no effect with device none; leave it out"
-            yield value_finding(spec, f"{section}.pin_memory", message, device)
-
-
-def _paths(spec: Spec) -> Iterator[Finding]:
-    for key in ("output_dir", "checkpoint.resume"):
-        if not value_at(spec, key).isprintable():
-            yield value_finding(spec, key, "contains control characters; remove them")
-
-
 _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
-    _model,
-    _trained,
-    _experts,
-    split_findings,
-    _batch,
-    _schedule,
-    _batch_scale,
-    _fp16,
-    bf16_findings,
-    _optimizer,
-    _groups,
-    _data,
-    _weights,
-    _packing,
-    name_findings,
-    format_findings,
-    preference_findings,
-    _attention,
-    _compiled,
-    _kernels,
-    cut_findings,
-    _activations,
-    _offload,
-    host_findings,
-    environment_findings,
-    _paths,
-)
+    _model, _trained, _batch, _decay, _lengths, _groups, _weights, _adapter_reference, bf16_findings, name_findings,
+    format_findings, preference_findings, cut_findings, host_findings, environment_findings,
+)  # fmt: skip

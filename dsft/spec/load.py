@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from pydantic_core import ErrorDetails
 
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.spec.adapter import with_saved_adapter
-from dsft.spec.aliases import is_of_another_tool, likely_key
+from dsft.spec.aliases import fields, is_of_another_tool, likely_key
 from dsft.spec.architecture import model_findings
 from dsft.spec.cluster import cluster_findings
 from dsft.spec.combinations import combinations
-from dsft.spec.document import Document, KeyPath, SpecDumper, quote, read_document
+from dsft.spec.document import Document, SpecDumper, quote, read_document
 from dsft.spec.files import file_findings, model_config, source_findings
 from dsft.spec.findings import Finding
 from dsft.spec.hosts import expand_hosts
@@ -103,8 +104,8 @@ def _validate(document: Document, check_files: bool) -> Spec | None:
         meant_keys = _meant_keys(errors, data)
         for path, message in sentences([e for e in errors if not _is_meant(e, data, meant_keys)], data):
             document.problems.append(document.problem(path, message))
-        wrong_keys = {key_of(path_in(data, e)) for e in errors if e["type"] != "extra_forbidden"} | meant_keys
-        spec = _repaired(data)
+        spec, wrong_keys = _without(data, errors)
+        wrong_keys |= meant_keys
     if spec is not None:
         spec, adapter_findings = with_saved_adapter(spec)
         for found in (*adapter_findings, *_findings(spec, check_files)):
@@ -149,49 +150,47 @@ def _is_meant(error: ErrorDetails, data: Any, meant_keys: set[str]) -> bool:
     return error["type"] == "missing" and any(_overlap(key, meant) for meant in meant_keys)
 
 
-# Placeholders for required keys that are missing or wrong, so that the rest can still be checked.
-_PLACEHOLDERS: Mapping[str, Any] = {
+_REQUIRED: Mapping[str, Any] = {
     "name": "x",
     "task": "sft",
     "model": {"name_or_path": "x"},
-    "data": {"train": [{"path": "builtin:quickstart"}]},
+    "data": {},
     "data.train": [{"path": "builtin:quickstart"}],
-    "data.train.path": "builtin:quickstart",
-    "data.eval.path": "builtin:quickstart",
     "train": {},
-    "optim": {"learning_rate": 1.0},
+    "optim": {},
     "optim.learning_rate": 1.0,
-    "optim.groups.parameters": "x",
     "cluster.hosts": {"localhost": 1},
-    "cluster.accelerator.name": "cpu",
 }
+"""Required key -> a value for it, if it is missing or wrong, with which the other keys can be checked."""
 
 
-def _repaired(data: Mapping[str, Any]) -> Spec | None:
-    """Return a spec of all valid values, without the wrong ones or with placeholders for them, to check the
-    rest. None if that fails."""
-    repaired = copy.deepcopy(dict(data))
-    for _ in range(4):  # sections, their keys, keys in lists; if it is still invalid then, it stays so
-        try:
-            return Spec.model_validate(repaired)
-        except ValidationError as error:
-            for detail in errors_of(error):
-                _repair(repaired, path_in(repaired, detail))
-    return None
-
-
-def _repair(data: dict[str, Any], path: KeyPath) -> None:
-    """Remove the value at `path`, or replace it by its placeholder if there is one."""
-    key = key_of(path)
-    while path and isinstance(path[-1], int):
-        path = path[:-1]
-    container: Any = data
-    for part in path[:-1]:
-        container = container[part] if part in container or isinstance(part, int) else {}
-    if isinstance(container, dict) and path:
-        container.pop(path[-1], None)
-        if key in _PLACEHOLDERS:
-            container[path[-1]] = copy.deepcopy(_PLACEHOLDERS[key])
+def _without(data: Mapping[str, Any], errors: Sequence[ErrorDetails]) -> tuple[Spec | None, set[str]]:
+    """Return a spec without what is wrong, and the keys that were removed for it, apart from unknown ones; no
+    spec if that is not enough."""
+    rest, removed = copy.deepcopy(dict(data)), set[str]()
+    for error in errors:
+        path = path_in(data, error)
+        field = fields().get(key_of(path))
+        if field is not None and field.is_required() and key_of(path) not in _REQUIRED:
+            path = path[:-1]  # a section without a required key
+        while isinstance(path[-1], int):
+            path = path[:-1]
+        if error["type"] != "extra_forbidden":
+            removed.add(key_of(path))
+        container: Any = rest
+        with suppress(KeyError, IndexError, TypeError):  # removed before, or missing
+            for part in path[:-1]:
+                container = container[part]
+            del container[path[-1]]
+    for dotted_key, value in _REQUIRED.items():
+        section, _, key = dotted_key.partition(".")
+        container = rest.get(section) if key else rest
+        if isinstance(container, dict):
+            container.setdefault(key or section, copy.deepcopy(value))
+    try:
+        return Spec.model_validate(rest), removed
+    except ValidationError:
+        return None, removed
 
 
 def _all_problems(path: Path | str, problems: Sequence[Problem]) -> SpecError:
