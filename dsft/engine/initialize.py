@@ -47,8 +47,8 @@ from dsft.model.mlp_chunks import is_chunked
 from dsft.model.policy import Policy
 from dsft.model.routing import StepLoss
 from dsft.objective.api import Objective
+from dsft.spec.rules import NEEDS_AMPERE
 from dsft.spec.schema import Spec
-from dsft.spec.usual import NEEDS_AMPERE
 
 
 @dataclass(frozen=True)

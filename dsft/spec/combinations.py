@@ -9,18 +9,14 @@ from typing import Any
 
 from dsft.spec.architecture import MODEL, cut_findings
 from dsft.spec.document import quote
-from dsft.spec.findings import Finding, finding, value_finding
-from dsft.spec.formats import format_findings
-from dsft.spec.held_out import name_findings
-from dsft.spec.hosts import environment_findings, host_findings
-from dsft.spec.preferences import preference_findings
-from dsft.spec.schema import Schedule, Spec
-from dsft.spec.table import (
+from dsft.spec.findings import (
     ANSWERS,
     TEXTS,
+    Finding,
     Row,
     above_1,
     changed,
+    finding,
     given,
     is_cpu,
     is_flash,
@@ -28,8 +24,14 @@ from dsft.spec.table import (
     off,
     other_than,
     row_findings,
+    value_finding,
 )
-from dsft.spec.usual import bf16_findings
+from dsft.spec.formats import format_findings
+from dsft.spec.held_out import name_findings
+from dsft.spec.hosts import environment_findings, host_findings
+from dsft.spec.preferences import preference_findings
+from dsft.spec.rules import NEEDS_AMPERE, WITHOUT_BF16
+from dsft.spec.schema import Schedule, Spec
 
 WITHOUT_WARMUP: tuple[Schedule, ...] = ("constant",)
 COMPILE, BALANCE, WEIGHT = "model.compile", "model.experts.balance", "model.experts.balance_weight"
@@ -86,6 +88,8 @@ ROWS: tuple[Row, ...] = (
      "has no effect with scale_with_batch none; set that to linear or sqrt, or leave this out"),
     # precision and optimizer
     (PRECISION, ("fp16",), {DEVICE: is_cpu}, "is not offered on a CPU; use bf16"),
+    (PRECISION, ("bf16",), {DEVICE: lambda name: WITHOUT_BF16.search(name or "")},
+     NEEDS_AMPERE.format("{cluster.accelerator.name}") + "; use fp16 or fp32"),
     *((PRECISION, ("fp16",), {key: other_than(*values)},
        f"is not supported yet with {key} {{{key}!r}}; use bf16")
       for key, values in (
@@ -291,6 +295,6 @@ def _weights(spec: Spec) -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
-    _model, _trained, _batch, _decay, _lengths, _groups, _weights, _adapter_reference, bf16_findings, name_findings,
+    _model, _trained, _batch, _decay, _lengths, _groups, _weights, _adapter_reference, name_findings,
     format_findings, preference_findings, cut_findings, host_findings, environment_findings,
 )  # fmt: skip
