@@ -19,22 +19,6 @@ from dsft.spec.task import task_names
 from dsft.system import json_file
 
 T = TypeVar("T")
-NO_EFFECT: dict[str, str] = {
-    **LEFT_OUT,
-    "dsft never runs code that comes with a model": "trust_remote_code",
-    "dsft fills in no placeholders; write the names into the rows": "model_author model_name",
-    "dsft resumes from its own checkpoints by itself; to start from weights of the other tool, set "
-    "model.name_or_path to their folder": "resume_from_checkpoint auto_resume_from_checkpoints",
-    "model.kernels: auto, the default, uses Liger's kernels on a GPU": "plugins use_liger_kernel "
-    "enable_liger_kernel use_liger liger_rope liger_rms_norm liger_glu_activation liger_layer_norm "
-    "liger_fused_linear_cross_entropy liger_rms_norm_gated liger_cross_entropy",
-    "dsft decides it from other keys": "float32 fp16_full_eval bf16_full_eval fp16_opt_level "
-    "half_precision_backend xformers_attention flex_attention sage_attention greater_is_better "
-    "fsdp_version fsdp_final_state_dict_type lora_task_type",
-    "a secret; set it as an environment variable (docs/telemetry.md)": "swanlab_api_key swanlab_token "
-    "hub_token hf_hub_token swanlab_secret",
-}
-"""Reason -> keys of other tools that are not carried over for it."""
 _DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt", ".arrow", ".gz", ".zst")
 
 
@@ -158,7 +142,7 @@ class Draft:
     def leave_rest(self) -> None:
         """Record the reason for every key that has a value and has not been read; `left` is then in the order
         of the config."""
-        table = {**NO_EFFECT, **self.reasons}
+        table = {**LEFT_OUT, **self.reasons}
         reasons = {name: reason for reason, names in table.items() for name in names.split()}
         for name, value in self.given.items():
             if name not in self.read and self.is_given(name):

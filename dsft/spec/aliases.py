@@ -184,6 +184,18 @@ LEFT_OUT: dict[str, str] = {
         pad_to_sequence_len pad_to_multiple_of lazy_tokenize remove_unused_columns sample_packing_bin_size
         sample_packing_group_size eval_sample_packing packing_num_proc packing_strategy
         skip_prepare_dataset shuffle_merged_datasets""",
+    "dsft never runs code that comes with a model": "trust_remote_code",
+    "dsft fills in no placeholders; write the names into the rows": "model_author model_name",
+    "dsft resumes from its own checkpoints by itself; to start from weights of the other tool, set "
+    "model.name_or_path to their folder": "resume_from_checkpoint auto_resume_from_checkpoints",
+    "model.kernels: auto, the default, uses Liger's kernels on a GPU": "plugins use_liger_kernel "
+    "enable_liger_kernel use_liger liger_rope liger_rms_norm liger_glu_activation liger_layer_norm "
+    "liger_fused_linear_cross_entropy liger_rms_norm_gated liger_cross_entropy",
+    "dsft decides it from other keys": "float32 fp16_full_eval bf16_full_eval fp16_opt_level "
+    "half_precision_backend xformers_attention flex_attention sage_attention greater_is_better "
+    "fsdp_version fsdp_final_state_dict_type lora_task_type",
+    "a secret; set it as an environment variable (docs/telemetry.md)": "swanlab_api_key swanlab_token "
+    "hub_token hf_hub_token swanlab_secret",
     "dsft needs no such setting": """
         overwrite_cache overwrite_output_dir plot_loss logging_first_step logging_strategy logging_dir
         log_level disable_tqdm save_only_model save_safetensors logging_nan_inf_filter save_first_step

@@ -14,9 +14,8 @@ import yaml
 
 from dsft.convert.arguments import Tool
 from dsft.convert.command import TOOLS, Converted, convert_file, listed
-from dsft.convert.draft import NO_EFFECT
 from dsft.errors import MissingInputError, SpecError
-from dsft.spec.aliases import keys
+from dsft.spec.aliases import LEFT_OUT, keys
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 from dsft.spec.summary import summary
@@ -606,7 +605,7 @@ def test_keys_have_the_order_of_the_schema_and_what_is_left_that_of_the_config()
 @pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
 def test_tables_of_a_tool_name_keys_of_the_spec_and_no_key_twice(tool: Tool) -> None:
     assert tool.keys.keys() <= set(keys()) and tool.defaults
-    names = " ".join((*NO_EFFECT.values(), *tool.reasons.values())).split()
+    names = " ".join((*LEFT_OUT.values(), *tool.reasons.values())).split()
     assert sorted(names) == sorted(set(names))
 
 
