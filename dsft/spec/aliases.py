@@ -217,7 +217,8 @@ def suggestion(section: str, key: str, value: object = None) -> str:
     name = key.strip().lower().replace("-", "_")
     if name == "<<":
         return "merge keys are not supported; write the keys out, or replace single ones with key=value"
-    if name in _LEFT_OUT and name not in ALIASES:
+    is_own = any(key.rpartition(".")[2] == name for key in keys())
+    if name in _LEFT_OUT and name not in ALIASES and not is_own:
         return f"leave it out: {_LEFT_OUT[name]}"
     not_offered = feature_of_key(name) or feature_of_value(name, value)
     if not_offered is not None:
