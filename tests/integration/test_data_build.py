@@ -42,7 +42,7 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def said(rows: StoredRows) -> list[tuple[str, list[int]]]:
+def contents(rows: StoredRows) -> list[tuple[str, list[int]]]:
     return [(rows.source(i), rows.read(i).input_ids.tolist()) for i in range(len(rows.lengths))]
 
 
@@ -92,7 +92,7 @@ def test_a_killed_build_goes_on_and_leaves_no_worker(data: Path, tmp_path: Path)
     (half / "tokens.npy").write_bytes(b"half")
     kept: list[CacheSummary] = []
     rows = made(data, Cache(folder, report=kept.append))
-    assert said(rows) == said(expected)
+    assert contents(rows) == contents(expected)
     assert kept[0].tokenized == kept[0].blocks - len(before)
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert not list(folder.glob("*/*.tmp"))
@@ -118,7 +118,7 @@ def test_workers_end(data: Path, tmp_path: Path, interrupted: bool) -> None:
         assert "set a smaller data.num_workers" in str(error.value)
     assert len(workers) == 2
     assert not any(worker.is_alive() for worker in workers)
-    assert said(made(data, Cache(tmp_path / "cache", 2))) == said(made(data, Cache()))
+    assert contents(made(data, Cache(tmp_path / "cache", 2))) == contents(made(data, Cache()))
 
 
 def test_a_disk_that_fills_up_under_workers(data: Path, tmp_path: Path) -> None:
@@ -130,4 +130,4 @@ def test_a_disk_that_fills_up_under_workers(data: Path, tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not block_folders(tmp_path / "cache")
-    assert said(made(data, Cache(tmp_path / "cache"))) == said(made(data, Cache()))
+    assert contents(made(data, Cache(tmp_path / "cache"))) == contents(made(data, Cache()))

@@ -195,8 +195,8 @@ def test_sentencepiece_itself_encodes_where_the_conversion_differs(
     monkeypatch.setattr(spm, "_normalizers", lambda model: [])
     tokenizer = load_tokenizer(path)
     assert not tokenizer.is_fast
-    (said,) = notes(tokenizer, AddedTokens((), (), None))
-    assert said.startswith("tokenizer: sentencepiece itself tokenizes")
+    (note,) = notes(tokenizer, AddedTokens((), (), None))
+    assert note.startswith("tokenizer: sentencepiece itself tokenizes")
 
 
 def test_parsed_models_equal_sentencepieces_own_reading(folder: Path) -> None:

@@ -42,24 +42,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("tokenizers")
     made: Trained = {}
     for kind in KINDS:
-        said: list[str] = []
-        train_tokenizer(wanted(folder, kind, special=("<think>",)), said.append)
-        made[kind] = (folder / kind, said)
+        logged: list[str] = []
+        train_tokenizer(wanted(folder, kind, special=("<think>",)), logged.append)
+        made[kind] = (folder / kind, logged)
     return made
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_written_tokenizer_and_its_report(kind: str, trained: Trained) -> None:
-    folder, said = trained[kind]
+    folder, logged = trained[kind]
     tokenizer: Any = load_tokenizer(folder)
     assert len(tokenizer) == SIZE == max(tokenizer.get_vocab().values()) + 1
     assert (
         tokenizer.eos_token == "<|im_end|>" and tokenizer.pad_token == "<|pad|>" and not tokenizer.bos_token
     )
     assert len(tokenizer("<think>")["input_ids"]) == 1
-    assert any("are unchanged" in line for line in said) and any("bytes per token" in line for line in said)
+    assert any("are unchanged" in line for line in logged) and any(
+        "bytes per token" in line for line in logged
+    )
     assert (folder / "tokenizer.model").exists() == (kind != "byte_bpe")
-    number = next(float(line.split(": ")[1].split()[0]) for line in said if "bytes per token" in line)
+    number = next(float(line.split(": ")[1].split()[0]) for line in logged if "bytes per token" in line)
     assert number > 1.5  # a byte is 1
     assert not list(folder.parent.glob("*.tmp-*"))
 
@@ -105,8 +107,8 @@ def test_conversations_are_rendered_at_once(kind: str, trained: Trained) -> None
     talk = Conversation(({"role": "user", "content": "A cat?"}, {"role": "assistant", "content": " Yes.\n"}))
     (row,) = Renderer(tokenizer).render([talk])
     assert not isinstance(row, str)
-    said = "<|im_start|>user\nA cat?<|im_end|>\n<|im_start|>assistant\n Yes.\n<|im_end|>\n"
-    assert tokenizer.decode(row.input_ids) == said
+    logged = "<|im_start|>user\nA cat?<|im_end|>\n<|im_start|>assistant\n Yes.\n<|im_end|>\n"
+    assert tokenizer.decode(row.input_ids) == logged
     assert tokenizer.decode(row.input_ids[row.trained]) == " Yes.\n<|im_end|>"
 
 
@@ -138,14 +140,14 @@ def test_of_much_text_every_nth_line_is_used(tmp_path: Path) -> None:
 def test_rows_of_any_format(tmp_path: Path) -> None:
     rows = [{"instruction": f"Say {i}", "output": f"It is {i}."} for i in range(400)]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said: list[str] = []
+    logged: list[str] = []
     given = wanted(tmp_path, "byte_bpe", files=(str(tmp_path / "*.jsonl"),), vocab_size=280)
-    train_tokenizer(given, said.append)
-    assert any("400 lines of" in line for line in said)
+    train_tokenizer(given, logged.append)
+    assert any("400 lines of" in line for line in logged)
 
 
 @pytest.mark.parametrize(
-    ("model", "size", "said"),
+    ("model", "size", "logged"),
     [
         ("byte_bpe", 258, "give 259 or more"),
         ("unigram", 200, "required_chars"),
@@ -155,8 +157,8 @@ def test_rows_of_any_format(tmp_path: Path) -> None:
         ("byte_bpe", 10**6, "more than this text allows; give"),
     ],
 )
-def test_impossible_vocabulary_sizes(model: str, size: int, said: str, tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=said) as error:
+def test_impossible_vocabulary_sizes(model: str, size: int, logged: str, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=logged) as error:
         train_tokenizer(wanted(tmp_path, model, vocab_size=size), lambda _: None)
     assert "--vocab_size" in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

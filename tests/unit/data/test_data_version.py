@@ -137,7 +137,7 @@ def sentencepiece(path: Path, *, byte_fallback: bool, model_type: int) -> None:
     path.write_bytes(model.SerializeToString())
 
 
-def said(source: Source, renderer: Renderer, task: str) -> str:
+def digest_of(source: Source, renderer: Renderer, task: str) -> str:
     """A digest of all that a block holds of the source's rows, and of the places of bad ones. Their reasons
     are words, of which older ones do no harm."""
     rows = tokenized_rows(source, renderer, task=task)
@@ -159,7 +159,7 @@ def test_other_tokens_need_another_version(tmp_path: Path) -> None:
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
         for train_on in ("assistant", "last", "all"):
             renderer = Renderer(tokenizer, train_on=train_on)  # type: ignore[arg-type]
-            found[f"{name}, {train_on}"] = said(
+            found[f"{name}, {train_on}"] = digest_of(
                 Source.model_validate({"path": str(path), "format": name.split()[0]}), renderer, task
             )
     for name in CHAT_TEMPLATES:
@@ -168,18 +168,22 @@ def test_other_tokens_need_another_version(tmp_path: Path) -> None:
         own = byte_level_tokenizer()
         own.bos_token = own.pad_token
         add_tokens(own, spelled)
-        found[f"template {name}"] = said(Source(path=str(path)), Renderer(own, named_template(name)), "sft")
+        found[f"template {name}"] = digest_of(
+            Source(path=str(path)), Renderer(own, named_template(name)), "sft"
+        )
     (tmp_path / "kinds").mkdir()
     files(tmp_path / "kinds")
     for path in sorted((tmp_path / "kinds").iterdir()):
-        found[path.name[2:]] = said(Source(path=str(path), format="text"), Renderer(tokenizer), "pretrain")
+        found[path.name[2:]] = digest_of(
+            Source(path=str(path), format="text"), Renderer(tokenizer), "pretrain"
+        )
     for name in ("quickstart", "quickstart-pairs"):
         task = "sft" if name == "quickstart" else "dpo"
-        found[f"builtin {name}"] = said(Source(path=f"builtin:{name}"), Renderer(tokenizer), task)
+        found[f"builtin {name}"] = digest_of(Source(path=f"builtin:{name}"), Renderer(tokenizer), task)
     for name, kind in (("unigram", 1), ("bpe", 2)):
         sentencepiece(tmp_path / f"{name}.model", byte_fallback=True, model_type=kind)
         renderer = Renderer(load_tokenizer(tmp_path / f"{name}.model"))
-        found[f"sentencepiece {name}"] = said(
+        found[f"sentencepiece {name}"] = digest_of(
             Source(path=str(tmp_path / "kinds" / "a.jsonl")), renderer, "pretrain"
         )
     found["a block's file"] = layout(tmp_path)
