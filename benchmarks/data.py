@@ -168,8 +168,8 @@ def map_rows(variant: str, tokenizer: Any, path: Path, folder: Path) -> tuple[in
     def talks(batch: dict[str, list[str]]) -> list[list[dict[str, str]]]:
         pairs = zip(batch["instruction"], batch["output"], strict=True)
         return [
-            [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-            for asked, said in pairs
+            [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+            for asked, answered in pairs
         ]
 
     def plain(batch: dict[str, list[str]]) -> dict[str, Any]:
@@ -321,12 +321,12 @@ def read(options: argparse.Namespace) -> dict[str, float]:
     from dsft.data.sets.order import epoch_order
     from dsft.spec.schema import Data, Spec
 
-    told = time.monotonic()
+    last = time.monotonic()
 
     def progress(pace: Any) -> None:
-        nonlocal told
-        if time.monotonic() - told > 30:
-            told = time.monotonic()
+        nonlocal last
+        if time.monotonic() - last > 30:
+            last = time.monotonic()
             paired.note(f"{pace}")
 
     load.Renderer = lambda *_, **__: Stand()  # type: ignore[misc,assignment]

@@ -4,7 +4,7 @@
 
 Takes a file of preference pairs and a tokenizer with a chat template; a fresh Llama of 8 million parameters
 is trained in fp32 for one epoch. Everyone gets the same weights, tokens (cut as dsft cuts them), pairs in
-each step, optimizer, rate, clipping and beta; that their losses are the same, step by step, stands in the
+each step, optimizer, rate, clipping and beta; that their losses are the same, step by step, is in the
 table. TRL runs in an environment of its own (benchmarks/peers.txt), made in .cache/peers by the first run.
 
 A sample is a process of its own under torchrun; variants take turns, round after round, and ratios are of
@@ -44,7 +44,7 @@ from benchmarks.paired import (
 )
 from benchmarks.sft import LLAMA, ROOT, launch, make_peers, peak_of_run, peers_wanted
 
-VARIANTS = {  # what stands in the table
+VARIANTS = {  # rows of the table
     "trl-live": "TRL DPOTrainer, live reference",
     "trl-precomputed": "TRL DPOTrainer, `precompute_ref_log_probs`",
     "plain": "plain PyTorch loop, packed, precomputed",
@@ -109,7 +109,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps(facts, indent=2) + "\n")
 
 
-# --- what is told -------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------
 
 
 def facts_of(arguments: argparse.Namespace) -> dict[str, str]:
@@ -172,11 +172,11 @@ def ratios(samples: Samples) -> list[list[str]]:
             continue
         found = ratio(samples, what, over, under)
         is_memory = what in (RSS, RSS_ALL)
-        told = "–"
+        verdict = "–"
         if goal is not None:
             reached = found.median <= goal if is_memory else found.median >= goal
-            told = f"{'≤' if is_memory else '≥'} {goal}: {'reached' if reached else 'missed'}"
-        rows.append([what, over, under, str(found), told])
+            verdict = f"{'≤' if is_memory else '≥'} {goal}: {'reached' if reached else 'missed'}"
+        rows.append([what, over, under, str(found), verdict])
     return rows
 
 
@@ -260,7 +260,7 @@ def prepare(work: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def settings(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """dsft's spec; what the variants differ in is told to each."""
+    """dsft's spec; what the variants differ in is given to each."""
     return {
         "name": "bench",
         "task": "dpo",
@@ -288,7 +288,7 @@ def settings(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def answers(example: Any) -> dict[str, list[int]]:
-    """Of a pair whose prompt stands in front of both answers. What stands behind an answer's last target, as
+    """Of a pair whose prompt is in front of both answers. What comes behind an answer's last target, as
     a template's line break, nobody gets: no target sees it."""
     ends = example.segments
     rows = zip(parts_of(example.input_ids, ends), parts_of(example.trained, ends), strict=True)

@@ -27,7 +27,7 @@ COLUMNS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 
 class Trainer(DPOTrainer):
-    """Of the tokens that it is given: TRL's own would differ by what stands behind an answer's end."""
+    """Of the tokens that it is given: TRL's own would differ by what comes behind an answer's end."""
 
     reference_seconds = 0.0
 

@@ -129,8 +129,8 @@ def sample(name: str, work: Path) -> dict[str, Any]:
         [sys.executable, "-m", "torch.distributed.run", *words], capture_output=True, text=True
     )
     if done.returncode:
-        said = f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-        raise RuntimeError(f"{name}: exit code {done.returncode}\n{said}")
+        output = f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        raise RuntimeError(f"{name}: exit code {done.returncode}\n{output}")
     ranks = json.loads((work / "runs" / name / "memory.json").read_text(encoding="utf-8"))["ranks"]
     plan = build_plan(load_spec(path, [], check_files=False))
     measured = sum(max(peaks["host_rss"] for peaks in phases.values()) for phases in ranks)

@@ -150,7 +150,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def machine(packages: Sequence[str] = ("torch", "deepspeed", "transformers")) -> dict[str, str]:
-    """Hardware and versions, for the head of a table; a package that is not installed is said to be so."""
+    """Hardware and versions, for the head of a table; a package that is not installed is named as such."""
     return {
         "processor": processor(),
         "cores": str(len(os.sched_getaffinity(0))),

@@ -30,7 +30,7 @@ from benchmarks.paired import Samples, column, machine, machine_line, markdown, 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PEERS = ROOT / ".cache" / "peers"
-VARIANTS = {  # what stands in the table
+VARIANTS = {  # rows of the table
     "plain": "plain PyTorch loop (DDP), padded",
     "deepspeed-packed": "bare DeepSpeed loop, dsft's packed micro-batches",
     "trainer": "transformers Trainer, padded",

@@ -170,7 +170,7 @@ def attend_packed(model: Any, max_length: int, device: torch.device) -> None:
 
 
 def moved(batch: Batch, model: Any) -> Batch:
-    """On the model's device, with what tells its attention the segments of a packed row."""
+    """On the model's device, with what gives its attention the segments of a packed row."""
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in batch["given"].items()}
     if "lengths" in batch:

@@ -74,7 +74,7 @@ def load(work: Path, given: dict[str, Any]) -> Any:
 
 
 def common(given: dict[str, Any], work: Path, per_rank: int) -> dict[str, Any]:
-    """What both trainers are told: the same optimizer, rate and clipping as everyone else."""
+    """What both trainers are given: the same optimizer, rate and clipping as everyone else."""
     return {
         "output_dir": str(work / "peer_output"),
         "per_device_train_batch_size": per_rank,

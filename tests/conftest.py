@@ -1,4 +1,4 @@
-"""What every test stands on: no network, no W&B, one thread, kept compiled operations, GPU tests skipped
+"""Settings of every test: no network, no W&B, one thread, kept compiled operations, GPU tests skipped
 where there is none. Variables that are set already are left alone, but for those that reach outside."""
 
 from __future__ import annotations

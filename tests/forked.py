@@ -53,9 +53,9 @@ def serve(parent: int) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         pid = child(lambda: launch(asked))  # noqa: B023  called at once
-        tell({"pid": pid})
+        respond({"pid": pid})
         _, status = os.waitpid(pid, 0)
-        tell({"code": os.waitstatus_to_exitcode(status)})
+        respond({"code": os.waitstatus_to_exitcode(status)})
 
 
 def make_once() -> None:
@@ -76,7 +76,7 @@ def make_once() -> None:
     get_checkpoint_conversion_mapping("llama")
 
 
-def tell(answer: dict[str, int]) -> None:
+def respond(answer: dict[str, int]) -> None:
     print(json.dumps(answer), flush=True)
 
 
@@ -94,7 +94,7 @@ def child(work: Callable[[], int]) -> int:
         code = work()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: B902  as the interpreter would tell it
+    except BaseException:  # noqa: B902  as the interpreter would print it
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()
@@ -124,14 +124,14 @@ def launch(asked: dict[str, Any]) -> int:
 
 
 def place(asked: dict[str, Any], rank: int) -> dict[str, str]:
-    """What a launcher tells a rank."""
+    """Return the variables that a launcher sets for a rank."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": asked["ranks"], "MASTER_PORT": asked["port"]}
-    told = {name: str(value) for name, value in places.items()}
-    return told | {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "forked"}
+    variables = {name: str(value) for name, value in places.items()}
+    return variables | {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "forked"}
 
 
-def run(asked: dict[str, Any], told: Mapping[str, str] = MappingProxyType({})) -> int:
-    os.environ |= told
+def run(asked: dict[str, Any], variables: Mapping[str, str] = MappingProxyType({})) -> int:
+    os.environ |= variables
     sys.argv = [asked["script"], *asked["args"]]
     sys.path[0] = str(Path(asked["script"]).resolve().parent)
     hidden: Any = None  # as if not installed: to draw a run's curves takes longer than to train

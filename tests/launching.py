@@ -98,15 +98,15 @@ def _forked(
             "script": str(worker), "args": list(args), "ranks": nproc, "port": free_port(),
             "environ": _environ(), "cwd": str(Path.cwd()), "stdout": str(out), "stderr": str(err),
         }  # fmt: skip
-        server.tell(asked)
+        server.ask(asked)
         leader = server.answer("pid", LATE)
         try:
             code = server.answer("code", timeout)
         except TimeoutError:
             end_group(leader)
             server.answer("code", LATE)
-            said = out.read_bytes(), err.read_bytes()
-            raise subprocess.TimeoutExpired([str(worker), *args], timeout, *said) from None
+            printed = out.read_bytes(), err.read_bytes()
+            raise subprocess.TimeoutExpired([str(worker), *args], timeout, *printed) from None
         finally:
             end_group(leader)
         return subprocess.CompletedProcess([str(worker), *args], code, out.read_text(), err.read_text())
@@ -134,7 +134,7 @@ class _Server:
     process: subprocess.Popen[str]
     answers: queue.SimpleQueue[str | None]
 
-    def tell(self, asked: Mapping[str, Any]) -> None:
+    def ask(self, asked: Mapping[str, Any]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()
@@ -176,7 +176,7 @@ def _started(command: Sequence[str]) -> _Server:
 
 def _environ() -> dict[str, str]:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    scripts = str(Path(sys.executable).parent)  # ninja stands there
+    scripts = str(Path(sys.executable).parent)  # ninja is there
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "PATH": os.pathsep.join([scripts, os.environ.get("PATH", "")]),

@@ -5,7 +5,7 @@
     scripts/gpu page DIR …                                        docs/gpu.md from results
     scripts/gpu list
 
-DIR gets results.json (written anew after each case, with what was there of other stages), results.md and
+DIR gets results.json (rewritten after each case, with what was there of other stages), results.md and
 log.txt. The driver itself never touches the GPU; it changes no clock and no setting of one.
 """
 
@@ -154,8 +154,8 @@ def write(out: Path, result: dict[str, Any], case: Case) -> None:
 
 
 def word_of(result: dict[str, Any]) -> str:
-    said = {True: "pass", False: "FAIL", None: "not run"}[result["pass"]]
-    return f"{said} {result.get('seconds', 0):.0f} s {result['reason']}".strip()
+    outcome = {True: "pass", False: "FAIL", None: "not run"}[result["pass"]]
+    return f"{outcome} {result.get('seconds', 0):.0f} s {result['reason']}".strip()
 
 
 def run_case(case: Case, work: Path, ends: float, is_rehearsal: bool) -> dict[str, Any]:

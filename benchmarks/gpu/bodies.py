@@ -69,8 +69,8 @@ def environment(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
     facts |= {
         "CUDA of torch": str(torch.version.cuda),
         "cuDNN": asked_of(torch.backends.cudnn.version),
-        "nvidia-smi": said(["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]),
-        "topology": said(["nvidia-smi", "topo", "-m"]),
+        "nvidia-smi": printed_by(["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]),
+        "topology": printed_by(["nvidia-smi", "topo", "-m"]),
         "kernel": platform.release(),
         "disk": f"{shutil.disk_usage(folder).free / 2**30:.0f} GiB free",
     }
@@ -90,7 +90,7 @@ def asked_of(version: Callable[[], object]) -> str:
         return str(error).partition(". ")[0]
 
 
-def said(command: Sequence[str]) -> str:
+def printed_by(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -175,11 +175,11 @@ def large_set(case: Case, folder: Path, is_rehearsal: bool, steps: int, **keys: 
     max_length, batch = (128, 2) if is_rehearsal else (4096, 4)
     rows = folder / f"rows-{case.name}.jsonl"
     write_rows(rows, "documents", (steps + 2) * batch, max_length)
-    told = base_spec(model, rows, "documents", max_length) | {
+    arguments = base_spec(model, rows, "documents", max_length) | {
         "train.precision": "bf16", "train.micro_batch_size": batch, "train.accumulation_steps": 1,
         "train.max_steps": steps, **keys,
     }  # fmt: skip
-    return write_spec(clear(folder / case.name) / "spec.yaml", told)
+    return write_spec(clear(folder / case.name) / "spec.yaml", arguments)
 
 
 # --- the same numbers ---------------------------------------------------------------------------------------
@@ -369,35 +369,35 @@ def out_of_memory(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
 
 def speed(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
     """Tokens per second, MFU and memory of WARM + TIMED steps, of which the TIMED count."""
-    told = case.settings
-    model = runs.model_folder(folder, "small" if is_rehearsal else told["model"])
-    warm, timed = (1, 2) if is_rehearsal else (WARM, told.get("timed", TIMED))
+    arguments = case.settings
+    model = runs.model_folder(folder, "small" if is_rehearsal else arguments["model"])
+    warm, timed = (1, 2) if is_rehearsal else (WARM, arguments.get("timed", TIMED))
     steps = warm + timed
-    max_length = 256 if is_rehearsal else told.get("max_length", 4096)
-    micro = 2 if is_rehearsal else told.get("micro", 4)
+    max_length = 256 if is_rehearsal else arguments.get("max_length", 4096)
+    micro = 2 if is_rehearsal else arguments.get("micro", 4)
     # as many rows a step as fill its one micro-batch: a short one has 205 tokens
-    batch = micro * {"documents": 1, "short": max_length // 205 or 1, "pairs": 2}[told["rows"]]
-    rows = folder / f"rows-{told['rows']}-{batch}.jsonl"
-    write_rows(rows, told["rows"], (steps + 2) * batch, max_length)
+    batch = micro * {"documents": 1, "short": max_length // 205 or 1, "pairs": 2}[arguments["rows"]]
+    rows = folder / f"rows-{arguments['rows']}-{batch}.jsonl"
+    write_rows(rows, arguments["rows"], (steps + 2) * batch, max_length)
     keys = (
-        base_spec(model, rows, told["rows"], max_length)
+        base_spec(model, rows, arguments["rows"], max_length)
         | {
             "train.precision": "bf16",
             "train.micro_batch_size": batch,
             "train.accumulation_steps": 1,
-            "model.gradient_checkpointing": bool(told.get("checkpointing")),
+            "model.gradient_checkpointing": bool(arguments.get("checkpointing")),
         }
-        | told.get("spec", {})
+        | arguments.get("spec", {})
     )
-    if told["rows"] == "short":  # one micro-batch a step; a plan does not know that its rows are short
+    if arguments["rows"] == "short":  # one micro-batch a step; a plan does not know that its rows are short
         keys["data.max_tokens_per_micro_batch"] = (micro + 1) * max_length
-    if told.get("lora"):
-        keys["model.lora"] = {"rank": told["lora"], "alpha": 2.0 * told["lora"]}
+    if arguments.get("lora"):
+        keys["model.lora"] = {"rank": arguments["lora"], "alpha": 2.0 * arguments["lora"]}
     spec = write_spec(clear(folder / case.name) / "spec.yaml", keys)
-    more = {"checkpointing": bool(keys["model.gradient_checkpointing"]), "lora": told.get("lora")}
+    more = {"checkpointing": bool(keys["model.gradient_checkpointing"]), "lora": arguments.get("lora")}
     given = given_of(spec) | more
     given = {k: v[:steps] if k in ("steps", "packs") else v for k, v in given.items()}
-    if told["way"] == "dsft":
+    if arguments["way"] == "dsft":
         run = train(spec, until=steps).must_end_well()
         if len(run.records) < steps:
             raise RuntimeError(f"{len(run.records)} of {steps} steps: {runs.last_words(run.printed)}")
@@ -407,10 +407,10 @@ def speed(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
         work = clear(spec.parent / "peer")
         (work / "given.json").write_text(json.dumps(given))
         (work / "model").symlink_to(model.resolve())
-        module = ("dpo" if told["rows"] == "pairs" else "sft") + (
-            "_peers" if "trl" in told["way"] else "_loops"
+        module = ("dpo" if arguments["rows"] == "pairs" else "sft") + (
+            "_peers" if "trl" in arguments["way"] else "_loops"
         )
-        result = peer(module, told["way"], work)
+        result = peer(module, arguments["way"], work)
         ends = result["ends"]
         measured = [after - before for before, after in pairwise(ends[warm - 1 :])]
         spent = [sum(measured) / len(measured)] * timed  # TRL's packing makes its own steps
@@ -418,10 +418,10 @@ def speed(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
         found = {key: result[key] for key in ("losses", "peaks", "reference_seconds") if key in result}
     parts = [sum(spent[i::PARTS]) for i in range(PARTS)] if timed >= PARTS else [sum(spent)]
     apart = {"spread": (max(parts) - min(parts)) / (sum(parts) / len(parts))}
-    return found | apart | pace(given, told, model, warm, steps, sum(spent))
+    return found | apart | pace(given, arguments, model, warm, steps, sum(spent))
 
 
-def pace(given: Mapping[str, Any], told: Mapping[str, Any], model: Path, warm: int, steps: int,
+def pace(given: Mapping[str, Any], arguments: Mapping[str, Any], model: Path, warm: int, steps: int,
          seconds: float) -> Figures:  # fmt: skip
     """Tokens and their squares of the timed steps, in their seconds."""
     pairs = given.get("pairs")
@@ -436,7 +436,7 @@ def pace(given: Mapping[str, Any], told: Mapping[str, Any], model: Path, warm: i
     if pairs is not None:
         found["pairs_per_s"] = sum(len(step) for step in given["steps"][warm:steps]) / seconds
     elif (peak := peak_tflops()) is not None:
-        found["mfu"] = work_of(model, told.get("lora")).mfu(tokens, squares, seconds, peak)
+        found["mfu"] = work_of(model, arguments.get("lora")).mfu(tokens, squares, seconds, peak)
     return found
 
 

@@ -1,5 +1,5 @@
 """`scripts/gpu prepare`: a folder of wheels for a GPU machine without a network, whose own Python has torch
-and what commonly stands beside it. Takes constraints.txt and benchmarks/peers.txt; asks the package index
+and what comes with it. Takes constraints.txt and benchmarks/peers.txt; asks the package index
 that pip is set to; writes .gpu/ and a line in git's own list of what it leaves out.
 """
 
@@ -18,7 +18,7 @@ LIMIT_MIB = 64  # of the folder and the repository together
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
 
 # Not torch, accelerate, peft, tokenizers, safetensors, huggingface_hub, pyarrow, numpy and their like, which
-# an image for GPUs has; not wandb, without which a run goes on. DeepSpeed has no wheel: one is made here.
+# an image for GPUs has; not wandb, without which a run works. DeepSpeed has no wheel: one is made here.
 WHEELS = (
     "transformers", "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions",
     "msgpack", "hjson", "httpx",

@@ -66,7 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
 class Case:
     """`seconds`: the limit of its process group; `key`: of the spec, and `needs`: a module, without which the
     case is not run; `gib`: memory of a GPU that must be free; `gpus`: how many there must be; `beside`: cases
-    of the same work, whose losses it must have and over which its speed is told; `mode`: of the stand-in GPU,
+    of the same work, whose losses it must have and over which its speed is given; `mode`: of the stand-in GPU,
     for a rehearsal."""
 
     name: str
@@ -98,10 +98,10 @@ def speed(  # noqa: PLR0913  a row of the table
 ) -> Case:
     """`rows`: documents (of 4,096 tokens each), short (about 205 tokens) or pairs; `way`: dsft, plain, …;
     settings: `spec`, keys of the spec, `micro`, `max_length`, `lora`, `checkpointing` and `timed`, the number
-    of steps that count, in three parts whose spread is told."""
-    told = {"model": model, "rows": rows, "way": way, **settings}
+    of steps that count, in three parts whose spread is reported."""
+    arguments = {"model": model, "rows": rows, "way": way, **settings}
     needs = "trl" if "trl" in way else "liger_kernel" if "liger" in name else None
-    return Case(name, stage, "speed", seconds, told, goals, beside, key, needs, gib)
+    return Case(name, stage, "speed", seconds, arguments, goals, beside, key, needs, gib)
 
 
 FP32, BF16 = {"train.precision": "fp32"}, {"train.precision": "bf16"}
@@ -127,9 +127,9 @@ def same(  # noqa: PLR0913  a row of the table
 ) -> Case:  # fmt: skip
     """Two runs that differ in the keys `other` alone, or in where they run (`other_on`)."""
     key, needs = settings.pop("key", None), settings.pop("needs", None)
-    told = {"spec": dict(spec), "other": dict(other), **settings}
+    arguments = {"spec": dict(spec), "other": dict(other), **settings}
     goals: tuple[Goal, ...] = (("difference", "<=", bound),)
-    return Case(name, stage, "same_losses", seconds, told, goals, key=key, needs=needs)
+    return Case(name, stage, "same_losses", seconds, arguments, goals, key=key, needs=needs)
 
 
 CASES: tuple[Case, ...] = (

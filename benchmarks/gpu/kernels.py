@@ -1,6 +1,6 @@
 """Milliseconds of the kernels that decide the speed of a step: the case `kernels` of scripts/gpu.
 
-Every line stands alone: one that fails has its error in place of figures, and the next one runs. A time is
+Every line is independent: one that fails has its error in place of figures, and the next one runs. A time is
 the median of repetitions, on a GPU by its own events.
 """
 

@@ -22,21 +22,21 @@ Result = dict[str, Any]
 def judge(result: Result, case: Case, is_rehearsal: bool) -> Result:
     """With `pass`, and in `reason` every goal that was missed; `goals` says both in words. A rehearsal has to
     come to its end, and to be equal where numbers are computed: speed and memory are nobody's."""
-    said, missed = [], []
+    goals_reached, missed = [], []
     for name, sense, bound in case.goals:
         value = figure(result, name)
         if value is None and name.startswith("ratio"):
             continue  # its other case was not run
         reached = value is not None and (value >= bound if sense == ">=" else value <= bound)
         text = f"{name} {shown(value)}, goal {sense} {bound:g}"
-        said.append(f"{text}: {'reached' if reached else 'missed'}")
+        goals_reached.append(f"{text}: {'reached' if reached else 'missed'}")
         if not reached and not (is_rehearsal and (case.body in MEASURING or case.mode == "fast")):
             missed.append(text)
     if result.get("loss_difference", 0) > SAME_WORK:
         missed.append(
             f"losses differ by {result['loss_difference']:.2%} from a case beside it: not the same work"
         )
-    return result | {"goals": said, "pass": not missed, "reason": "; ".join(missed)}
+    return result | {"goals": goals_reached, "pass": not missed, "reason": "; ".join(missed)}
 
 
 def figure(result: Mapping[str, Any], name: str) -> float | None:

@@ -52,7 +52,7 @@ def launched(request: pytest.FixtureRequest) -> Found:
 
 @pytest.mark.parametrize("kind", tiered(ARCHITECTURES, USUAL))
 @pytest.mark.parametrize("mode", MODES)
-def test_equals_the_plain_loop_and_goes_out_as_it_came_in(kind: str, mode: str, launched: Found) -> None:
+def test_architecture_equals_plain_loop_and_exports_unchanged(kind: str, mode: str, launched: Found) -> None:
     results, log = launched
     assert kind in results, log
     found = results[kind][mode]
@@ -64,7 +64,7 @@ def test_equals_the_plain_loop_and_goes_out_as_it_came_in(kind: str, mode: str, 
 
 
 @pytest.mark.parametrize("kind", tiered([kind for kind in ARCHITECTURES if kind not in PACKED], USUAL))
-def test_answers_that_share_their_prompt_equal_two_rows(kind: str, launched: Found) -> None:
+def test_shared_prompts_equal_two_rows(kind: str, launched: Found) -> None:
     results, log = launched
     assert kind in results, log
     found = results[kind]["shared"]
@@ -92,7 +92,7 @@ def bound(results: dict[str, Any], step: str, figure: str) -> float:
     return max(BOUND, 4 * float(results["float64"][step][figure]))
 
 
-def test_the_table_in_the_docs_is_of_these_architectures() -> None:
+def test_table_in_docs_lists_these_architectures() -> None:
     text = DOCS.read_text()
     if os.environ.get("DSFT_UPDATE_GOLDEN"):
         results, _ = launch(list(ARCHITECTURES))
@@ -100,7 +100,7 @@ def test_the_table_in_the_docs_is_of_these_architectures() -> None:
         text = re.sub(r"<!-- architectures.*?<!-- end -->", lambda _: block, text, flags=re.DOTALL)
         DOCS.write_text(text)
     _, *listed = re.findall(r"^\| ([a-z0-9_]+) \|", text, flags=re.MULTILINE)  # after the heading
-    assert listed == list(ARCHITECTURES), "DSFT_UPDATE_GOLDEN=1 makes the table anew"
+    assert listed == list(ARCHITECTURES), "DSFT_UPDATE_GOLDEN=1 writes the table again"
 
 
 def table(results: dict[str, Any]) -> str:

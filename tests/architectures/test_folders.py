@@ -60,7 +60,7 @@ class Alone:
 
 
 @pytest.mark.parametrize("kind", tiered(ARCHITECTURES, USUAL))
-def test_without_a_step_a_folder_goes_out_as_it_came_in(kind: str, tmp_path: Path) -> None:
+def test_export_without_a_step_equals_the_folder(kind: str, tmp_path: Path) -> None:
     given = tmp_path / "given"
     small_model(kind).bfloat16().save_pretrained(given, max_shard_size="8KB")
     assert len(list(given.glob("*.safetensors"))) > 1
@@ -74,7 +74,7 @@ def test_without_a_step_a_folder_goes_out_as_it_came_in(kind: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
-def test_joined_experts_stay_joined_and_a_routers_bias_keeps_its_digits(kind: str, tmp_path: Path) -> None:
+def test_joined_experts_and_router_bias_are_exported_exactly(kind: str, tmp_path: Path) -> None:
     """A folder whose files have the names of the modules, in bf16 but for the bias of a router."""
     given = tmp_path / "given"
     causal_lm = small_model(kind)
@@ -88,7 +88,7 @@ def test_joined_experts_stay_joined_and_a_routers_bias_keeps_its_digits(kind: st
 
 
 @pytest.mark.parametrize("kind", tiered(ARCHITECTURES, USUAL))
-def test_what_ranks_compare_does_not_follow_their_rows(kind: str) -> None:
+def test_compared_digests_do_not_depend_on_rows(kind: str) -> None:
     """Else ranks with rows of other lengths would be taken for faulty ones."""
     models = [small_model(kind).train(), small_model(kind).train()]
     for causal_lm, shape in zip(models, ((2, 5), (3, 40)), strict=True):
@@ -124,7 +124,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", tiered(ARCHITECTURES, USUAL))
-def test_a_fresh_one_gives_the_models_own_log_probabilities(kind: str) -> None:
+def test_fresh_model_gives_its_own_log_probabilities(kind: str) -> None:
     model = Model.model_validate({"from_config": {"model_type": kind, **keys_of(kind)}})
     if kind in {"bailing_hybrid", "beam"}:  # its config class names not all keys that the model reads
         with pytest.raises(SpecError, match="q_lora_rank is not a key of"):
@@ -144,7 +144,7 @@ def test_a_fresh_one_gives_the_models_own_log_probabilities(kind: str) -> None:
     assert torch.isfinite(logps).all()
 
 
-def test_every_kind_that_transformers_describes_is_shown_or_refused() -> None:
+def test_every_transformers_architecture_is_listed_or_refused() -> None:
     kinds = {config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING}
     described = {kind for kind in kinds if CONFIG_MAPPING[kind].base_model_pp_plan}
     described -= PIPELINE_PARTS  # which transformers lists once dsft has made their classes

@@ -88,7 +88,7 @@ def check(whole: Policy, stages: list[Policy], batch: MicroBatch) -> None:
 
 
 @pytest.mark.parametrize("kind", tiered(sorted(ARCHITECTURES.keys() - REFUSED.keys()), USUAL))
-def test_stages_are_the_whole(kind: str) -> None:
+def test_stages_equal_the_whole_model(kind: str) -> None:
     """Padded rows through three stages, packed ones through two; with gradient checkpointing."""
     model = small_model(kind, **deeper(kind)).train()
     switch_off_dropout(model)
@@ -109,14 +109,14 @@ def test_stages_are_the_whole(kind: str) -> None:
         check(whole, two, packed())
 
 
-def test_a_model_with_many_experts_is_searched_in_seconds() -> None:
+def test_splitting_a_model_with_many_experts_takes_seconds() -> None:
     """512 experts; computed one after the other they took 70 seconds."""
     start = time.perf_counter()
     assert isinstance(find_split_points(CONFIG_MAPPING["qwen3_next"]()), SplitPoints)
     assert time.perf_counter() - start < allowed(10)
 
 
-def test_what_can_be_cut_is_listed() -> None:
+def test_splittable_architectures_are_listed() -> None:
     assert PIPELINE_MODEL_TYPES == ARCHITECTURES.keys() - REFUSED.keys()
 
 

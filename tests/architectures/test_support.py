@@ -20,11 +20,11 @@ from tests.unit.spec.test_docs import check_block
         ("wholes", support.wholes_markdown),
     ],
 )
-def test_the_table_follows_from_validators_and_cases(name: str, make: Callable[[], str]) -> None:
+def test_support_table_follows_from_validators_and_cases(name: str, make: Callable[[], str]) -> None:
     check_block("support.md", name, make())
 
 
-def test_every_option_is_refused_and_shown_somewhere() -> None:
+def test_every_option_is_refused_and_accepted_somewhere() -> None:
     """A table of one kind of cell alone would be one whose generator sees nothing."""
     cells = [line.split(" | ") for line in support.options_markdown().splitlines() if line.startswith("| ")]
     assert {support.SHOWN, support.WORKS, "1"} <= {cell for row in cells for cell in row}

@@ -57,7 +57,7 @@ ADAPTED = {
 
 
 @pytest.mark.parametrize("kind", tiered(WHOLES, USUAL))
-def test_the_text_model_is_trained_and_the_rest_stays(kind: str, tmp_path: Path) -> None:
+def test_only_the_text_model_is_trained(kind: str, tmp_path: Path) -> None:
     given, tied = tmp_path / "given", kind.startswith("gemma")
     folder_of(given, kind, tied)
     model = Model(name_or_path=str(given))
@@ -92,7 +92,7 @@ def test_the_text_model_is_trained_and_the_rest_stays(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", tiered(WHOLES, USUAL))
-def test_losses_and_gradients_are_those_of_the_whole(kind: str, tmp_path: Path) -> None:
+def test_losses_and_gradients_equal_the_multimodal_model(kind: str, tmp_path: Path) -> None:
     """Of two rows by themselves, in plain PyTorch, and of both packed into one."""
     whole = folder_of(tmp_path, kind, tied=kind.startswith("gemma"))
     policy = build_model(Model(name_or_path=str(tmp_path)), FACTS, seed=0, dtype=torch.float32)
@@ -118,7 +118,7 @@ def test_losses_and_gradients_are_those_of_the_whole(kind: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", tiered(WHOLES, USUAL))
-def test_rows_of_the_text_model_can_be_split(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_model_runs_with_sequence_parallel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over two ranks; of a batch of padded rows."""
     config = text_config(CONFIG_MAPPING[kind.split()[0]](**WHOLES[kind]))
     assert config is not None
@@ -144,7 +144,7 @@ def test_rows_of_the_text_model_can_be_split(kind: str, monkeypatch: pytest.Monk
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", tiered(ADAPTED, ["gemma3"]))
-def test_an_adapter_fits_the_whole_and_can_be_merged_into_it(kind: str, tmp_path: Path) -> None:
+def test_adapter_loads_into_and_merges_with_the_multimodal_model(kind: str, tmp_path: Path) -> None:
     given, ids = tmp_path / "given", torch.arange(3, 20)[None]
     folder_of(given, kind, tied=False)
     lora = Lora(rank=2, target_modules=list(ADAPTED[kind]), modules_to_save=["lm_head"])
@@ -179,7 +179,7 @@ def test_an_adapter_fits_the_whole_and_can_be_merged_into_it(kind: str, tmp_path
     for keys in (
         {},
         more,
-    ):  # as a user goes on with it: the folder alone, or the spec that trained it as well
+    ):  # as a user loads it: the folder alone, or the spec that trained it as well
         named = {"lora": {"path": str(tmp_path / "adapter"), **keys}, "tokenizer": "of/another"}
         given_again = f"model={json.dumps(named | {'name_or_path': str(given)})}"
         again = load_spec(write_spec(tmp_path), [given_again, "data.max_length=64"]).model
@@ -192,7 +192,7 @@ def test_an_adapter_fits_the_whole_and_can_be_merged_into_it(kind: str, tmp_path
 
 
 @pytest.mark.parametrize("kind", tiered(WHOLES, USUAL))
-def test_the_small_text_model_agrees_with_the_whole(kind: str) -> None:
+def test_small_text_model_agrees_with_the_multimodal_model(kind: str) -> None:
     config = small_whole(kind).config
     assert apart(config, [list(range(3, 60)), [5] * 20]) == 0.0
     text = text_config(config)
@@ -202,7 +202,7 @@ def test_the_small_text_model_agrees_with_the_whole(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", tiered(WHOLES, USUAL))
-def test_the_whole_decides_whether_embeddings_are_tied(kind: str) -> None:
+def test_multimodal_config_decides_whether_embeddings_are_tied(kind: str) -> None:
     """Not the key of its text config, which says the opposite here."""
     for tied in (True, False):
         config = small_whole(kind, tied=tied).config
@@ -213,7 +213,7 @@ def test_the_whole_decides_whether_embeddings_are_tied(kind: str) -> None:
         assert text.tie_word_embeddings == (whole.lm_head.weight is whole.get_input_embeddings().weight)
 
 
-def test_new_tokens_go_into_the_whole(tmp_path: Path) -> None:
+def test_new_tokens_are_added_to_the_multimodal_model(tmp_path: Path) -> None:
     given, out = tmp_path / "given", tmp_path / "out"
     folder_of(given, "gemma3", tied=True)
     model = Model(name_or_path=str(given))
@@ -227,7 +227,7 @@ def test_new_tokens_go_into_the_whole(tmp_path: Path) -> None:
     assert json.loads((out / "config.json").read_text())["text_config"]["vocab_size"] == VOCABULARY + 3
 
 
-def test_an_export_needs_the_original_files_as_they_were(tmp_path: Path) -> None:
+def test_export_needs_unchanged_original_files(tmp_path: Path) -> None:
     given, out = tmp_path / "given", tmp_path / "out"
     folder_of(given, "gemma3", tied=True)
     model = Model(name_or_path=str(given))
@@ -261,11 +261,11 @@ def tower_file(folder: Path) -> tuple[Path, str, dict[str, torch.Tensor]]:
     raise AssertionError(f"{folder} has no {TOWER}")
 
 
-def test_a_tower_that_its_class_would_not_load_is_refused(tmp_path: Path) -> None:
+def test_tower_that_transformers_would_not_load_is_refused(tmp_path: Path) -> None:
     folder_of(tmp_path, "gemma3", tied=True)
     path, key, tensors = tower_file(tmp_path)
     right = tensors[key]
-    for value, said in (
+    for value, message in (
         (right[:-1].clone(), r"position_embedding.weight has shape \[\d+, \d+\] instead of"),
         (right.to(torch.int8), "has the type I8, not one of weights"),
         (None, "position_embedding.weight is missing"),
@@ -273,13 +273,13 @@ def test_a_tower_that_its_class_would_not_load_is_refused(tmp_path: Path) -> Non
         save_file(
             {k: t for k, t in (tensors | {key: value}).items() if t is not None}, path, {"format": "pt"}
         )
-        with pytest.raises(MissingInputError, match=said):
+        with pytest.raises(MissingInputError, match=message):
             build_model(Model(name_or_path=str(tmp_path)), FACTS, 0, torch.float32)
     save_file(tensors, path, {"format": "pt"})
     build_model(Model(name_or_path=str(tmp_path)), FACTS, 0, torch.float32)
 
 
-def test_a_tower_that_is_not_finite_is_named_by_the_export(tmp_path: Path) -> None:
+def test_export_names_a_tower_that_is_not_finite(tmp_path: Path) -> None:
     given = tmp_path / "given"
     folder_of(given, "gemma3", tied=True)
     path, key, tensors = tower_file(given)
@@ -300,7 +300,7 @@ def test_a_tower_that_is_not_finite_is_named_by_the_export(tmp_path: Path) -> No
         ("cohere2_vision", "a cohere2_vision model gives other logits on text alone than its text model"),
     ],
 )
-def test_a_whole_without_such_a_text_model_is_refused(kind: str, words: str, tmp_path: Path) -> None:
+def test_multimodal_model_without_a_text_model_is_refused(kind: str, words: str, tmp_path: Path) -> None:
     config = CONFIG_MAPPING[kind]()
     config.save_pretrained(tmp_path)
     with pytest.raises(SpecError, match=words):

@@ -19,7 +19,7 @@ def test_every_citation_of_deepspeed_fits_the_installed_version(capsys: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "told"),
+    ("text", "line", "message"),
     [
         ("see stage3.py:2 defragment", 1, None),
         ("see\n    (zero/stage3.py:2\n    # defragment)", 2, None),
@@ -39,11 +39,11 @@ def test_every_citation_of_deepspeed_fits_the_installed_version(capsys: Any) -> 
         ("stage4.py:2 defragment", 1, "DeepSpeed has no file stage4.py"),
     ],
 )
-def test_a_citation(tmp_path: Path, text: str, line: int, told: str | None) -> None:
+def test_a_citation(tmp_path: Path, text: str, line: int, message: str | None) -> None:
     cited = tmp_path / "runtime" / "zero" / "stage3.py"
     cited.parent.mkdir(parents=True)
     cited.write_text("import torch\nflat = defragment(parts)\n")
     (tmp_path / "inference").mkdir()
     (tmp_path / "inference" / "stage3.py").write_text("")
     found = list(SCRIPT["citations"](text, tmp_path))
-    assert found == ([] if told == "not looked up" else [(line, told)])
+    assert found == ([] if message == "not looked up" else [(line, message)])

@@ -28,7 +28,7 @@ PROGRAMS = re.compile(
 
 def commands(text: str, program: str = "dsft ") -> list[str]:
     """Return the commands in blocks: lines that begin with a program, maybe after `$ `, without comments; a
-    line that ends with a backslash goes on in the next."""
+    line that ends with a backslash continues in the next."""
     blocks = re.findall(r"^```[a-z]*\n(.*?)^```$", text, re.M | re.S)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     found = [re.sub(r"\s+#\s.*$", "", line).removeprefix("$ ").strip() for line in lines]
@@ -74,7 +74,7 @@ def refusal(command: str, *, in_sentence: bool = False) -> str:
 @pytest.mark.parametrize(
     "command", ["dsft a", "dsft plan x --b", "dsft plan", "dsft data built x", "dsft init a b"]
 )
-def test_what_is_not_accepted_is_found(command: str) -> None:
+def test_invalid_example_is_found(command: str) -> None:
     assert refusal(command)
 
 

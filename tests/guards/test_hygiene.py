@@ -23,17 +23,17 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     """In a sentence; a file without a statement has nothing to say."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
     words = {
         relative(path): (ast.get_docstring(tree) or "").split() for path, tree in trees.items() if tree.body
     }
     assert len(words) > 100
-    assert [path for path, said in words.items() if len(said) < 4] == []
+    assert [path for path, docstring in words.items() if len(docstring) < 4] == []
 
 
-def test_no_module_hides_another() -> None:
+def test_no_module_shadows_another() -> None:
     """A launcher puts dsft/ first on the path: `dsft/json.py` would then be what `import json` finds."""
     ours = {path.stem for path in (ROOT / "dsft").iterdir() if not path.name.startswith("_")}
     dependencies = {
@@ -45,7 +45,7 @@ def test_no_module_hides_another() -> None:
     assert not ours & (set(sys.stdlib_module_names) | dependencies)
 
 
-def test_every_key_of_the_spec_has_a_sentence() -> None:
+def test_every_spec_key_has_a_description() -> None:
     kinds = [kind for kind in vars(schema).values() if isinstance(kind, type)]
     sections = [kind for kind in kinds if issubclass(kind, schema.Section)]
     found = {section.__name__: section.__doc__ or "" for section in sections}
@@ -82,7 +82,7 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in listing.stdout.split("\0") if name]
 
 
-def test_no_file_speaks_of_one_machine() -> None:
+def test_no_file_names_a_machine() -> None:
     found = []
     for path in tracked():
         if path.is_file() and path.stat().st_size < 2**20:

@@ -39,7 +39,7 @@ def test_light_modules_import_nothing_heavy() -> None:
     assert len(light) > 15
 
 
-def test_a_rank_imports_nothing_needless() -> None:
+def test_rank_imports_nothing_needless() -> None:
     """In a fresh interpreter: what every run imports, with a model's own class. Before that chat and export,
     which need no DeepSpeed. On a CPU, DeepSpeed does not warn that it takes it."""
     code = (
@@ -87,7 +87,7 @@ def engine_only(names: set[str]) -> set[str]:
         "def f():\n import deepspeed",
     ],
 )
-def test_the_search_finds_it(source: str) -> None:
+def test_search_finds_forbidden_imports(source: str) -> None:
     assert engine_only(imported(ast.parse(source)))
 
 

@@ -43,7 +43,7 @@ def worker(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("launch", [torchrun, forked])
-def test_ranks_that_hang_are_ended(
+def test_hanging_ranks_are_killed(
     launch: Any, worker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time begins once both hang, however long the machine takes to start them."""
@@ -78,15 +78,15 @@ def running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("launch", "told"), [(torchrun, "exitcode  : 3"), (forked, "rank 1 ended with exit code 3")]
+    ("launch", "message"), [(torchrun, "exitcode  : 3"), (forked, "rank 1 ended with exit code 3")]
 )
-def test_a_rank_that_fails_fails_the_launch(launch: Any, told: str, worker: Path, tmp_path: Path) -> None:
+def test_failed_rank_fails_the_launch(launch: Any, message: str, worker: Path, tmp_path: Path) -> None:
     done = launch(worker, 2, [str(tmp_path), "fail"])
     assert done.returncode != 0
-    assert told in done.stderr
+    assert message in done.stderr
 
 
-def test_no_rank_that_may_take_a_gpu_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_ranks_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setattr(launching, "torchrun", lambda *arguments: arguments)
     monkeypatch.setattr(launching, "_server", None)
@@ -94,13 +94,13 @@ def test_no_rank_that_may_take_a_gpu_is_forked(monkeypatch: pytest.MonkeyPatch) 
     assert launched == (Path("worker.py"), 2, ["word"], 5.0)
 
 
-def test_a_server_that_dies_is_told_at_once() -> None:
+def test_dead_fork_server_is_reported_at_once() -> None:
     server = launching._started([sys.executable, "-c", "raise SystemExit(3)"])
     with server.process, pytest.raises(RuntimeError, match="exit code 3"):
         server.answer("pid", LATE)
 
 
-def test_a_script_alone_has_no_rank_and_its_own_exit_code(tmp_path: Path) -> None:
+def test_script_without_ranks_keeps_its_exit_code(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys\nprint(os.environ.get('RANK'), sys.argv[1:])\nsys.exit(70)\n")
     done = alone(script, ["a b"])

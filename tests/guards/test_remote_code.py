@@ -18,7 +18,7 @@ WITHOUT_CODE = {"GenerationConfig", "PeftModel"}
 def untold(tree: ast.AST) -> Iterator[str]:
     """Where from_pretrained or from_config of a class is used in any other way than in a call with
     trust_remote_code=False."""
-    told = {
+    safe = {
         id(node.func)
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
@@ -28,7 +28,7 @@ def untold(tree: ast.AST) -> Iterator[str]:
         and keyword.value.value is False
     }
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Attribute) or id(node) in told:
+        if not isinstance(node, ast.Attribute) or id(node) in safe:
             continue
         owner = ast.unparse(node.value)
         is_reader = node.attr == "from_pretrained" and owner not in WITHOUT_CODE
@@ -53,7 +53,7 @@ def given_true(tree: ast.AST) -> Iterator[str]:
                 yield f"line {node.value.lineno}: {node.arg}"
 
 
-def test_every_call_is_told_to_run_no_code() -> None:
+def test_every_call_sets_trust_remote_code_false() -> None:
     found = []
     calls = 0
     for path in MODULES:
@@ -76,6 +76,6 @@ def test_every_call_is_told_to_run_no_code() -> None:
         "AutoModel.from_pretrained(x, trust_remote_code=False, use_kernels=True)",
     ],
 )
-def test_a_call_that_is_not_told_is_found(source: str) -> None:
+def test_call_without_trust_remote_code_is_found(source: str) -> None:
     tree = ast.parse(source)
     assert [*untold(tree), *given_true(tree)]

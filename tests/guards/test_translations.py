@@ -73,7 +73,7 @@ def differences(page: Path, translation: Path) -> dict[str, tuple[list[str], lis
     }
 
 
-def test_what_must_be_in_chinese_is() -> None:
+def test_required_pages_are_translated() -> None:
     wanted = {
         ROOT / "README.md",
         DOCS / "README.md",
@@ -84,12 +84,12 @@ def test_what_must_be_in_chinese_is() -> None:
 
 
 @pytest.mark.parametrize("page", PAIRS, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_translation_is_in_step(page: Path) -> None:
+def test_translations_match_their_pages(page: Path) -> None:
     assert page.is_file(), f"{PAIRS[page]} translates a page that does not exist"
     assert differences(page, PAIRS[page]) == {}, "only in English, only in Chinese"
 
 
-def test_a_change_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untranslated_change_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, translation = tmp_path / "page.md", tmp_path / "zh.md"
     monkeypatch.setitem(ENGLISH, translation, page)
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)

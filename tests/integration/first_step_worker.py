@@ -1,4 +1,4 @@
-"""One rank of the check at step 0 on real engines: prints, per case, what it said, and how far the scores of
+"""One rank of the check at step 0 on real engines: prints, per case, its messages, and how far the scores of
 an evaluation are from the reference's. Started by test_first_step.py with two ranks.
 
 The reference's log-probabilities are those of the whole model, each answer alone, with the weights, rows and
@@ -106,9 +106,9 @@ def main() -> None:
     for case in CASES:
         own = replace(world, layout=Layout(ranks, case.stages))
         with own_groups():
-            said, apart = zip(*world.gather(outcome(case, own)), strict=True)
+            messages, apart = zip(*world.gather(outcome(case, own)), strict=True)
         if world.rank == 0:
-            print("CASE " + json.dumps({"case": case.name, "said": said, "apart": apart}), flush=True)
+            print("CASE " + json.dumps({"case": case.name, "messages": messages, "apart": apart}), flush=True)
     world.close()
 
 

@@ -52,7 +52,7 @@ LLAMA = {
 IN_TURN = """
 import os, signal, sys, time
 rank = int(sys.argv[1])
-signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # and the rank goes on
+signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # and the rank continues
 try:
     while os.getppid() == rank:
         os.kill(rank, signal.SIGSTOP)
@@ -126,9 +126,9 @@ def main(healthy: int, slowed: int, words: list[str]) -> None:
     for case in CASES:
         if all(word in case.name for word in words):
             own = replace(world, layout=Layout(ranks, 1))
-            told = outcome(case, own, healthy, slowed)
+            result = outcome(case, own, healthy, slowed)
             if world.rank == 0:
-                print("CASE " + json.dumps({"case": case.name} | told), flush=True)
+                print("CASE " + json.dumps({"case": case.name} | result), flush=True)
             groups.mpu = None
             gc.collect()
     world.close()
@@ -150,8 +150,8 @@ def outcome(case: Case, world: World, healthy: int, slowed: int) -> dict[str, An
     objective = next_token()
     engine = build_engine(policy, spec, config, world, objective)
     records: list[Record] = []
-    said: list[tuple[int, str]] = []
-    watch = watch_hosts(world, lambda line: said.append((len(records) + 1, line)))
+    messages: list[tuple[int, str]] = []
+    watch = watch_hosts(world, lambda line: messages.append((len(records) + 1, line)))
     watch._detector._seconds = SECONDS
     trainer = PlainTrainer(objective, world, records.append, watch=watch)
     schedule = Schedule(healthy + slowed, 1, None, None, lambda step: 1e-4, 3, seed=1)
@@ -159,7 +159,7 @@ def outcome(case: Case, world: World, healthy: int, slowed: int) -> dict[str, An
         fit(engine, steps, schedule, trainer, Progress())
     engine._engine.destroy()  # type: ignore[attr-defined]
     ratios = [record["rel/straggler_ratio"] for record in records if "rel/straggler_ratio" in record]
-    return {"said": said, "ratios": ratios, "last": records[-1]}
+    return {"messages": messages, "ratios": ratios, "last": records[-1]}
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def command(
 
 
 def records(folder: Path, key: str) -> dict[int, float]:
-    """Step -> value, from metrics.jsonl; each step stands once."""
+    """Return step -> value of `key` from metrics.jsonl, in which each step occurs once."""
     found: dict[int, float] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)

@@ -233,7 +233,7 @@ def wrong(found: Mapping[Typed, tuple[int, str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_other_commands_have_a_test_of_their_like(page: Path) -> None:
+def test_documented_commands_are_tested_or_have_a_tested_equivalent(page: Path) -> None:
     for command in commands(page.read_text(encoding="utf-8"), program=""):
         marked = elsewhere(command)
         assert marked is not None or command.startswith("dsft "), f"{command}: nothing says what it needs"
@@ -243,7 +243,7 @@ def test_other_commands_have_a_test_of_their_like(page: Path) -> None:
 
 
 @pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.long)], ids=["forked", "typed"])
-def test_the_pages_commands_do_what_they_say(place: Path, each: bool) -> None:
+def test_documented_commands_do_what_the_page_says(place: Path, each: bool) -> None:
     run = typed_one_by_one if each else outcome
     typed = to_run()
     first = [one for one in typed if one.page.endswith(tuple(f"tutorials/{name}" for name in FIRST))]

@@ -53,7 +53,7 @@ def trained(compile: bool, checkpointing: bool) -> tuple[list[Tensor], dict[str,
 @pytest.mark.long  # half a minute each; packed rows, whose attention breaks a graph sooner, are always tried
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_layers_give_the_same(monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
+def test_compiled_layers_equal_eager_layers(monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
     import torch._dynamo
 
     monkeypatch.setattr(build, "BACKEND", "aot_eager")
@@ -94,7 +94,7 @@ def packed(compile: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_layers_with_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_equal_eager_layers_on_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._dynamo
 
     monkeypatch.setattr(build, "BACKEND", "aot_eager")
@@ -117,7 +117,7 @@ def test_compiled_layers_with_packed_rows(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_loop_over_segments_is_not_compiled() -> None:
+def test_compile_is_refused_with_the_segment_loop() -> None:
     policy = build_model(Model(from_config=LLAMA, compile=True), FACTS, 3, torch.bfloat16)
     line = attend_per_segment(policy.causal_lm, "auto", 32)
     with pytest.raises(SpecError, match="compiled again for each row .*as FlashAttention needs a GPU"):

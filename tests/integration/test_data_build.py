@@ -63,7 +63,7 @@ def start(
 
 
 @pytest.mark.parametrize("count", tiered([2, 4], [4]))
-def test_several_at_once_make_each_block_once(data: Path, tmp_path: Path, count: int) -> None:
+def test_concurrent_builds_build_each_block_once(data: Path, tmp_path: Path, count: int) -> None:
     started = [start(data, tmp_path / "cache", seconds=0.02) for _ in range(count)]
     printed = [process.communicate(timeout=LATE)[0].splitlines() for process in started]
     assert [process.returncode for process in started] == [0] * count
@@ -72,7 +72,7 @@ def test_several_at_once_make_each_block_once(data: Path, tmp_path: Path, count:
     assert sum(counts) == max(counts) == len(block_folders(tmp_path / "cache")) > 5  # one made all
 
 
-def test_a_killed_build_goes_on_and_leaves_no_worker(data: Path, tmp_path: Path) -> None:
+def test_killed_build_resumes_and_leaves_no_worker(data: Path, tmp_path: Path) -> None:
     data.write_text(3 * data.read_text())  # more blocks than its workers have begun when it is killed
     expected, folder = made(data, Cache()), tmp_path / "cache"
     process = start(data, folder, workers=2, blocks=3)
@@ -99,7 +99,7 @@ def test_a_killed_build_goes_on_and_leaves_no_worker(data: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("interrupted", [True, False])
-def test_workers_end(data: Path, tmp_path: Path, interrupted: bool) -> None:
+def test_workers_end_with_the_build(data: Path, tmp_path: Path, interrupted: bool) -> None:
     """With Ctrl-C; and with one of them, killed as a full memory does it, while blocks are left to make."""
     data.write_text(5 * data.read_text())
     workers: list[Any] = []
@@ -121,7 +121,7 @@ def test_workers_end(data: Path, tmp_path: Path, interrupted: bool) -> None:
     assert contents(made(data, Cache(tmp_path / "cache", 2))) == contents(made(data, Cache()))
 
 
-def test_a_disk_that_fills_up_under_workers(data: Path, tmp_path: Path) -> None:
+def test_full_disk_during_a_build(data: Path, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))  # they inherit it
     try:

@@ -47,7 +47,7 @@ def other_weights(host: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("edit", "message"),
     [
         (other_rows, "rows of data.train and data.eval.0 is "),
         (other_seed, "spec.train.seed is 42 on rank 0, 7 on rank 1"),
@@ -57,8 +57,8 @@ def other_weights(host: Path) -> None:
     ],
     ids=["rows", "spec", "config", "template", "weights"],
 )
-def test_what_hosts_read_must_be_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Callable[[Path], None], said: str
+def test_hosts_must_read_the_same_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Callable[[Path], None], message: str
 ) -> None:
     hosts = [tmp_path / "host0", tmp_path / "host1"]
     hosts[0].mkdir()
@@ -70,7 +70,7 @@ def test_what_hosts_read_must_be_the_same(
     edit(hosts[1])
     monkeypatch.chdir(hosts[0])
     result = forked(DIFFERING, 2, [str(hosts[1]), "spec.yaml", "model={name_or_path: model}"])
-    assert result.returncode != 0 and said in result.stderr, result.stderr
+    assert result.returncode != 0 and message in result.stderr, result.stderr
     assert "on rank 1" in result.stderr and not shows_traceback(result.stderr)
     assert not list(tmp_path.glob("runs/small/checkpoints/*")), "nothing may have been trained"
 
@@ -88,29 +88,29 @@ def test_ranks_with_other_code_and_variables_are_refused(tmp_path: Path) -> None
     assert not (tmp_path / "runs").exists(), "the run's folder is not taken"
 
 
-def test_a_run_goes_on_only_with_the_model_that_it_began_with(tmp_path: Path) -> None:
+def test_run_resumes_only_with_its_first_model(tmp_path: Path) -> None:
     model, spec = write_model(tmp_path / "model"), write_spec(tmp_path)
     words = [f"model={{name_or_path: {model}}}", "parallel.zero_stage=0", "optim.learning_rate=1e-5"]
-    said = trained(spec, *words, "train.max_steps=2", nproc=1)
-    assert "warning" not in said
+    output = trained(spec, *words, "train.max_steps=2", nproc=1)
+    assert "warning" not in output
     shutil.copytree(model, tmp_path / "kept")
-    for edit, told in (
+    for edit, reason in (
         (other_config, "config.json.rms_norm_eps was 1e-06, now 0.5"),
         (other_template, "chat template was "),
     ):
         edit(tmp_path)
         refused = alone(TRAIN, [str(spec), *words, "train.max_steps=3"])
-        assert refused.returncode == 76 and told in refused.stderr, refused.stderr
+        assert refused.returncode == 76 and reason in refused.stderr, refused.stderr
         assert not shows_traceback(refused.stderr)
         shutil.rmtree(model)
         shutil.copytree(tmp_path / "kept", model)
     edit_json(model / "generation_config.json", max_new_tokens=7)
-    said = trained(spec, *words, "train.max_steps=3", nproc=1)
-    assert "going on from step 2" in said
-    assert "warning: generation_config.json: max_new_tokens was (not set), now 7" in said
+    output = trained(spec, *words, "train.max_steps=3", nproc=1)
+    assert "going on from step 2" in output
+    assert "warning: generation_config.json: max_new_tokens was (not set), now 7" in output
 
 
-def test_adapters_go_on_only_over_the_pickled_base_that_they_began_with(tmp_path: Path) -> None:
+def test_adapter_run_resumes_only_over_its_first_pickled_base(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", pickled=True, intermediate_size=2048)
     spec = write_spec(tmp_path)
     words = [f"model={{name_or_path: {model}}}", "model.lora={rank: 4, alpha: 8}", "parallel.zero_stage=0"]

@@ -24,13 +24,13 @@ CAUSES = {
 }
 
 
-def test_the_check_at_step_0() -> None:
+def test_check_at_step_0() -> None:
     done = forked(Path(__file__).with_name("first_step_worker.py"), 2)
     assert done.returncode == 0, done.stderr[-3000:]
     cases = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
     assert len(cases) == 14
     for case in cases:
-        first, second = case["said"]
+        first, second = case["messages"]
         assert first == second  # on every rank
         assert case["apart"][0] == case["apart"][1]
         cause = CAUSES.get(case["case"])

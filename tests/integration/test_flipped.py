@@ -22,7 +22,7 @@ LORA = "model.lora={rank: 4, alpha: 8, target_modules: [up_proj]}"
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tensor", "words", "said"),
+    ("ranks", "tensor", "words", "message"),
     [
         (
             3,
@@ -40,14 +40,14 @@ LORA = "model.lora={rank: 4, alpha: 8, target_modules: [up_proj]}"
     ids=["zero0", "zero0-bf16", "frozen", "buffer", "tied"],
 )
 def test_a_flipped_bit_stops_the_run(
-    tmp_path: Path, ranks: int, tensor: str, words: list[str], said: str
+    tmp_path: Path, ranks: int, tensor: str, words: list[str], message: str
 ) -> None:
     spec = write_spec(tmp_path, tied=tensor == TIED)
     if tensor == FROZEN:
         words = [*words, f"model.name_or_path={write_model(tmp_path / 'model')}", "model.from_config=null"]
     settings = ["train.compare_ranks_every=2", "checkpoint.every=50", "train.micro_batch_size=2"]
     result = forked(FLIPPING, ranks, ["1", tensor, "3", str(spec), *words, *settings])
-    assert result.returncode != 0 and said in result.stderr, result.stdout + result.stderr
+    assert result.returncode != 0 and message in result.stderr, result.stdout + result.stderr
     assert "step 4: " in result.stderr and not shows_traceback(result.stderr)
     assert not list(tmp_path.glob("runs/small/checkpoints/step-*")), (
         "ranks disagree on it, so it is not saved"

@@ -1,4 +1,4 @@
-"""A rank killed with SIGKILL in the middle of a run or of a save: the next start goes on from a whole
+"""A rank killed with SIGKILL in the middle of a run or of a save: the next start resumes from a complete
 checkpoint, bit for bit, and never from step 0."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return run
 
 
-# instant, rank, step at which it comes, step from which the next start goes on
+# instant, rank, step at which it comes, step from which the next start resumes
 Kill = tuple[str, int, int, int]
 KILLS: tuple[Kill, ...] = (
     ("asked", 1, 1, 2),  # by SIGTERM, one rank alone: all save the same step, this one or the next
@@ -57,14 +57,14 @@ KILLS: tuple[Kill, ...] = (
     [(KILLS, ()), ((("step", 0, 6, 4), ("part", 0, 8, 4)), ZERO_3)],
     ids=["zero1", "zero3-bf16"],
 )
-def test_each_start_goes_on_bit_for_bit(
+def test_killed_run_resumes_bit_for_bit(
     whole: Callable[..., Path], tmp_path: Path, kills: Sequence[Kill], overrides: tuple[str, ...]
 ) -> None:
     """One run, killed at one instant after the other."""
     goes_on(tmp_path, whole(*overrides), kills, overrides)
 
 
-def test_so_it_does_with_all_on_a_disk_as_in_host_memory(whole: Callable[..., Path], tmp_path: Path) -> None:
+def test_killed_nvme_run_resumes_bit_for_bit(whole: Callable[..., Path], tmp_path: Path) -> None:
     if reason := why_no_swap():
         pytest.skip(reason)
     parts = ("optimizer", "parameters")
@@ -81,14 +81,14 @@ def goes_on(tmp_path: Path, expected: Path, kills: Sequence[Kill], overrides: tu
     spec, run, saved, before = write_spec(tmp_path), tmp_path / "runs" / "small", 0, "it was never killed"
     for instant, rank, step, next_from in kills:
         killed = forked(DYING, 2, [instant, str(rank), str(step), str(spec), *overrides])
-        said = killed.stdout + killed.stderr
+        output = killed.stdout + killed.stderr
         assert killed.returncode != 0, f"the run must have been killed: {instant}"
-        assert not saved or f"going on from step {saved}: " in killed.stdout, f"{before}: {said}"
+        assert not saved or f"going on from step {saved}: " in killed.stdout, f"{before}: {output}"
         if instant == "asked":
             stopped = re.search(r"stopped at step (\d) of 10 by SIGTERM, and saved", killed.stderr)
-            assert stopped is not None and int(stopped[1]) - next_from in (0, 1), said
+            assert stopped is not None and int(stopped[1]) - next_from in (0, 1), output
             next_from = int(stopped[1])
-        assert latest(run) == min(next_from, 4), f"{instant}: {said}"
+        assert latest(run) == min(next_from, 4), f"{instant}: {output}"
         if instant == "step":  # the last line torn as well, as by a kill in the middle of a write
             with (run / "metrics.jsonl").open("a") as file:
                 file.write('{"train/loss": 1.2')

@@ -11,7 +11,7 @@ from tests.integration.runs import TRAIN, command, records, shows_traceback, tra
 from tests.launching import forked, torchrun
 
 
-def test_every_launcher_runs_the_same_training(tmp_path: Path) -> None:
+def test_every_launcher_trains_the_same(tmp_path: Path) -> None:
     """Two processes by deepspeed, two by torchrun, one and three that are forked: the same losses, token for
     token. The next test types python."""
     spec = write_spec(tmp_path)
@@ -34,9 +34,9 @@ def test_every_launcher_runs_the_same_training(tmp_path: Path) -> None:
     assert not left, "DeepSpeed's shared memory outlives its processes"
 
 
-def test_the_bare_command_runs_the_quickstart_from_any_folder(tmp_path: Path) -> None:
-    said = command(["python", str(TRAIN), "train.max_steps=2", "wandb.mode=disabled"], cwd=tmp_path)
-    assert said.returncode == 0, said.stderr
+def test_command_without_spec_runs_the_quickstart_from_any_folder(tmp_path: Path) -> None:
+    done = command(["python", str(TRAIN), "train.max_steps=2", "wandb.mode=disabled"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "quickstart"
     left = {
         "spec.yaml",
@@ -50,7 +50,7 @@ def test_the_bare_command_runs_the_quickstart_from_any_folder(tmp_path: Path) ->
         "logs",
     }
     assert left <= {path.name for path in run.iterdir()}
-    assert "train/loss went from" in said.stdout
+    assert "train/loss went from" in done.stdout
 
 
 RECORDING = """
@@ -67,7 +67,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """Runs a program, and writes the configuration that it gives to DeepSpeed into given.json."""
 
 
-def test_a_deepspeed_json_decides_how(tmp_path: Path) -> None:
+def test_deepspeed_json_overrides_the_spec(tmp_path: Path) -> None:
     spec = write_spec(tmp_path)
     chosen = tmp_path / "zero3.json"
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 5000}
@@ -95,7 +95,7 @@ def test_a_deepspeed_json_decides_how(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["python", TRAIN, "{spec}", "cluster.hosts={localhost: 2}"], 69,
          "expects 2 processes (localhost 2) but python started 1"),
@@ -117,19 +117,19 @@ def test_a_deepspeed_json_decides_how(tmp_path: Path) -> None:
          "nowhere.json: there is no such file"),
     ],
 )  # fmt: skip
-def test_what_was_not_promised_stops_at_once(
-    tmp_path: Path, words: list[object], code: int, said: str
+def test_wrong_start_is_refused_before_training(
+    tmp_path: Path, words: list[object], code: int, message: str
 ) -> None:
     spec = write_spec(tmp_path)
     result = command([str(word).replace("{spec}", str(spec)) for word in words], cwd=tmp_path)
-    assert said in result.stdout + result.stderr
+    assert message in result.stdout + result.stderr
     # deepspeed ends with its rank's code, or with 1 where it is not the first to end
     assert result.returncode == code or (words[0] == "deepspeed" and result.returncode != 0)
     assert not shows_traceback(result.stderr)
     assert not (tmp_path / "runs").exists(), "nothing may have been trained"
 
 
-def test_a_finished_run_says_so_and_more_steps_go_on(tmp_path: Path) -> None:
+def test_finished_run_says_so_and_resumes_with_more_steps(tmp_path: Path) -> None:
     spec = write_spec(tmp_path)
     trained(spec, "train.max_steps=2")
     assert "small is finished at step 2" in trained(spec, "train.max_steps=2")

@@ -51,7 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("variant", tiered(["zero3", "zero3_offload", "pipeline"], ["zero3"]))
-def test_all_ranks_together_hold_the_model_once(variant: str, folders: Path) -> None:
+def test_ranks_together_hold_the_model_once(variant: str, folders: Path) -> None:
     """One copy per rank would be 2; DeepSpeed's own zero.Init holds 1 more on rank 0. The folder is larger
     than what a rank may allocate."""
     worker = ROOT / "benchmarks" / "load.py"
@@ -64,7 +64,7 @@ def test_all_ranks_together_hold_the_model_once(variant: str, folders: Path) -> 
     assert sample["largest_rank"] <= 0.65, sample
 
 
-def test_what_three_ranks_hold_is_what_the_files_hold(folders: Path) -> None:
+def test_weights_on_three_ranks_equal_the_files(folders: Path) -> None:
     worker = Path(__file__).with_name("loading_worker.py")
     done = forked(worker, 3, [str(folders / "odd"), str(folders / "odd tied")])
     assert done.returncode == 0, done.stderr
@@ -77,7 +77,7 @@ def test_what_three_ranks_hold_is_what_the_files_hold(folders: Path) -> None:
         assert bool(case["frozen"]) == ("trainable" in case["case"]), case
 
 
-def test_in_and_out_nothing_changes(tmp_path: Path) -> None:
+def test_load_and_export_change_nothing(tmp_path: Path) -> None:
     """Tied, bf16, in several files; under ZeRO 3, which cuts some tensors and keeps others whole, with a
     learning rate that moves no weight. The tokens are those of tokenizer.json, for which AutoTokenizer (5.23)
     takes another pre-tokenizer in the given folder of a qwen2 model."""

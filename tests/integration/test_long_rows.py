@@ -36,7 +36,7 @@ def found() -> dict[tuple[int, int], list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
-def test_a_rank_has_its_share_of_the_activations(found: Any, chunks: int) -> None:
+def test_sequence_parallel_divides_activations(found: Any, chunks: int) -> None:
     whole = found[1, chunks][0]["peak"]
     shares = {n: max(rank["peak"] for rank in found[n, chunks]) / whole * n for n in SPLITS}
     assert 1 <= shares[2] < 1.05 and 1 <= shares[4] < 1.2, shares  # parameters and their buckets stay
@@ -44,13 +44,13 @@ def test_a_rank_has_its_share_of_the_activations(found: Any, chunks: int) -> Non
     assert max(losses) - min(losses) < 1e-6
 
 
-def test_mlps_in_chunks_halve_the_activations(found: Any) -> None:
+def test_mlp_chunks_halve_activations(found: Any) -> None:
     shares = {n: found[n, CHUNKS[1]][0]["peak"] / found[n, 1][0]["peak"] for n in SPLITS}
     # with 4 ranks, for which keys are repeated, the exchange of queries, keys and values is the peak
     assert max(shares[1], shares[2]) < 0.5 and shares[4] < 0.52, shares
 
 
-def test_the_plan_predicts_both(found: Any) -> None:
+def test_plan_predicts_activations(found: Any) -> None:
     off = {
         key: round(ranks[0]["planned"] / ranks[0]["peak"], 2)
         for key, ranks in found.items()
@@ -59,7 +59,7 @@ def test_the_plan_predicts_both(found: Any) -> None:
     assert off == {}
 
 
-def test_all_to_alls_send_what_the_law_says(found: Any) -> None:
+def test_all_to_all_traffic_equals_the_formula(found: Any) -> None:
     heads, size = LLAMA["num_attention_heads"], LLAMA["hidden_size"] // LLAMA["num_attention_heads"]
     for ranks in SPLITS:
         keys = math.lcm(LLAMA["num_key_value_heads"], ranks)

@@ -1,4 +1,4 @@
-"""Runs that train a part of a model: stopped, gone on with, exported, and loaded by peft and transformers."""
+"""Runs that train a part of a model: stopped, resumed, exported, and loaded by peft and transformers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def of(base: Path) -> str:
 def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with adapters under ZeRO 2 on two ranks; it saved at steps 4, 8 and 10."""
     folder = tmp_path_factory.mktemp("adapted")
-    said = trained(write_spec(folder), of(base), LORA, "parallel.zero_stage=2", "checkpoint.keep_last=null")
-    assert f"for peft's PeftModel.from_pretrained over {base}" in said and "--merged" in said
+    output = trained(write_spec(folder), of(base), LORA, "parallel.zero_stage=2", "checkpoint.keep_last=null")
+    assert f"for peft's PeftModel.from_pretrained over {base}" in output and "--merged" in output
     return folder
 
 
@@ -56,14 +56,12 @@ def run_of(folder: Path) -> Path:
         pytest.param(1, "parallel.zero_stage=3", id="zero3 on 1", marks=pytest.mark.long),
     ],
 )
-def test_a_run_with_adapters_goes_on_where_it_stopped(
-    adapted: Path, base: Path, tmp_path: Path, nproc: int, layout: str
-) -> None:
+def test_adapter_run_resumes(adapted: Path, base: Path, tmp_path: Path, nproc: int, layout: str) -> None:
     shutil.copytree(run_of(adapted), run_of(tmp_path))
     for later in ("checkpoints/step-8", "checkpoints/step-10", "export"):
         shutil.rmtree(run_of(tmp_path) / later)
-    said = trained(write_spec(tmp_path), of(base), LORA, layout, nproc=nproc)
-    assert "going on from step 4" in said
+    output = trained(write_spec(tmp_path), of(base), LORA, layout, nproc=nproc)
+    assert "going on from step 4" in output
     for key in METRICS:
         assert records(run_of(tmp_path), key) == pytest.approx(records(run_of(adapted), key), rel=1e-6), key
     if layout == "parallel.zero_stage=2":
@@ -76,7 +74,7 @@ def test_a_run_with_adapters_goes_on_where_it_stopped(
                 assert torch.equal(whole.read(name, kind, 0, numel), resumed.read(name, kind, 0, numel)), name
 
 
-def test_checkpoints_hold_what_is_trained_and_exports_have_its_logits(
+def test_adapter_checkpoint_holds_trained_tensors_and_exports_have_its_logits(
     adapted: Path, base: Path, tmp_path: Path
 ) -> None:
     path = run_of(adapted) / "checkpoints" / "step-10"
@@ -86,8 +84,8 @@ def test_checkpoints_hold_what_is_trained_and_exports_have_its_logits(
     adapter = run_of(adapted) / "export"
     with_adapter = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     export_checkpoint(path, tmp_path / "merged", merged=True)
-    merged, told = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
-    assert not any(told.values()), told
+    merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info.values()), info
     before = logits(AutoModelForCausalLM.from_pretrained(base))
     assert (logits(with_adapter) - before).abs().max() > 0.1
     torch.testing.assert_close(logits(merged), logits(with_adapter), rtol=0, atol=1e-5)
@@ -100,7 +98,7 @@ def test_checkpoints_hold_what_is_trained_and_exports_have_its_logits(
 
 
 def test_new_tokens_beside_adapters_under_zero_3(base: Path, tmp_path: Path) -> None:
-    """The rows of a new token that the data has: trained, saved, gone on with and exported, in shards."""
+    """The rows of a new token that the data has: trained, saved, resumed and exported, in shards."""
     new = (
         "model.add_tokens=[color]",
         "model.lora={rank: 4, alpha: 8, modules_to_save: [embed_tokens, lm_head]}",
@@ -108,8 +106,8 @@ def test_new_tokens_beside_adapters_under_zero_3(base: Path, tmp_path: Path) -> 
         "checkpoint.keep_last=null",
     )
     (tmp_path / "whole").mkdir()
-    said = trained(write_spec(tmp_path / "whole"), of(base), *new)
-    assert "1 new row starts from the mean" in said
+    output = trained(write_spec(tmp_path / "whole"), of(base), *new)
+    assert "1 new row starts from the mean" in output
     shutil.copytree(run_of(tmp_path / "whole"), run_of(tmp_path / "resumed"))
     for later in ("checkpoints/step-8", "checkpoints/step-10", "export"):
         shutil.rmtree(run_of(tmp_path / "resumed") / later)
@@ -142,25 +140,23 @@ def test_new_tokens_beside_adapters_under_zero_3(base: Path, tmp_path: Path) -> 
 def test_held_out_loss_of_a_run_that_continues_the_adapter(adapted: Path, base: Path, tmp_path: Path) -> None:
     """Its first step has rate 0 (warmup), so that it is evaluated as it was saved."""
     spec = write_spec(tmp_path)
-    said = trained(
+    output = trained(
         spec, of(base), f"model.lora={{path: {run_of(adapted) / 'export'}}}", "train.max_steps=1",
         "parallel.zero_stage=3",
     )  # fmt: skip
-    assert "starting at step 0" in said
+    assert "starting at step 0" in output
     last = records(run_of(adapted), "eval/loss")[10]
     assert records(run_of(tmp_path), "eval/loss")[1] == pytest.approx(last, rel=1e-6)
 
 
-def test_a_checkpoint_of_adapters_is_refused_for_a_run_without(
-    adapted: Path, base: Path, tmp_path: Path
-) -> None:
+def test_adapter_checkpoint_is_refused_for_a_full_run(adapted: Path, base: Path, tmp_path: Path) -> None:
     shutil.copytree(run_of(adapted), run_of(tmp_path))
     result = alone(TRAIN, [str(write_spec(tmp_path)), of(base), "train.max_steps=11"])
     assert result.returncode == 76 and not shows_traceback(result.stderr)
     assert "model.lora.rank was 4, now (not set)" in " ".join(result.stderr.split())
 
 
-def test_a_part_trained_by_name_is_exported_with_the_rest_of_its_base(base: Path, tmp_path: Path) -> None:
+def test_partly_trained_model_is_exported_with_the_rest_of_its_base(base: Path, tmp_path: Path) -> None:
     patterns = "model.trainable=['model.layers.1.*', '*norm.weight']"
     groups = "optim.groups=[{parameters: '*norm.weight', learning_rate: 0.02}]"
     copy, spec = tmp_path / "base", write_spec(tmp_path)
@@ -172,7 +168,7 @@ def test_a_part_trained_by_name_is_exported_with_the_rest_of_its_base(base: Path
     held = set(CheckpointReader.open(run_of(tmp_path) / "checkpoints" / "step-10").shapes)
     assert changed == held == {n for n in before if "layers.1." in n or n.endswith("norm.weight")}
 
-    # The rest is not in the checkpoint: over another base neither a run nor an export goes on.
+    # The rest is not in the checkpoint: over another base neither a run nor an export is possible.
     save_file({name: tensor + 1 for name, tensor in before.items()}, copy / "model.safetensors", FORMAT)
     result = alone(TRAIN, [str(spec), of(copy), patterns, groups, "train.max_steps=11"])
     assert result.returncode == 76 and not shows_traceback(result.stderr), result.stderr

@@ -39,7 +39,7 @@ def measured(request: pytest.FixtureRequest) -> Found:
 
 
 @pytest.mark.parametrize("precision", TYPES)
-def test_the_memory_table_is_what_deepspeed_allocates(measured: Found, precision: str) -> None:
+def test_planned_memory_is_what_deepspeed_allocates(measured: Found, precision: str) -> None:
     cases = measured[precision]
     off = {
         case["case"]: round(case["measured"] / case["planned"], 3)
@@ -51,7 +51,7 @@ def test_the_memory_table_is_what_deepspeed_allocates(measured: Found, precision
 
 
 @pytest.mark.parametrize("precision", TYPES)
-def test_the_traffic_is_what_deepspeed_sends(measured: Found, precision: str) -> None:
+def test_planned_traffic_is_what_deepspeed_sends(measured: Found, precision: str) -> None:
     cases = measured[precision]
     assert {
         case["case"]: (case["sent"], case["to_send"])
@@ -60,7 +60,7 @@ def test_the_traffic_is_what_deepspeed_sends(measured: Found, precision: str) ->
     } == {}
 
 
-def test_zero_3_gathers_a_layers_experts_whatever_the_limit_is(measured: Found) -> None:
+def test_zero_3_gathers_all_experts_of_a_layer(measured: Found) -> None:
     below, above = measured[GATHERED]
     assert below["most"] == below["planned"] == below["module"]
     assert above["module"] < above["most"] <= above["planned"]

@@ -22,14 +22,14 @@ ASKED = (
 )
 
 
-def test_a_run_that_stops_and_goes_on_is_the_whole_run(tmp_path: Path) -> None:
+def test_resumed_run_equals_the_whole_run(tmp_path: Path) -> None:
     for folder in ("whole", "halves"):
         (tmp_path / folder).mkdir()
     trained(write_spec(tmp_path / "whole"), *ASKED, "train.max_steps=4")
     spec = write_spec(tmp_path / "halves")
-    said = trained(spec, *ASKED, "train.max_steps=2")
-    assert "learning rate: 0.003 × (12 ÷ 6) = 0.006" in said
-    said = trained(spec, *ASKED, "train.max_steps=4")
+    output = trained(spec, *ASKED, "train.max_steps=2")
+    assert "learning rate: 0.003 × (12 ÷ 6) = 0.006" in output
+    output = trained(spec, *ASKED, "train.max_steps=4")
     whole, halves = (tmp_path / folder / "runs" / "small" for folder in ("whole", "halves"))
     for key in ("train/loss", "train/grad_norm", "eval/loss", "eval/a/loss", "train/learning_rate"):
         assert records(halves, key) == records(whole, key), key
@@ -43,4 +43,4 @@ def test_a_run_that_stops_and_goes_on_is_the_whole_run(tmp_path: Path) -> None:
         assert (run / "checkpoints" / "best").read_text() == f"step-{best}\n"
         kept = {path.name for path in (run / "checkpoints").glob("step-*")}
         assert kept == {f"step-{best}", "step-4"}
-    assert f"checkpoints/step-{best}, held-out loss" in said
+    assert f"checkpoints/step-{best}, held-out loss" in output

@@ -33,7 +33,7 @@ def extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_without_a_compiler_nothing_starts(
+def test_missing_compiler_stops_the_start(
     extensions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "g++-99")
@@ -44,7 +44,7 @@ def test_without_a_compiler_nothing_starts(
     assert "ended with exit code 72" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_stale_lock_and_an_adam_that_cannot_be_compiled(tmp_path: Path, extensions: Path) -> None:
+def test_stale_build_lock_and_cpu_adam_that_cannot_be_compiled(tmp_path: Path, extensions: Path) -> None:
     built = KEPT / "deepspeed_shm_comm"
     if not (built / "deepspeed_shm_comm.so").exists():
         pytest.skip("deepspeed_shm_comm is not compiled yet; scripts/install does it")

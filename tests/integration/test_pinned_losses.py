@@ -11,7 +11,7 @@ from tests.launching import ROOT
 
 
 @pytest.mark.long
-def test_the_quickstart_ends_where_the_readme_says(tmp_path: Path) -> None:
+def test_quickstart_losses_are_those_of_the_readme(tmp_path: Path) -> None:
     trained(ROOT / "specs" / "quickstart.yaml", f"output_dir={tmp_path}", "wandb.mode=disabled")
     losses = records(tmp_path / "quickstart", "train/loss")
     assert [f"{losses[step]:.4f}" for step in (1, 200)] == ["5.6857", "0.0368"]

@@ -43,7 +43,7 @@ def plain(model: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     ("name", "parallel", "packing"),
     [("sharded", "zero_stage=2", "false"), ("stages", "pipeline_stages=2", "true")],
 )
-def test_a_third_task_equals_a_plain_loop(tmp_path: Path, name: str, parallel: str, packing: str) -> None:
+def test_third_task_equals_plain_loop(tmp_path: Path, name: str, parallel: str, packing: str) -> None:
     model = write_model(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     spec = tmp_path / "spec.yaml"

@@ -1,4 +1,4 @@
-"""Whole runs that stop in one layout and go on in another, and starts that must be refused."""
+"""Whole runs that stop in one layout and resume in another, and starts that must be refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def copy_stopped_at_4(stopped: Path, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("nproc", "layout"),
     [
-        # ZeRO 3 is gone on to below
+        # the chain below resumes under ZeRO 3
         pytest.param(4, ("parallel.zero_stage=3", "train.micro_batch_size=1"), marks=pytest.mark.long),
         (1, ("parallel.zero_stage=0", "data.packing=true")),
         (
@@ -51,7 +51,7 @@ def copy_stopped_at_4(stopped: Path, folder: Path) -> Path:
     ],
     ids=["zero3-on-4", "zero0-packed-on-1", "pipeline-packed-on-4"],
 )
-def test_a_pipelined_run_goes_on_in_another_layout(
+def test_pipeline_run_resumes_in_another_layout(
     stopped: Path, tmp_path: Path, nproc: int, layout: tuple[str, ...]
 ) -> None:
     check_goes_on(stopped, tmp_path, nproc, layout)
@@ -66,7 +66,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.long  # the chain below goes on from split rows, and on to them
+@pytest.mark.long  # the chain below resumes from sequence parallelism, and with it
 @pytest.mark.parametrize(
     ("nproc", "layout"),
     [
@@ -78,17 +78,17 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["zero1-on-2", "zero3-on-4", "split4-packed-on-4", "split2-on-4", "split2-in-a-pipeline-on-4"],
 )
-def test_a_run_of_split_rows_goes_on_in_another_layout(
+def test_sequence_parallel_run_resumes_in_another_layout(
     split: Path, tmp_path: Path, nproc: int, layout: tuple[str, ...]
 ) -> None:
     check_goes_on(split, tmp_path, nproc, (*FOUR_HEADS, *layout))
 
 
 def check_goes_on(stopped: Path, folder: Path, nproc: int, layout: tuple[str, ...]) -> None:
-    """The run that `stopped` has goes on in `folder` from step 4 as it did without a break."""
+    """Resume the run of `stopped` in `folder` from step 4; it must train as without a break."""
     spec = copy_stopped_at_4(stopped, folder)
-    said = trained(spec, *layout, nproc=nproc)
-    assert "going on from step 4" in said
+    output = trained(spec, *layout, nproc=nproc)
+    assert "going on from step 4" in output
     for key in METRICS:
         expected = records(stopped / "runs" / "small", key)
         assert records(folder / "runs" / "small", key) == pytest.approx(expected, rel=1e-6), key
@@ -112,7 +112,7 @@ CHAIN = (
 )
 
 
-def test_one_run_goes_through_all_stages_into_a_pipeline(tmp_path: Path) -> None:
+def test_run_resumes_through_all_zero_stages_into_a_pipeline(tmp_path: Path) -> None:
     """Two steps under each: ZeRO 0 → 2 with split rows → 3 → 1 → pipeline, against ten steps of ZeRO 1."""
     steady = ("optim.lr_scheduler_type=constant_with_warmup", "train.eval_every=2")  # whatever max_steps is
     for folder in ("whole", "changing"):
@@ -120,15 +120,15 @@ def test_one_run_goes_through_all_stages_into_a_pipeline(tmp_path: Path) -> None
     trained(write_spec(tmp_path / "whole"), *steady, "parallel.zero_stage=1")
     spec = write_spec(tmp_path / "changing")
     for stop, layout in enumerate(CHAIN, start=1):
-        said = trained(spec, *steady, *layout, f"train.max_steps={2 * stop}")
-        assert stop == 1 or f"going on from step {2 * stop - 2}: " in said
+        output = trained(spec, *steady, *layout, f"train.max_steps={2 * stop}")
+        assert stop == 1 or f"going on from step {2 * stop - 2}: " in output
     for key in METRICS:
         expected = records(tmp_path / "whole" / "runs" / "small", key)
         found = records(tmp_path / "changing" / "runs" / "small", key)
         assert found == pytest.approx(expected, rel=1e-6), key
 
 
-def test_another_run_is_refused_by_the_keys_that_differ(stopped: Path, tmp_path: Path) -> None:
+def test_changed_spec_is_refused_by_key(stopped: Path, tmp_path: Path) -> None:
     spec = copy_stopped_at_4(stopped, tmp_path)
     result = train(spec, *PIPELINE, "optim.learning_rate=1e-4", "train.seed=7", "data.max_length=200")
     assert result.returncode != 0 and not shows_traceback(result.stderr)
@@ -143,15 +143,13 @@ def test_another_run_is_refused_by_the_keys_that_differ(stopped: Path, tmp_path:
     )
 
 
-def test_torn_checkpoints_are_passed_over_and_step_0_is_never_taken_instead(
-    stopped: Path, tmp_path: Path
-) -> None:
+def test_damaged_checkpoints_are_skipped_but_never_for_step_0(stopped: Path, tmp_path: Path) -> None:
     spec = copy_stopped_at_4(stopped, tmp_path)
     checkpoints = tmp_path / "runs" / "small" / "checkpoints"
     shutil.copytree(stopped / "runs" / "small" / "checkpoints" / "step-8", checkpoints / "step-8")
     flip_a_bit(checkpoints / "step-8" / "rank-00001.safetensors")
-    said = trained(spec, *PIPELINE, "train.max_steps=5")
-    assert "warning: step-8 is skipped" in said and "going on from step 4" in said
+    output = trained(spec, *PIPELINE, "train.max_steps=5")
+    assert "warning: step-8 is skipped" in output and "going on from step 4" in output
 
     for folder in checkpoints.glob("step-*"):
         flip_a_bit(folder / "rank-00000.safetensors")
@@ -166,7 +164,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_folder_in_use_or_with_checkpoints_is_refused(stopped: Path, tmp_path: Path) -> None:
+def test_folder_in_use_or_with_checkpoints_is_refused(stopped: Path, tmp_path: Path) -> None:
     spec = copy_stopped_at_4(stopped, tmp_path)
     run = tmp_path / "runs" / "small"
     never = alone(TRAIN, [str(spec), "checkpoint.resume=never"])
@@ -179,20 +177,20 @@ def test_a_folder_in_use_or_with_checkpoints_is_refused(stopped: Path, tmp_path:
         assert not shows_traceback(result.stderr)
 
 
-def test_a_run_whose_folder_is_changed_meanwhile(stopped: Path, tmp_path: Path) -> None:
+def test_run_whose_folder_is_changed_during_training(stopped: Path, tmp_path: Path) -> None:
     """Checkpoints have the chat template of the start; without the lock nothing is saved."""
     run = tmp_path / "runs" / "small"
     result = alone(MEDDLING, [str(run), str(copy_stopped_at_4(stopped, tmp_path)), "parallel.zero_stage=0"])
     assert result.returncode == 73 and not shows_traceback(result.stderr)
-    said = " ".join(result.stderr.split())
-    assert f"This run has lost the lock of {run}: .lock was removed" in said
+    output = " ".join(result.stderr.split())
+    assert f"This run has lost the lock of {run}: .lock was removed" in output
     assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-4", "step-8"]
     template = (run / "checkpoints" / "step-4" / "model" / "chat_template.jinja").read_text()
     assert (run / "model" / "chat_template.jinja").read_text() != template
     assert (run / "checkpoints" / "step-8" / "model" / "chat_template.jinja").read_text() == template
 
 
-def test_bad_rows_stop_the_run_before_it_trains(tmp_path: Path) -> None:
+def test_malformed_rows_stop_the_run_before_training(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_bytes(b'{"text": "fine"}\n{"text": "cut\n{"text": 5}\n{"text": "\xff"}\n')
     overrides = [f"data.train=[{{path: {data}}}]", "data.eval=[]", "train.eval_every=null"]

@@ -1,5 +1,5 @@
 """A run under a launcher that was typed by hand is stopped, or has a process killed, again and again: each
-time all of its processes end soon, and the next start goes on, at last bit for bit as one without a break."""
+time all of its processes end soon, and the next start resumes, at last bit for bit as without a break."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Typed:
         program = Path(sys.executable).parent / launcher
         port = ["--master_port", str(free_port())]
         ranks = {"deepspeed": ["--num_gpus", "2"], "torchrun": ["--nproc_per_node", "2"]}[launcher]
-        self.said = folder / f"said-{len(list(folder.glob('said-*')))}"
-        with self.said.open("w") as out:
+        self.output = folder / f"output-{len(list(folder.glob('output-*')))}"
+        with self.output.open("w") as out:
             self.process = subprocess.Popen(
                 [str(program), *ranks, *port, str(SLOW), str(folder / "small.yaml"), *words],
                 cwd=folder, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
@@ -57,8 +57,8 @@ class Typed:
 
     def wait_for_steps(self, number: int) -> None:
         deadline = time.monotonic() + LATE
-        while self.said.read_text().count(f"/{STEPS}  loss") < number:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.said.read_text()
+        while self.output.read_text().count(f"/{STEPS}  loss") < number:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output.read_text()
             time.sleep(0.05)
 
     def end_after(self, fault: Callable[[], object]) -> tuple[float, int]:
@@ -103,7 +103,7 @@ def latest(folder: Path) -> int:
 
 
 def goes_on_from(run: Typed, step: int) -> bool:
-    return f"going on from step {step}: " in run.said.read_text()
+    return f"going on from step {step}: " in run.output.read_text()
 
 
 FAULTS: dict[str, tuple[str, Callable[[Typed], object], int | None, float, bool]] = {
@@ -126,7 +126,7 @@ ALWAYS = ("Ctrl-C", "launch.py is killed")
 @pytest.mark.parametrize(
     "faults", [ALWAYS, pytest.param(tuple(FAULTS), marks=pytest.mark.long)], ids=["two", "all"]
 )
-def test_stops_and_kills_leave_a_run_that_goes_on_bit_for_bit(folder: Path, faults: tuple[str, ...]) -> None:
+def test_stopped_and_killed_run_resumes_bit_for_bit(folder: Path, faults: tuple[str, ...]) -> None:
     saved = None
     for name in faults:
         launcher, fault, expected, within, saves = FAULTS[name]
@@ -137,14 +137,14 @@ def test_stops_and_kills_leave_a_run_that_goes_on_bit_for_bit(folder: Path, faul
             assert saves or latest(folder) == saved, name
             assert not saves or saved is None or saved < latest(folder), name
             saved = latest(folder)
-            said = run.said.read_text()
-            assert "canary" not in said and all(
-                f"{how}: (hidden)\n" in said for how in ("printed", "logged", "warned")
+            output = run.output.read_text()
+            assert "canary" not in output and all(
+                f"{how}: (hidden)\n" in output for how in ("printed", "logged", "warned")
             )
             if name == "Ctrl-C":
-                assert f"stopped at step {saved} of {STEPS} by Ctrl-C, and saved" in said
+                assert f"stopped at step {saved} of {STEPS} by Ctrl-C, and saved" in output
             if name == "a rank is asked":
-                assert f"stopped at step {saved} of {STEPS} by SIGTERM, and saved" in said
+                assert f"stopped at step {saved} of {STEPS} by SIGTERM, and saved" in output
     assert saved is not None
 
     # Its time is over before its first step, and it gets somewhere all the same.

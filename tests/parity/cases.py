@@ -131,7 +131,7 @@ class Case:
     `packed`: a micro-batch is one row without padding, where the plain loop takes its rows one by one;
     `chunked`: the head never makes the logits of more than CHUNK_ROWS targets at once; `reference`: of
     preference pairs, where its log-probabilities come from (given: of another model than the start, as from a
-    store); `shared`: packed pairs whose prompt stands once; `twice`: one layer's MLP is used twice in each
+    store); `shared`: packed pairs whose prompt occurs once; `twice`: one layer's MLP is used twice in each
     forward; `unplanned`: DeepSpeed's JSON says one micro-batch per step; `sequence_parallel`: the ranks that
     split each row's tokens; `short`: one or two rows of 1 to 5 tokens per micro-batch;
     `mlp_chunks`: chunks of tokens in which MLPs are computed."""
@@ -233,7 +233,7 @@ class Case:
         return self.chunked and self.zero_stage == 3
 
     def bounds(self) -> dict[str, float]:
-        """Largest differences allowed; what each figure means stands in worker.py."""
+        """Largest differences allowed; worker.py defines each figure."""
         if self.precision != "fp32":
             return BF16_BOUNDS
         if self.optimizer == "adamw_default_eps":
@@ -771,7 +771,7 @@ def _references(modes: list[tuple[str, int]]) -> Iterator[Case]:
     """On two ranks: from a second engine, and from the policy's own with its adapter off or as it was."""
     for mode, stages in modes:
         lora = functools.partial(Case, mode, 2, "adamw", "one", 0.1, stages=stages, reference="adapter")
-        yield lora(trains="lora", packed=True, shared=True)  # goes on from an adapter
+        yield lora(trains="lora", packed=True, shared=True)  # continues an adapter
         if mode in ("zero2", "zero3", "pipeline_zero1"):
             yield lora(trains="lora_fresh")
         if stages == 1 and mode != "zero1":

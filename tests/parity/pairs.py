@@ -42,7 +42,7 @@ def numbered(steps: Sequence[plain.Step[plain.Pair]], data_rank: int, form: Form
 def micro_batch(pairs: Sequence[plain.Pair], first: int, form: Form) -> MicroBatch:
     """`first`: the number of the first pair. No pair at all: a row of two tokens without a target."""
     segments = [segment for pair in pairs for segment in segments_of(pair, form)] or [(EMPTY, 0)]
-    told = Answers(
+    given_answers = Answers(
         torch.arange(first, first + len(pairs)),
         torch.tensor([[plain.count([row]) for row in pair] for pair in pairs]).view(-1, 2),
     )
@@ -55,7 +55,7 @@ def micro_batch(pairs: Sequence[plain.Pair], first: int, form: Form) -> MicroBat
             ids[number, : len(row[0])], targets[number, : len(row[0])] = tensors(row)
             is_padding[number, : len(row[0])] = not pairs
         positions = torch.arange(length).repeat(len(segments), 1)
-        return make_micro_batch(ids, positions, targets, answers=told, is_padding=is_padding)
+        return make_micro_batch(ids, positions, targets, answers=given_answers, is_padding=is_padding)
     parts = zip(*(tensors(row) for row, _ in segments), strict=True)
     ids, targets = (torch.cat(part)[None] for part in parts)
     starts = tuple(start for _, start in segments)
@@ -67,7 +67,7 @@ def micro_batch(pairs: Sequence[plain.Pair], first: int, form: Form) -> MicroBat
         targets,
         lengths,
         starts=starts if form == "shared" else None,
-        answers=told,
+        answers=given_answers,
         is_padding=None if pairs else torch.ones_like(ids, dtype=torch.bool),
     )
 

@@ -140,7 +140,7 @@ class Balanced(Generic[T]):
 
 
 def summed_logps(model: nn.Module, row: Row) -> Tensor:
-    """log p of the row's targets given what stands before each; in float32, added up in float64."""
+    """Return log p of the row's targets given the tokens before each, in float32, summed in float64."""
     ids, trained = row
     logps = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
     return logps.gather(1, torch.tensor(ids[1:])[:, None])[torch.tensor(trained[1:]), 0].double().sum()

@@ -1,4 +1,4 @@
-"""What test_state.py launches: saves under some layouts, goes on from them under the same and others.
+"""What test_state.py launches: saves under some layouts, resumes from them under the same and others.
 
     torchrun … state_worker.py FOLDER CASE …
 

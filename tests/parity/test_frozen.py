@@ -49,7 +49,7 @@ ALWAYS = (
 
 
 @pytest.mark.parametrize("name", tiered(NAMES, ALWAYS))
-def test_scores_are_the_whole_models(figures: dict[str, dict[str, float]], name: str) -> None:
+def test_frozen_engine_scores_as_whole_model(figures: dict[str, dict[str, float]], name: str) -> None:
     bounds = BOUNDS_BF16 if "bf16" in name else BOUNDS
     over = {key: value for key, value in figures[name].items() if not value <= bounds[key]}
     assert not over

@@ -22,7 +22,7 @@ def compared(folder: Path, ranks: int) -> dict[str, Any]:
     return found
 
 
-def test_on_one_rank_gradients_that_stay_bf16_train_the_same_to_the_last_bit(tmp_path: Path) -> None:
+def test_bf16_gradients_on_one_rank_train_bit_for_bit(tmp_path: Path) -> None:
     for found in compared(tmp_path, 1).values():
         assert found["by_itself"] == "bf16"
         assert found["differs"] == 0
@@ -30,7 +30,7 @@ def test_on_one_rank_gradients_that_stay_bf16_train_the_same_to_the_last_bit(tmp
         assert min(found["norms"]["fp32"]) > 0.1  # so that every step was clipped
 
 
-def test_on_two_ranks_they_do_where_their_sum_is_bf16_and_else_stay_fp32(tmp_path: Path) -> None:
+def test_gradients_on_two_ranks_are_bf16_only_where_their_sum_is(tmp_path: Path) -> None:
     found = compared(tmp_path, 2)
     assert found["bf16"]["by_itself"] == "bf16"
     assert found["bf16"]["differs"] == 0

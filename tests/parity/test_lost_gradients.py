@@ -45,7 +45,7 @@ def parameters(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("noise", [0.0, 1e-2])
-def test_what_differs_by_rounding_alone_passes(noise: float) -> None:
+def test_rounding_differences_pass(noise: float) -> None:
     gradients, squares, moments = parameters(5)
     moments += noise * moments.std() * torch.randn(moments.shape, dtype=torch.float64)
     moments[1] *= 0.5  # whose hook has seen each gradient twice
@@ -55,7 +55,7 @@ def test_what_differs_by_rounding_alone_passes(noise: float) -> None:
     assert mismatches(gradients, squares, moments) == []
 
 
-def test_each_fault_is_found() -> None:
+def test_each_gradient_fault_is_found() -> None:
     right = parameters(11)
     gradients, squares, moments = (one.clone() for one in right)
     moments[0] = 0  # no gradient has arrived
@@ -101,7 +101,7 @@ def is_named(
     return unchanged(gradients, squares, before, after, update).tolist() == [True]
 
 
-def test_a_parameter_that_has_not_changed_is_named() -> None:
+def test_unchanged_parameter_is_named() -> None:
     sgd = update(1e-2, is_adamw=False)
     assert is_named(0.02, 1e-3, update(1e-5))
     assert is_named(0.0, 1e-3, update(1e-5), owned=1)
@@ -112,7 +112,7 @@ def test_a_parameter_that_has_not_changed_is_named() -> None:
 
 
 @pytest.mark.parametrize("is_adamw", [True, False])
-def test_a_parameter_that_need_not_change_is_not_named(is_adamw: bool) -> None:
+def test_parameter_that_need_not_change_is_not_named(is_adamw: bool) -> None:
     usual = update(1e-2, is_adamw=is_adamw)
     assert is_named(1.0, 1e-3, usual)
     assert not is_named(1.0, 0.0, usual)  # A of a new adapter
@@ -122,12 +122,12 @@ def test_a_parameter_that_need_not_change_is_not_named(is_adamw: bool) -> None:
     assert not is_named(1.0, 1e-3, update(1e-8, is_adamw=is_adamw))  # less than rounding
 
 
-def test_a_change_that_decay_or_eps_may_undo_is_not_expected() -> None:
+def test_no_change_expected_where_decay_or_eps_may_undo_it() -> None:
     assert not is_named(1.0, 1e-3, update(1e-5, weight_decay=1.0))
     assert not is_named(1.0, 1e-16, update(1e-3))
 
 
 @pytest.mark.parametrize("momentum", [0.0, 1e-3, torch.nan])
-def test_sgd_need_not_change_what_its_momentum_keeps(momentum: float) -> None:
+def test_momentum_may_cancel_an_sgd_step(momentum: float) -> None:
     sgd = update(1e-2, step=2, is_adamw=False)
     assert is_named(1.0, 1e-3, sgd, momentum=momentum) is (momentum != 0.0)

@@ -23,7 +23,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(output.read_text())
 
 
-def test_deepspeed_alone_lets_the_copies_drift_apart(found: dict[str, Any]) -> None:
+def test_tied_copies_diverge_in_plain_deepspeed(found: dict[str, Any]) -> None:
     """Were this no longer so, the row of spec/rules.py and the reason in engine/pipeline.py would go."""
     assert found["apart"]["offload"] > 1e-2
 
@@ -31,10 +31,10 @@ def test_deepspeed_alone_lets_the_copies_drift_apart(found: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     "case", ["offload, gradients kept in the type of the weights", "on the device", "offload, dsft"]
 )
-def test_elsewhere_and_with_dsfts_sum_they_stay_one(found: dict[str, Any], case: str) -> None:
+def test_tied_copies_stay_equal(found: dict[str, Any], case: str) -> None:
     assert found["apart"][case] == 0.0
     assert found["moved"][case] > 1e-2
 
 
-def test_a_rank_reads_its_part_alone_into_host_memory(found: dict[str, Any]) -> None:
+def test_rank_loads_only_its_part_into_host_memory(found: dict[str, Any]) -> None:
     assert found["spans"] == [[0, 5], [5, 10]]

@@ -82,7 +82,7 @@ def found(request: pytest.FixtureRequest) -> Callable[[int], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", tiered(CASES, ALWAYS), ids=lambda case: case.name)
-def test_equals_the_plain_loop(case: Case, found: Callable[[int], dict[str, Any]]) -> None:
+def test_engine_equals_plain_loop(case: Case, found: Callable[[int], dict[str, Any]]) -> None:
     if case.on_disk and (reason := why_no_swap()):
         pytest.skip(reason)
     result = found(case.ranks)[case.name]
@@ -99,7 +99,7 @@ def test_equals_the_plain_loop(case: Case, found: Callable[[int], dict[str, Any]
     assert not result["finite_when_skipped"], "a step whose norm is reported as finite was skipped"
 
 
-def test_the_core_tries_every_pair_of_values_that_any_case_tries() -> None:
+def test_core_covers_every_pair_of_values() -> None:
     def pairs(cases: Sequence[Case]) -> set[object]:
         values = [[(name, getattr(case, name)) for name in PAIRED] for case in cases]
         return {pair for of_case in values for pair in itertools.combinations(of_case, 2)}
@@ -113,7 +113,7 @@ def test_the_core_tries_every_pair_of_values_that_any_case_tries() -> None:
     assert {case.name for case in ALWAYS} - {case.name for case in CORE} >= set(SPLIT)
 
 
-def test_a_case_that_fails_hides_none_after_it() -> None:
+def test_cases_after_a_failure_still_run() -> None:
     launches: list[list[str]] = []
 
     def until_one_fails(names: Sequence[str]) -> tuple[dict[str, Any], str]:

@@ -30,7 +30,7 @@ CORE = [case.name for case in core(probes(), paired=())]  # every value of each 
 
 
 @pytest.mark.parametrize("name", tiered(NAMES, CORE))
-def test_a_run_is_the_same_to_the_last_bit_with_and_without_it(results: dict[str, Any], name: str) -> None:
+def test_probe_changes_no_bit_of_a_run(results: dict[str, Any], name: str) -> None:
     found = results[name]
     assert found["differences"] == []
     assert found["compared"] > 20

@@ -12,7 +12,7 @@ WORKER = Path(__file__).with_name("split_worker.py")
 ROUNDING = 1e-12
 
 
-def test_what_is_split_equals_what_is_whole(tmp_path: Path) -> None:
+def test_split_rows_equal_whole_rows(tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     with on_the_cpu():
         done = forked(WORKER, 4, [str(output)])

@@ -1,4 +1,4 @@
-"""Saved under one layout and gone on under the same or another, against going on without a break.
+"""Runs saved under one layout and resumed under the same or another, against uninterrupted runs.
 
 Same layout: equal to the last bit, values and moments, whatever the optimizer. Another: fp32 to 1e-6 of
 each tensor's largest element (the order of sums differs); bf16 between ZeRO 1, 2 and 3 on as many ranks:
@@ -84,7 +84,7 @@ ON_TWO_SWAPPED: dict[str, float] = {
 LOADS = [(ranks, case, bound) for ranks, cases in RANKS.items() for case, bound in cases.items()]
 SHORT = ("z2-fp32", "z3-fp32-tied", "z1-fp32-pipe-tied", "z2-fp32-momentum", "z3-bf16", "z2-bf16-offload",
     "z3-bf16-offload-host")  # fmt: skip
-"""Saved under these, one of each kind, it goes on always; the others with `-m long`."""
+"""Layouts of saved runs, one of each kind, that are always resumed; the others with `-m long`."""
 ALWAYS = [load for load in LOADS if load[1].partition(":")[0] in SHORT]
 
 
@@ -134,17 +134,17 @@ def table(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("load", tiered(LOADS, ALWAYS), ids=lambda load: f"{load[0]}-{load[1]}")
-def test_going_on_equals_no_break(results: dict[str, Any], load: tuple[int, str, float]) -> None:
+def test_resumed_run_equals_uninterrupted_run(results: dict[str, Any], load: tuple[int, str, float]) -> None:
     check_goes_on(results, *load)
 
 
 @pytest.mark.parametrize(("case", "bound"), ON_TWO_SWAPPED.items())
-def test_going_on_from_a_disk_equals_no_break(results: dict[str, Any], case: str, bound: float) -> None:
+def test_run_resumed_from_nvme_is_the_same(results: dict[str, Any], case: str, bound: float) -> None:
     skip_without_a_disk()
     check_goes_on(results, 2, case, bound)
 
 
-def test_what_is_on_a_disk_learns_the_same(results: dict[str, Any]) -> None:
+def test_nvme_offload_trains_the_same(results: dict[str, Any]) -> None:
     skip_without_a_disk()
     assert results["z3-fp32-large-nvme"]["losses"] == results["z3-fp32-large-offload"]["losses"]
     stored = ("nvme-params", "offload-params", "nvme-host")  # wherever each of both is
@@ -170,7 +170,7 @@ def check_goes_on(results: dict[str, Any], ranks: int, case: str, bound: float) 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_cpu_adam_goes_on_to_the_last_bit_after_many_steps() -> None:
+def test_cpu_adam_resumes_bit_for_bit_after_many_steps() -> None:
     """Its C++ side carries powers of the betas from step to step, which no tensor holds."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -8,7 +8,7 @@ OUTPUT.RANK.error.
 fresh        |first weight − whole model's|, absolute: the same model in every layout
 loss         |step's loss − plain|, absolute, over the steps
 gradient     |gradient − plain| ÷ the tensor's largest |element|, over tensors and steps, before clipping, and
-             both at the engine's weights of that step: the rounding of earlier steps stands under `weights`
+             both at the engine's weights of that step: `weights` shows the rounding of earlier steps
 farther      where that is beyond the case's bound, in fp32: the same of the engine against the plain loop in
              float64 ÷ the same of the plain loop itself; 0 where it is within
 norm         |gradient norm − plain| ÷ plain, over the steps

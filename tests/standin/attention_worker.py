@@ -1,4 +1,4 @@
-"""Runs over the stand-in GPU in fast mode: tells what attention over packed rows asks of the device.
+"""Runs over the stand-in GPU in fast mode: reports what attention over packed rows asks of the device.
 
 `kernels`: what torch chooses for one segment; `cudnn`: the same with cuDNN switched on; `models`: what whole
 models call; `launches`: what a layer launches, of the sizes of a Llama of 1.3 billion parameters; `shapes`:
@@ -21,7 +21,7 @@ from dsft.model.attention import attend_padded, attend_per_segment
 from dsft.model.older import checkpoint_activations
 from dsft.model.policy import Policy
 from tests.make import forward, make_micro_batch
-from tests.standin.inside import attention_kernel, counted, tell, waits
+from tests.standin.inside import attention_kernel, counted, report, waits
 
 attention_choice.differ = lambda _: False  # kernels that compute nothing give no numbers
 GPU = torch.device("cuda", 0)
@@ -67,8 +67,8 @@ def policy_of(layers: int, key_heads: int, dtype: torch.dtype, **keys: Any) -> P
 def packed(lengths: Sequence[int], starts: Sequence[int] | None = None) -> MicroBatch:
     positions = [torch.arange(s, s + n) for n, s in zip(lengths, starts or [0] * len(lengths), strict=True)]
     ids = torch.zeros(1, sum(lengths), dtype=torch.int64)
-    told = None if starts is None else tuple(starts)
-    return make_micro_batch(ids, torch.cat(positions)[None], ids, tuple(lengths), starts=told).to(GPU)
+    firsts = None if starts is None else tuple(starts)
+    return make_micro_batch(ids, torch.cat(positions)[None], ids, tuple(lengths), starts=firsts).to(GPU)
 
 
 def run(policy: Policy, batch: MicroBatch) -> None:
@@ -225,7 +225,12 @@ def shapes() -> dict[str, Any]:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["shapes"]:
-        tell(shapes())
+        report(shapes())
     else:
-        told = {"cudnn": kernels(True), "kernels": kernels(False), "models": models(), "launches": launches()}
-        tell(told | {"shapes": shapes()})
+        result = {
+            "cudnn": kernels(True),
+            "kernels": kernels(False),
+            "models": models(),
+            "launches": launches(),
+        }
+        report(result | {"shapes": shapes()})

@@ -154,20 +154,20 @@ def main() -> None:
     world = join(detect(os.environ), Layout(1, 1))
     torch.backends.cuda.enable_cudnn_sdp(False)
     line("micro-batches", "segments", "checkpointing", *(f"{kind}: step, layer" for kind in KINDS))
-    told: list[dict[str, Any]] = []
+    rows_found: list[dict[str, Any]] = []
     for checkpointing, micro_batches, segments in product((False, True), (1, 2), (1, 20, 76)):
         few, many = (step(world, layers, micro_batches, segments, checkpointing) for layers in LAYERS)
         layer = {kind: (many[kind] - few[kind]) / (LAYERS[1] - LAYERS[0]) for kind in KINDS}
         cells = [f"{few[kind]}, {layer[kind]:g}" for kind in KINDS]
         line(micro_batches, segments, "yes" if checkpointing else "no", *cells)
-        told.append({"case": [checkpointing, micro_batches], "step": few, "layer": layer})
+        rows_found.append({"case": [checkpointing, micro_batches], "step": few, "layer": layer})
     line("module", "kernels: forward, backward", "bytes an element: forward, backward")
     kernels = {}
     for name, (elements, function, inputs) in modules().items():
         (forward, moved), (backward, more) = passes(function, inputs)
         line(name, f"{forward}, {backward}", f"{moved / elements:.1f}, {more / elements:.1f}")
         kernels[name] = forward + backward
-    inside.tell({"steps": told, "modules": kernels})
+    inside.report({"steps": rows_found, "modules": kernels})
     world.close()
 
 

@@ -13,7 +13,7 @@ check_packages()
 
 import torch
 
-from tests.standin.inside import counted, peak, tell, waits
+from tests.standin.inside import counted, peak, report, waits
 
 
 def loss(weights: Any, rows: Any, mask: Any) -> Any:
@@ -57,4 +57,4 @@ def memory() -> dict[str, Any]:
 
 if __name__ == "__main__":
     passes = (loss, left_on_cpu, waited_for)
-    tell(memory() if sys.argv[1] == "memory" else {planted.__name__: tried(planted) for planted in passes})
+    report(memory() if sys.argv[1] == "memory" else {planted.__name__: tried(planted) for planted in passes})

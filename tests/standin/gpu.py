@@ -1,8 +1,8 @@
-"""Starts commands over the stand-in GPU and gives what they answer: what the tests of this folder stand on.
+"""Starts commands over the stand-in GPU and returns their reports, for the tests of this folder.
 
 The tests' own torch has no CUDA, so whatever meets the device runs in a process of its own, of which a module
 beside the test is the code: `answer("tests.standin.some_worker", "case")` starts `python -m
-tests.standin.some_worker case`, which ends with `inside.tell(result)`. `inside.py` has what such a module
+tests.standin.some_worker case`, which ends with `inside.report(result)`. `inside.py` has what such a module
 counts with."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pytest
 from tests.launching import LATE, ROOT
 
 HERE = Path(__file__).resolve().parent
-TOLD = "stand-in: "
-"""How the line begins that holds a worker's answer."""
+PREFIX = "stand-in: "
+"""Prefix of the line with a worker's report."""
 
 
 def torch_version() -> str:
@@ -72,10 +72,10 @@ def run(*command: str, mode: str = "fast", **settings: Any) -> subprocess.Comple
 
 
 def answer(module: str, *words: str, mode: str = "fast", **settings: Any) -> Any:
-    """What the module told with `inside.tell`; fails the test, with its output, where it told nothing."""
+    """Return what the module reports with `inside.report`; without a report fail the test, with its output."""
     done = run("-m", module, *words, mode=mode, **settings)
-    told = [line.removeprefix(TOLD) for line in done.stdout.splitlines() if line.startswith(TOLD)]
-    if done.returncode or not told:
-        said = f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-        pytest.fail(f"{module} ended with {done.returncode}:\n{said}", pytrace=False)
-    return json.loads(told[-1])
+    reports = [line.removeprefix(PREFIX) for line in done.stdout.splitlines() if line.startswith(PREFIX)]
+    if done.returncode or not reports:
+        output = f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+        pytest.fail(f"{module} ended with {done.returncode}:\n{output}", pytrace=False)
+    return json.loads(reports[-1])

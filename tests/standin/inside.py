@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.standin.gpu import TOLD
+from tests.standin.gpu import PREFIX
 
 KINDS = (
     "launches", "products", "fills", "to_device", "to_host", "on_device", "pageable", "stream_syncs",
@@ -36,9 +36,9 @@ def _counts() -> Any:
     return (ctypes.c_long * len(KINDS)).in_dll(runtime, "standin_counts")
 
 
-def tell(value: Any) -> None:
-    """Hands an answer (of what JSON has) to the test that started this process."""
-    print(TOLD + json.dumps(value), flush=True)
+def report(value: Any) -> None:
+    """Print `value` as JSON for the test that started this process."""
+    print(PREFIX + json.dumps(value), flush=True)
 
 
 @contextmanager

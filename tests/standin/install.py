@@ -32,7 +32,7 @@ LIBRARIES = {
     "nvrtc": ("nvrtc",), "cupti": ("cupti",), "nvshmem_host": ("nvshmem",), "nvToolsExt": ("nvtx",),
     "nvidia-ml": ("nvml",),
 }  # fmt: skip
-"""What stands between `lib` and `.so` in a library's name, and how its functions' names begin."""
+"""The part between `lib` and `.so` of a library's name, and how its functions' names begin."""
 REFUSED = {"cudart": 801, "cuda": 801, "nvrtc": 1, "cupti": 15}
 """The code with which functions refuse that are not written here: `cudaErrorNotSupported` and its like."""
 PRODUCTS = re.compile(r"[gG]emm|[gG]emv|dot|Matmul$|BackendExecute|Convolution(Forward|Backward)|SpMM$")
@@ -85,8 +85,8 @@ def versions(torch: Path) -> dict[str, int]:
     wheel = "".join(path.read_text() for path in torch.parent.glob("torch-*.dist-info/METADATA"))
     found = {"CUDA": int(cuda[1]) * 1000 + int(cuda[2]) * 10}
     for name, macro in (("cudnn", "CUDNN"), ("nccl", "NCCL")):
-        said = re.search(rf"nvidia-{name}-cu\d+==(\d+)\.(\d+)\.(\d+)", wheel)
-        found[macro] = int(said[1]) * 10000 + int(said[2]) * 100 + int(said[3]) if said else 92000
+        pinned = re.search(rf"nvidia-{name}-cu\d+==(\d+)\.(\d+)\.(\d+)", wheel)
+        found[macro] = int(pinned[1]) * 10000 + int(pinned[2]) * 100 + int(pinned[3]) if pinned else 92000
     return found
 
 

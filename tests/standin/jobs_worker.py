@@ -40,7 +40,7 @@ def work(job: dict[str, Any]) -> int:
 
 
 def share() -> None:
-    """Imports what all jobs import. The number of devices, which DeepSpeed asks for meanwhile, is told
+    """Imports what all jobs import. The number of devices, which DeepSpeed asks for meanwhile, is given
     without asking CUDA: torch refuses CUDA to the forks of a process that has."""
     import torch
 

@@ -20,7 +20,7 @@ from dsft.model.experts import choose_experts, described
 from dsft.model.kernels import choose_kernels
 from dsft.spec.schema import Model
 from tests.standin.gpu import folder
-from tests.standin.inside import counted, peak, tell, waits
+from tests.standin.inside import counted, peak, report, waits
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYERS, TOKENS = 6, 1024
@@ -87,7 +87,7 @@ def pinned() -> bool:
     return torch.empty(120 << 20, dtype=torch.uint8, pin_memory=True).data_ptr() == place
 
 
-def said(call: Any) -> list[str]:
+def messages(call: Any) -> list[str]:
     """What a call returns, or the error that it ends with, in lines."""
     try:
         return str(call()).splitlines()
@@ -100,23 +100,23 @@ def old() -> dict[str, list[str]]:
         AutoConfig.for_model("llama", num_hidden_layers=1, hidden_size=64)
     )
     found = {
-        "device": said(lambda: take_device(0, None, os.environ)),
-        "experts": said(lambda: next(described(mixture("auto", torch.bfloat16)))),
-        "auto, no package": said(lambda: choose_kernels(llama, "auto")),
+        "device": messages(lambda: take_device(0, None, os.environ)),
+        "experts": messages(lambda: next(described(mixture("auto", torch.bfloat16)))),
+        "auto, no package": messages(lambda: choose_kernels(llama, "auto")),
     }
     sys.path.append(str(folder().parent / "triton"))
-    found["auto"] = said(lambda: choose_kernels(llama, "auto"))
-    found["liger"] = said(lambda: choose_kernels(llama, "liger"))
-    found["compile"] = said(lambda: choose_kernels(llama, "auto", compiled=True))
+    found["auto"] = messages(lambda: choose_kernels(llama, "auto"))
+    found["liger"] = messages(lambda: choose_kernels(llama, "liger"))
+    found["compile"] = messages(lambda: choose_kernels(llama, "auto", compiled=True))
     return found
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["old"]:
-        tell(old())
+        report(old())
     else:
         cases = [(choice, name) for choice in ("auto", "eager") for name in TYPES]
-        tell(
+        report(
             {"experts": {f"{choice} {name}": experts(choice, TYPES[name]) for choice, name in cases}}
             | {"kept": offloaded(True, False), "all": offloaded(True, True), "half": offloaded(2, True)}
             | {"pinned": pinned(), "input": 4 * TOKENS * int(LLAMA["hidden_size"])}

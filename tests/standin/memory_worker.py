@@ -188,7 +188,7 @@ def child(case: Case, output: Path) -> None:
         return
     try:
         found = measure(case)
-    except BaseException as error:  # the parent goes on with the next case
+    except BaseException as error:  # the parent continues with the next case
         traceback.print_exc()
         found = {"case": case.name, "error": f"{type(error).__name__}: {error}"}
     with output.open("a", encoding="utf-8") as file:

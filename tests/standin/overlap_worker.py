@@ -185,11 +185,11 @@ def main() -> None:
     noted = Noted()
     noted.start()
     _sanitizer.enable_cuda_sanitizer()
-    told = {name: trained(*case, noted) for name, case in CASES.items()}
+    results = {name: trained(*case, noted) for name, case in CASES.items()}
     for fault in FAULTS:
         noted.fault = fault
-        told[fault] = trained(*CASES["ZeRO 2, fp32"], noted)
-    inside.tell(told)
+        results[fault] = trained(*CASES["ZeRO 2, fp32"], noted)
+    inside.report(results)
 
 
 if __name__ == "__main__":

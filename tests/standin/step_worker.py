@@ -174,11 +174,11 @@ def answers(device: torch.device, number: int) -> dict[str, Any]:
 def main(names: list[str]) -> None:
     world = join(detect(os.environ), Layout(1, 1))
     torch.backends.cuda.enable_cudnn_sdp(False)
-    told: dict[str, Any] = {"answers": [answers(world.device, number) for number in (2, 40)]}
+    results: dict[str, Any] = {"answers": [answers(world.device, number) for number in (2, 40)]}
     for task, zero_stage in map(str.split, names):
-        told[f"{task}, ZeRO {zero_stage}"] = trained(world, task, int(zero_stage), log_every=1)
-    told["no record"] = trained(world, "sft", 1, log_every=NEVER)
-    inside.tell(told)
+        results[f"{task}, ZeRO {zero_stage}"] = trained(world, task, int(zero_stage), log_every=1)
+    results["no record"] = trained(world, "sft", 1, log_every=NEVER)
+    inside.report(results)
     world.close()
 
 

@@ -18,7 +18,7 @@ EFFICIENT, FLASH = "_scaled_dot_product_efficient_attention", "_scaled_dot_produ
 
 
 @pytest.fixture(scope="module")
-def told() -> Any:
+def report() -> Any:
     return answer(WORKER)
 
 
@@ -34,17 +34,17 @@ def told() -> Any:
         ("dropout", [EFFICIENT, FLASH]),
     ],
 )
-def test_which_kernels_attention_calls(told: Any, model: str, kernels: list[str]) -> None:
-    """Segments of three lengths, one of which goes on from a prompt; heads in groups of four."""
+def test_which_kernels_attention_calls(report: Any, model: str, kernels: list[str]) -> None:
+    """Segments of three lengths, one of which continues a prompt; heads in groups of four."""
     if BEFORE_WINDOWS and model in ("mistral", "gemma3"):
         kernels = [EFFICIENT, FLASH]
-    assert told["models"][f"{model} bf16"] == kernels
+    assert report["models"][f"{model} bf16"] == kernels
     if model != "gemma2":  # none makes all scores, though heads are in groups
-        assert told["models"][f"{model} fp32"] == [EFFICIENT]
+        assert report["models"][f"{model} fp32"] == [EFFICIENT]
 
 
-def test_what_a_layer_launches_does_not_depend_on_the_number_of_segments(told: Any) -> None:
-    found = told["launches"]
+def test_launches_per_layer_do_not_depend_on_segments(report: Any) -> None:
+    found = report["launches"]
     for heads in (16, 4):
         one = found[f"auto {heads} 1"]["launches"]
         assert one <= 104
@@ -64,8 +64,8 @@ BY_CUDNN = {
 data.max_length, and answers that share a prompt."""
 
 
-def test_rows_of_one_length_go_through_cudnn_on_hopper(told: Any) -> None:
-    found = told["shapes"]
+def test_equal_rows_use_cudnn_on_hopper(report: Any) -> None:
+    found = report["shapes"]
     assert "not cuDNN for rows of one length: " in found["cuDNN fails"]
     for model, expected in BY_CUDNN.items():
         line = found[model].pop("line")
@@ -83,10 +83,10 @@ def test_rows_of_one_length_go_through_cudnn_on_hopper(told: Any) -> None:
     assert found["left on"] is False, "cuDNN is on around dsft's own calls alone"
 
 
-def test_plans_and_bounds_of_segments_are_few(told: Any) -> None:
+def test_plans_and_bounds_of_segments_are_few(report: Any) -> None:
     """Of 20 shapes, each twice; segments of up to 4,096 tokens."""
-    assert len(told["shapes"]["plans"]) == 16
-    assert told["shapes"]["bounds"] == [128, 256, 512, 1024, 2048, 4096]
+    assert len(report["shapes"]["plans"]) == 16
+    assert report["shapes"]["bounds"] == [128, 256, 512, 1024, 2048, 4096]
 
 
 def test_other_gpus_do_not_try_cudnn() -> None:
@@ -98,9 +98,9 @@ def test_other_gpus_do_not_try_cudnn() -> None:
     assert (found["plans"], found["padded"]["line"], found["padded"]["4 of 1024"]) == ([], "", [FLASH])
 
 
-def test_torch_never_takes_cudnn_by_itself(told: Any) -> None:
+def test_torch_never_takes_cudnn_by_itself(report: Any) -> None:
     """It makes a plan for each new length. Torch chooses it unless it is switched off, as `join` does."""
-    kernels, left_on = told["kernels"], told["cudnn"]
+    kernels, left_on = report["kernels"], report["cudnn"]
     assert left_on["bf16 8 128 causal"] == ("flash" if BEFORE_WINDOWS else "cudnn")
     assert "cudnn" not in kernels.values()
     for name, kernel in kernels.items():

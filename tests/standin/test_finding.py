@@ -21,11 +21,11 @@ def tried() -> Any:
     return answer(WORKER, "passes", mode="numbers")
 
 
-def test_a_tensor_left_on_the_cpu_is_refused(tried: Any) -> None:
+def test_tensor_left_on_the_cpu_is_refused(tried: Any) -> None:
     assert "same device" in tried["left_on_cpu"]["error"]
 
 
-def test_a_wait_is_found_at_its_line(tried: Any) -> None:
+def test_host_wait_is_found_at_its_line(tried: Any) -> None:
     clean, waiting = tried["loss"], tried["waited_for"]
     assert clean["error"] is waiting["error"] is None
     assert clean["waits"] == {} and clean["counts"]["stream_syncs"] == clean["counts"]["to_host"] == 0
@@ -34,7 +34,7 @@ def test_a_wait_is_found_at_its_line(tried: Any) -> None:
     assert waiting["counts"]["stream_syncs"] == waiting["counts"]["to_host"] == 1
 
 
-def test_gradients_are_those_of_the_cpu(tried: Any) -> None:
+def test_gradients_equal_the_cpu(tried: Any) -> None:
     torch.manual_seed(0)
     weights, rows = torch.randn(8, 16, requires_grad=True), torch.randn(4, 8)
     finding_worker.loss(weights, rows, (torch.arange(16) % 3 == 0).expand(4, 16)).backward()
@@ -46,7 +46,7 @@ def test_gradients_are_those_of_the_cpu(tried: Any) -> None:
     ("allocator", "reserved"),
     [("", 16 << 30), ("expandable_segments:True", 820 * (20 << 20))],  # the latter in pieces of 20 MiB
 )
-def test_memory_is_counted_that_no_host_has(allocator: str, reserved: int) -> None:
+def test_memory_beyond_the_host_is_counted(allocator: str, reserved: int) -> None:
     found = answer(WORKER, "memory", gib=24, PYTORCH_ALLOC_CONF=allocator)
     assert "Tried to allocate 64.00 GiB" in found.pop("refused") and found == {
         "before": 8 << 30,

@@ -110,7 +110,7 @@ def losses(folder: Path, name: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_the_quickstart_prints_the_losses_of_the_cpu(both: tuple[Path, Path]) -> None:
+def test_quickstart_prints_the_losses_of_the_cpu(both: tuple[Path, Path]) -> None:
     gpu, cpu = (losses(folder, "quickstart") for folder in both)
     assert gpu == cpu and len(gpu) >= 6
     memory = json.loads((run_of(both[0], "quickstart") / "memory.json").read_text())
@@ -118,7 +118,7 @@ def test_the_quickstart_prints_the_losses_of_the_cpu(both: tuple[Path, Path]) ->
 
 
 @pytest.mark.long
-def test_a_run_goes_on_from_its_checkpoint(both: tuple[Path, Path]) -> None:
+def test_run_resumes_from_its_checkpoint(both: tuple[Path, Path]) -> None:
     folder, _ = both
     assert "going on from step 2" in (folder / "resumed.log").read_text()
     whole, resumed = (run_of(folder, name) for name in ("quickstart", "resumed"))
@@ -129,7 +129,7 @@ def test_a_run_goes_on_from_its_checkpoint(both: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", tiered([*CASES, "dpo"], ALWAYS))
-def test_a_run_records_what_it_does_on_the_cpu(name: str, both: tuple[Path, Path]) -> None:
+def test_run_records_the_metrics_of_the_cpu(name: str, both: tuple[Path, Path]) -> None:
     gpu, cpu = (run_of(folder, name) for folder in both)
     keys = (*KEYS, "train/rewards/margins", "eval/rewards/margins") if name == "dpo" else KEYS
     for key in keys:

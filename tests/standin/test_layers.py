@@ -31,7 +31,7 @@ def answered() -> Any:
     return answer(WORKER, mode="numbers", **allocator(spec, {}, torch_version()))
 
 
-def test_grouped_products_wait_less_for_the_device_than_one_expert_after_the_other(answered: Any) -> None:
+def test_grouped_matmul_waits_less_than_the_loop_over_experts(answered: Any) -> None:
     found = answered["experts"]
     grouped, fallback, eager = found["auto bf16"], found["auto fp16"], found["eager fp16"]
     assert grouped["stream_syncs"] == 0 and grouped["products"] <= 3
@@ -40,7 +40,7 @@ def test_grouped_products_wait_less_for_the_device_than_one_expert_after_the_oth
     assert "expert by expert" in fallback["line"] and "expert by" not in grouped["line"]
 
 
-def test_activations_are_copied_beside_the_layers_without_a_wait(answered: Any) -> None:
+def test_activation_offload_overlaps_without_a_wait(answered: Any) -> None:
     kept, all_of_them, half = answered["kept"], answered["all"], answered["half"]
     assert kept["numbers"] == all_of_them["numbers"] == half["numbers"]
     for case, copied in ((all_of_them, LAYERS), (half, LAYERS // 2)):
@@ -50,24 +50,24 @@ def test_activations_are_copied_beside_the_layers_without_a_wait(answered: Any) 
         assert (more["stream_syncs"], more["event_syncs"], more["pageable"]) == (0, 0, 0)
 
 
-def test_a_layers_inputs_return_while_the_layer_behind_it_is_recomputed(answered: Any) -> None:
+def test_inputs_are_prefetched_during_recomputation(answered: Any) -> None:
     forward = [step for n in range(LAYERS) for step in ("out", f"layer {n}")]
     backward = [step for n in reversed(range(1, LAYERS)) for step in ("back", f"layer {n}")]
     assert answered["all"]["order"] == [*forward, *backward, "layer 0"]
 
 
-def test_two_layers_inputs_are_on_the_device_at_most(answered: Any) -> None:
+def test_at_most_two_layers_inputs_are_on_the_device(answered: Any) -> None:
     peaks = {name: answered[name]["memory"]["allocated"] for name in ("kept", "all")}
     saved = (peaks["kept"] - peaks["all"]) / answered["input"]
     assert LAYERS - 3 <= saved <= LAYERS
 
 
-def test_pinned_memory_is_not_used_again_for_more_than_it_is(answered: Any) -> None:
+def test_pinned_blocks_are_not_reused_for_larger_ones(answered: Any) -> None:
     """torch looks for a block by the power of two alone, unless large ones are not cached."""
     assert not answered["pinned"]
 
 
-def test_a_gpu_that_is_too_old_or_refuses_expandable_segments_is_one_sentence() -> None:
+def test_unsupported_gpu_gives_one_sentence() -> None:
     found = answer(
         WORKER, "old", STANDIN_CAPABILITY="7.5", STANDIN_SEGMENTS_REFUSED="1",
         PYTORCH_ALLOC_CONF="expandable_segments:True",

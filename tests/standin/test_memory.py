@@ -42,7 +42,7 @@ def read(output: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", tiered(NAMES, ALWAYS))
-def test_the_plan_is_what_torch_allocates(name: str, cases: dict[str, dict[str, Any]]) -> None:
+def test_planned_memory_is_what_torch_allocates(name: str, cases: dict[str, dict[str, Any]]) -> None:
     case = cases[name]
     assert "error" not in case, case["error"]
     assert case["measured"]["first_step"] >= 0.999 * case["measured"]["steady"], (

@@ -15,14 +15,14 @@ pytestmark = pytest.mark.standin
 
 
 @pytest.fixture(scope="module")
-def told() -> Any:
+def report() -> Any:
     return answer("tests.standin.overlap_worker", mode="numbers")
 
 
-def test_a_backward_pass_waits_for_the_buffer_that_it_fills_next(told: Any) -> None:
+def test_backward_waits_only_for_its_next_buffer(report: Any) -> None:
     """And neither the host nor the device as a whole waits; sums are right (the worker compares them)."""
     for name in overlap_worker.CASES.keys() - {"on the host"}:
-        case = told[name]
+        case = report[name]
         assert "race" not in case, name
         assert case["device_syncs"] == case["stream_syncs"] == case["reused"] == 0, name
         orders = [order for order in case["orders"] if order]
@@ -36,19 +36,19 @@ def test_a_backward_pass_waits_for_the_buffer_that_it_fills_next(told: Any) -> N
             assert all(bucket.startswith("r") for bucket in buckets)
 
 
-def test_with_the_optimizer_on_the_host_a_micro_batch_waits_once_for_the_copies(told: Any) -> None:
-    assert "race" not in told["on the host"]
-    assert told["on the host"]["device_syncs"] == overlap_worker.MICRO_BATCHES
+def test_optimizer_offload_waits_once_per_micro_batch(report: Any) -> None:
+    assert "race" not in report["on the host"]
+    assert report["on the host"]["device_syncs"] == overlap_worker.MICRO_BATCHES
 
 
-def test_deepspeeds_own_waits_are_found(told: Any) -> None:
-    found = told["deepspeed"]
+def test_deepspeed_waits_are_found(report: Any) -> None:
+    found = report["deepspeed"]
     assert all(order.startswith("sWrsWrsWr") for order in found["orders"])
     reductions = sum(order.count("r") for order in found["orders"])
     assert found["device_syncs"] == reductions + overlap_worker.MICRO_BATCHES == 26
-    assert told["all-reduce"]["device_syncs"] == overlap_worker.MICRO_BATCHES
+    assert report["all-reduce"]["device_syncs"] == overlap_worker.MICRO_BATCHES
 
 
-def test_a_wait_that_is_left_out_is_found(told: Any) -> None:
-    assert all(told[fault]["race"] == "detected 1 errors" for fault in ("w", "s", "W"))
-    assert told["memory"]["reused"] > 0
+def test_missing_wait_is_found(report: Any) -> None:
+    assert all(report[fault]["race"] == "detected 1 errors" for fault in ("w", "s", "W"))
+    assert report["memory"]["reused"] > 0

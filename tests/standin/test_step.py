@@ -20,7 +20,7 @@ micro-batches."""
 
 
 @pytest.fixture(scope="module")
-def told(request: pytest.FixtureRequest) -> Any:
+def report(request: pytest.FixtureRequest) -> Any:
     names = [f"{task} {zero_stage}" for task, zero_stage in selected(request, "step")]
     return answer("tests.standin.step_worker", *names, mode="numbers")
 
@@ -30,9 +30,9 @@ ALWAYS = [("sft", 1), ("sft", 2), ("dpo", 3)]
 
 
 @pytest.mark.parametrize("step", tiered(CASES, ALWAYS), ids=str)
-def test_a_step_waits_for_nothing_but_what_deepspeed_does(told: Any, step: tuple[str, int]) -> None:
+def test_step_adds_no_wait_to_deepspeeds(report: Any, step: tuple[str, int]) -> None:
     task, zero_stage = step
-    case = told[f"{task}, ZeRO {zero_stage}"]
+    case = report[f"{task}, ZeRO {zero_stage}"]
     assert case["tensors"] >= MICRO_BATCHES * (6 if task == "dpo" else 3)
     assert not [place for place in case["waits"] if place.startswith("dsft/")], case["waits"]
     in_transformers = sum(n for place, n in case["waits"].items() if place.startswith("transformers/"))
@@ -45,44 +45,46 @@ def test_a_step_waits_for_nothing_but_what_deepspeed_does(told: Any, step: tuple
         assert counts["to_device"] == case["tensors"] + 2
 
 
-def test_a_record_costs_one_collective_and_two_copies_that_have_arrived_when_they_are_read(told: Any) -> None:
-    [step, same], [bare, _] = told["sft, ZeRO 1"]["steps"], told["no record"]["steps"]
+def test_record_costs_one_collective_and_two_copies(
+    report: Any,
+) -> None:
+    [step, same], [bare, _] = report["sft, ZeRO 1"]["steps"], report["no record"]["steps"]
     assert step == same
     assert {name: step[name] - bare[name] for name in step if step[name] != bare[name]} == {
         "launches": 1, "on_device": 1, "to_device": 1, "to_host": 2, "event_syncs": 2, "collectives": 1,
     }  # fmt: skip
-    assert set(told["sft, ZeRO 1"]["losses"]) == {"1", "2", "3", "4", "5", "6"}
-    assert set(told["no record"]["losses"]) == {"6"}
+    assert set(report["sft, ZeRO 1"]["losses"]) == {"1", "2", "3", "4", "5", "6"}
+    assert set(report["no record"]["losses"]) == {"6"}
 
 
-def test_one_rank_adds_up_gradients_in_place(told: Any) -> None:
+def test_one_rank_accumulates_gradients_in_place(report: Any) -> None:
     for case in ("sft, ZeRO 1", "sft, ZeRO 2", "dpo, ZeRO 3"):
-        assert 30 < told[case]["bytes"] <= BYTES, case
+        assert 30 < report[case]["bytes"] <= BYTES, case
 
 
-def test_records_that_are_read_late_hold_their_own_step(told: Any) -> None:
+def test_late_records_belong_to_their_step(report: Any) -> None:
     """The mean over the whole run is that of its steps, which have equally many targets."""
-    steps = list(told["sft, ZeRO 1"]["losses"].values())
+    steps = list(report["sft, ZeRO 1"]["losses"].values())
     assert len(set(steps)) == len(steps)
-    assert told["no record"]["losses"]["6"] == pytest.approx(sum(steps) / len(steps), rel=1e-12)
+    assert report["no record"]["losses"]["6"] == pytest.approx(sum(steps) / len(steps), rel=1e-12)
 
 
-def test_answers_take_as_many_kernels_however_many_they_are(told: Any) -> None:
-    few, many = told["answers"]
+def test_launches_do_not_depend_on_the_number_of_answers(report: Any) -> None:
+    few, many = report["answers"]
     assert few["taken"] == many["taken"]
     assert few["taken"]["stream_syncs"] == few["taken"]["pageable"] == 0
     assert many["sums"] == [-7.0] * 40
 
 
 @pytest.mark.long
-def test_what_a_layer_asks_for_does_not_depend_on_its_segments() -> None:
+def test_device_calls_per_layer_do_not_depend_on_segments() -> None:
     """The tables of docs/performance.md."""
-    told = answer("tests.standin.counts", mode="numbers")
+    report = answer("tests.standin.counts", mode="numbers")
     of_a_layer = {(False, 1): 120, (False, 2): 240, (True, 1): 150, (True, 2): 300}  # a few more elsewhere
-    for row in told["steps"]:
+    for row in report["steps"]:
         asked, layer = row["step"], row["layer"]
         assert layer["launches"] <= of_a_layer[tuple(row["case"])], row
         assert asked["device_syncs"] == 0 and asked["stream_syncs"] == SYNCS, row
         assert not any(layer[kind] for kind in ("to_device", "to_host", "stream_syncs", "event_syncs")), row
-    assert len({(*row["case"], row["step"]["launches"]) for row in told["steps"]}) == len(of_a_layer)
-    assert min(told["modules"].values()) >= 5, "fusing saves less than the page says"
+    assert len({(*row["case"], row["step"]["launches"]) for row in report["steps"]}) == len(of_a_layer)
+    assert min(report["modules"].values()) >= 5, "fusing saves less than the page says"

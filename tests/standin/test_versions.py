@@ -16,7 +16,7 @@ RELEASES = ("2.10.0", "2.11.0", "2.15.0")
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_they_pass_with(release: str) -> None:
+def test_standin_tests_pass_with_other_torch(release: str) -> None:
     chosen = os.environ | {"STANDIN_TORCH": release}
     subprocess.run([ROOT / "scripts" / "standin"], env=chosen, check=True, timeout=LATE)
     tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/standin", "-m", "standin"]

@@ -15,13 +15,13 @@ def kinds(kind: type[DsftError]) -> set[type[DsftError]]:
     return {kind, *(each for below in kind.__subclasses__() for each in kinds(below))}
 
 
-def test_the_page_lists_every_exit_code() -> None:
+def test_page_lists_every_exit_code() -> None:
     text = PAGE.read_text(encoding="utf-8")
     listed = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)}
     assert listed == {kind.exit_code for kind in kinds(DsftError)} | {0, 1, verdict.HUNG}
 
 
-def test_the_page_says_what_is_restarted() -> None:
+def test_page_lists_restarted_exit_codes() -> None:
     text = PAGE.read_text(encoding="utf-8")
     sentence = re.search(r"restarts a run after ([^.]+)\.", text)
     assert sentence

@@ -31,16 +31,16 @@ FIELDS = {"case", "argv", "commit", "versions", "gpu", "seconds", "pass", "reaso
 
 
 def result(name: str, **figures: Any) -> dict[str, Any]:
-    told = {"argv": [], "commit": "abc", "versions": {"torch": "2"}, "gpu": "H200", "machine": "m"}
+    facts = {"argv": [], "commit": "abc", "versions": {"torch": "2"}, "gpu": "H200", "machine": "m"}
     case = next(case for case in CASES if case.name == name)
     made = {"case": name, "stage": case.stage, "date": "2026-01-02", "seconds": 1.0, "pass": True}
-    return {**told, **made, "reason": "", **figures}
+    return {**facts, **made, "reason": "", **figures}
 
 
 # --- the table ----------------------------------------------------------------------------------------------
 
 
-def test_every_case_can_be_run() -> None:
+def test_every_gpu_case_is_valid() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
     assert {case.stage for case in CASES} == set(STAGES)
@@ -52,7 +52,7 @@ def test_every_case_can_be_run() -> None:
             assert not name.startswith("ratio ") or name.removeprefix("ratio ") in case.beside
 
 
-def test_the_goals_are_those_that_were_set() -> None:
+def test_goals_are_pinned() -> None:
     goals = {case.name: {name: bound for name, _, bound in case.goals} for case in CASES}
     assert goals["documents-dsft"]["mfu"] == 0.50
     assert goals["documents-dsft"]["ratio documents-plain"] == 1.0
@@ -92,7 +92,7 @@ def test_models_have_the_sizes_of_their_names(name: str, billions: float, tmp_pa
     assert work_of(tmp_path, None).per_token == pytest.approx(6 * multiplied, rel=1e-3)
 
 
-def test_rows_have_the_lengths_that_are_told(tmp_path: Path) -> None:
+def test_rows_have_the_requested_lengths(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     runs.write_rows(path, "short", 2000, 4096)
     lengths = [sum(map(len, json.loads(line).values())) for line in path.read_text().splitlines()]
@@ -104,7 +104,7 @@ def test_rows_have_the_lengths_that_are_told(tmp_path: Path) -> None:
 # --- results ------------------------------------------------------------------------------------------------
 
 
-def test_a_goal_that_is_missed_is_said() -> None:
+def test_missed_goal_is_reported() -> None:
     case = next(case for case in CASES if case.name == "documents-dsft")
     slow = judge(result(case.name, mfu=0.31, plan_error=0.01), case, False)
     assert not slow["pass"] and slow["reason"] == "mfu 0.31, goal >= 0.5"
@@ -116,7 +116,7 @@ def test_a_goal_that_is_missed_is_said() -> None:
     assert not judge(result(parity.name, difference=0.1), parity, True)["pass"]  # but its numbers
 
 
-def test_cases_beside_each_other_are_compared() -> None:
+def test_paired_cases_are_compared() -> None:
     figures = {"mfu": 0.5, "plan_error": 0.0, "losses": [2.0, 1.0]}
     plain = result("documents-plain", tokens_per_s=80.0, losses=[2.0, 1.001])
     ours = result("documents-dsft", tokens_per_s=100.0, **figures)
@@ -132,19 +132,19 @@ def test_cases_beside_each_other_are_compared() -> None:
     assert compare(short)[0]["pass"] and compare(short)[0]["ratios"] == {"short-trl": 1.5}
 
 
-def test_losses_of_other_lengths_or_no_number_are_no_equality() -> None:
+def test_losses_of_other_lengths_or_nan_are_unequal() -> None:
     assert differences([2.0, 1.0], [2.0, 1.1])["difference"] == pytest.approx(0.0909, abs=1e-4)
     for ours in ([1.0], [1.0, float("nan")]):
         with pytest.raises(RuntimeError):
             differences(ours, [1.0, 1.0])
 
 
-def test_the_page_is_written_of_real_results_alone() -> None:
+def test_page_has_only_real_results() -> None:
     rehearsed = result("documents-dsft", tokens_per_s=1.0, losses=[1.0], rehearsed=True)
     assert "No GPU was at hand" in page([rehearsed]) and "No GPU was at hand" in page([])
-    told = page([result("documents-dsft", tokens_per_s=50_000.0, mfu=0.41, losses=[1.0], plan_error=0.01)])
-    assert "No GPU was at hand" not in told and "2026-01-02: H200" in told
-    assert re.search(r"\| documents-dsft \| missed \| 50,000 \| 0.41 \|.*mfu 0.41, goal >= 0.5 \|", told)
+    text = page([result("documents-dsft", tokens_per_s=50_000.0, mfu=0.41, losses=[1.0], plan_error=0.01)])
+    assert "No GPU was at hand" not in text and "2026-01-02: H200" in text
+    assert re.search(r"\| documents-dsft \| missed \| 50,000 \| 0.41 \|.*mfu 0.41, goal >= 0.5 \|", text)
 
 
 def test_docs_have_the_page() -> None:
@@ -158,7 +158,7 @@ def test_docs_have_the_page() -> None:
 # --- the driver ---------------------------------------------------------------------------------------------
 
 
-def test_a_case_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_timed_out_case_is_killed_with_its_children(tmp_path: Path) -> None:
     script = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
@@ -174,12 +174,12 @@ def test_a_case_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: 
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_why_a_case_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_not_to_run_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     case, late = cases_of("speed")[0], time.monotonic() + 1000
     monkeypatch.setattr(driver, "AGAIN", 0.0)
-    for gpus, said in (([], "no GPU"), ([(130_000, 143_771)], "GiB of the GPU's memory are free")):
+    for gpus, reason in (([], "no GPU"), ([(130_000, 143_771)], "GiB of the GPU's memory are free")):
         monkeypatch.setattr(driver, "gpu_memory", lambda gpus=gpus: gpus)
-        assert said in driver.reason_not_to_run(case, late, False)
+        assert reason in driver.reason_not_to_run(case, late, False)
     monkeypatch.setattr(driver, "gpu_memory", lambda: [(0, 143_771)])
     assert driver.reason_not_to_run(case, late, False) == ""
     assert "time was over" in driver.reason_not_to_run(case, time.monotonic() + 1, False)
@@ -203,7 +203,7 @@ def test_the_quickstart_runs_on_the_cpu_through_the_driver(tmp_path: Path) -> No
     assert "train/loss went from" in (tmp_path / "out" / "log.txt").read_text()
 
 
-def test_a_case_that_measures_speed_is_killed_without_being_asked(tmp_path: Path) -> None:
+def test_speed_case_is_killed_at_once(tmp_path: Path) -> None:
     script = (
         "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: open('asked', 'w'))\ntime.sleep(600)\n"
     )
@@ -215,7 +215,7 @@ def test_a_case_that_measures_speed_is_killed_without_being_asked(tmp_path: Path
         (tmp_path / "asked").unlink(missing_ok=True)
 
 
-def test_a_gpu_that_was_just_used_is_looked_at_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_busy_gpu_is_checked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     looks = [[(130_000, 143_771)], [(0, 143_771)]]
     monkeypatch.setattr(driver, "AGAIN", 0.0)
     monkeypatch.setattr(driver, "gpu_memory", lambda: looks.pop(0) if looks else [])
@@ -226,7 +226,7 @@ def test_a_gpu_that_was_just_used_is_looked_at_again(monkeypatch: pytest.MonkeyP
     assert found["pass"] is False and not looks  # it was started, and has left no figures
 
 
-def test_what_a_stage_left_out_is_named(
+def test_omitted_cases_of_a_stage_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The installation is a part of its ten minutes."""
@@ -280,7 +280,7 @@ def test_every_line_of_kernels_ends_with_figures_or_an_error() -> None:
 # --- wheels for a machine without a network --------------------------------------------------------------
 
 
-def test_wheels_can_be_prepared_where_git_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheels_can_be_prepared_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = carry.tracked_bytes()
     monkeypatch.setenv("PATH", str(tmp_path))
     carry.leave_out(tmp_path / ".gpu")

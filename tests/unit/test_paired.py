@@ -28,18 +28,18 @@ def test_variants_take_turns_and_each_round_starts_with_another(capfd: pytest.Ca
     assert order == ["a", "b", "b", "a"]
 
 
-def test_a_result_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+def test_existing_result_is_not_overwritten(tmp_path: Path) -> None:
     assert paired.new_file(str(tmp_path / "new")) == tmp_path / "new"
     with pytest.raises(argparse.ArgumentTypeError, match="exists already"):
         paired.new_file(str(tmp_path))
 
 
-def test_a_variant_that_fails_is_told_with_what_it_wrote() -> None:
+def test_failed_variant_is_reported_with_its_output() -> None:
     with pytest.raises(RuntimeError, match="(?s)b: exit code 1.*the reason"):
         paired.measure({"b": [sys.executable, "-c", "raise SystemExit('the reason')"]}, rounds=1)
 
 
-def test_what_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_hanging_variant_is_killed_with_its_children(tmp_path: Path) -> None:
     """As torchrun does, the variant starts its own process in another session."""
     starts = (
         "import pathlib, subprocess, sys\n"
@@ -56,7 +56,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     assert not alive
 
 
-def test_a_ratio_is_of_rounds_and_not_of_medians() -> None:
+def test_ratio_is_computed_per_round() -> None:
     speeds = {"a": (2, 20, 200), "b": (1, 40, 100)}
     samples = {name: [Sample({"x": x}, 1, 1) for x in values] for name, values in speeds.items()}
     found = paired.ratio(samples, "x", "a", "b")
@@ -76,7 +76,7 @@ def test_a_table() -> None:
     assert table == "| what | s |\n| --- | --- |\n| a | 1.00 / 2.00 / 3.00 |"
 
 
-def test_memory_that_was_used_is_seen_and_can_be_forgotten() -> None:
+def test_peak_memory_is_recorded_and_can_be_reset() -> None:
     paired.forget_peak()
     before = paired.peak_bytes()
     used = mmap.mmap(-1, 64 << 20)  # pages of their own: malloc may give and keep what was freed before

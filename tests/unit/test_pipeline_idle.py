@@ -12,7 +12,7 @@ FORWARD, BACKWARD = 1.0, 2.0  # seconds
 
 
 def one_step(number: int) -> list[list[Computed]]:
-    """1F1B on two ranks without any cost but computing: forward i + 1 of the first stage stands beside
+    """1F1B on two ranks without any cost but computing: forward i + 1 of the first stage runs beside
     backward i of the second, backward i of the first beside forward i + 1 of the second."""
     first, second = [], []
     period = FORWARD + BACKWARD
@@ -36,7 +36,7 @@ def test_a_step_without_other_costs_has_the_formulas_share(number: int) -> None:
     assert found["last_to_first"] == pytest.approx(1)
 
 
-def test_other_jobs_change_the_clock_and_not_the_replay() -> None:
+def test_other_jobs_do_not_change_the_replay() -> None:
     first, second = one_step(4)
     late = [one._replace(began=one.began + 50, ended=one.ended + 50) for one in second]
     found = idle([first, late])

@@ -109,7 +109,7 @@ def prove(engine: Scores, data: Dataset, precision: Any = "fp32") -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("lengths", [(20, 30, 17, 25, 60), (3, 40), (2,), (1, 9, 9)])
-def test_what_is_exact_passes(lengths: tuple[int, ...], precision: str) -> None:
+def test_exact_packing_passes(lengths: tuple[int, ...], precision: str) -> None:
     engine = scores(precision)
     prove(engine, rows(*lengths), precision)
     assert any(batch.segments and len(batch.segments.lengths) > 1 for batch in engine.given)
@@ -130,7 +130,7 @@ def test_attention_over_a_border_is_found(monkeypatch: pytest.MonkeyPatch, preci
         prove(scores(precision), rows(20, 30, 17, 25, 60), precision)
 
 
-def test_a_state_that_crosses_a_border_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_crossing_a_border_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention has the segments, the recurrent layers do not."""
     config = SHAPES["qwen3_5"] | {"initializer_range": 0.3}
     prove(scores(config=config), rows(20, 30, 17, 25, 60))
@@ -139,7 +139,7 @@ def test_a_state_that_crosses_a_border_is_found(monkeypatch: pytest.MonkeyPatch)
         prove(scores(config=config), rows(20, 30, 17, 25, 60))
 
 
-def test_one_row_that_looks_at_another_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_attending_to_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the last two segments are one."""
     of = policies.packed_keywords
 
@@ -152,7 +152,7 @@ def test_one_row_that_looks_at_another_is_enough(monkeypatch: pytest.MonkeyPatch
         prove(scores(), rows(20, 30, 17, 25, 60))
 
 
-def test_a_row_that_is_another_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_that_differs_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other row changes anything, but the packed rows are not what they are alone."""
     monkeypatch.setattr(
         self_check,
@@ -175,7 +175,7 @@ def test_the_rows_are_real_and_short() -> None:
     assert np.array_equal(chosen[2].input_ids, data[1].input_ids)
 
 
-def test_pieces_of_full_rows_are_taken_apart() -> None:
+def test_pieces_of_full_rows_are_separated() -> None:
     assert [len(row.input_ids) for row in real_rows(rows(20, 30, 1, 17, 60, segments=True))] == [
         17,
         60,
@@ -184,7 +184,7 @@ def test_pieces_of_full_rows_are_taken_apart() -> None:
     ]
 
 
-def test_every_token_of_a_changed_row_is_another() -> None:
+def test_every_token_of_a_changed_row_differs() -> None:
     before = real_rows(rows(20, 30, 17, 25, 60))
     after = every_second_changed(before)
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -217,25 +217,25 @@ REAL = ((9, 5, 8), (20, 7, 12), (6, 9, 3), (1, 4, 4), (30, 20, 10))
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("tokens", [REAL, REAL[:1], ((1, 4, 4), (1, 5, 6))])
-def test_answers_that_share_their_prompt_pass(tokens: Any, precision: str) -> None:
+def test_shared_prompts_pass(tokens: Any, precision: str) -> None:
     engine, data = scores(precision), pairs(*tokens)
-    said = check_packing(engine, engine.policy, data, Alone(), precision, 0)  # type: ignore[arg-type]
+    line = check_packing(engine, engine.policy, data, Alone(), precision, 0)  # type: ignore[arg-type]
     is_shared = any(prompt > 1 for prompt, *_ in tokens)
-    assert ("of answers that share their prompt" in said) is is_shared
+    assert ("of answers that share their prompt" in line) is is_shared
     assert any(batch.segments and batch.segments.starts for batch in engine.given) is is_shared
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("mutation", "said"),
+    ("mutation", "message"),
     [
         (lambda n, start: (n, 0), "from what it is when alone"),  # the second answer without its prompt
         (lambda n, start: (n, start and start + 2), "changes with the other answer"),  # its first token
         (lambda n, start: (n, start and start - 1), "from what it is when alone"),  # one token less
     ],
 )
-def test_another_prompt_is_found(
-    monkeypatch: pytest.MonkeyPatch, mutation: Any, said: str, precision: str
+def test_wrong_prompt_is_found(
+    monkeypatch: pytest.MonkeyPatch, mutation: Any, message: str, precision: str
 ) -> None:
     monkeypatch.setitem(LLAMA, "initializer_range", 0.5)  # a fresh model's answers hardly depend on anything
     of = policies.packed_keywords
@@ -247,7 +247,7 @@ def test_another_prompt_is_found(
         }
 
     monkeypatch.setattr(policies, "packed_keywords", mutated)
-    with pytest.raises(SpecError, match=f"dpo.share_prompts: .*{said}.*; set it to false"):
+    with pytest.raises(SpecError, match=f"dpo.share_prompts: .*{message}.*; set it to false"):
         prove(scores(precision), pairs(*REAL), precision)
 
 
@@ -271,7 +271,7 @@ def prove_the_head(engine: Scores) -> str:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_head_that_is_the_models_is_used(precision: str) -> None:
+def test_head_equal_to_the_models_is_used(precision: str) -> None:
     engine = scores(precision)
     assert prove_the_head(engine).startswith(
         "self-check passed: dsft's loss and that of the model's own logits"
@@ -281,7 +281,7 @@ def test_a_head_that_is_the_models_is_used(precision: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("scale", [0.9, 1.2, 16.0])
-def test_an_unknown_scale_is_found_and_the_models_logits_are_taken(
+def test_unknown_scale_falls_back_to_the_models_logits(
     monkeypatch: pytest.MonkeyPatch, precision: str, scale: float
 ) -> None:
     engine = scores(precision)
@@ -304,14 +304,14 @@ def test_an_unknown_scale_is_found_and_the_models_logits_are_taken(
     torch.testing.assert_close(found, expected)
 
 
-def test_a_head_that_is_not_a_number_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_with_nan_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scores()
     head = engine.policy.causal_lm.lm_head
     monkeypatch.setattr(type(head), "_logps", lambda self, hidden, targets: hidden.sum(1) * float("nan"))
     assert "so the logits are computed whole" in prove_the_head(engine)
 
 
-def test_another_output_layer_is_left_to_the_model() -> None:
+def test_other_output_layer_is_left_to_the_model() -> None:
     engine = scores()
     causal_lm = engine.policy.causal_lm
     causal_lm.lm_head = torch.nn.Sequential(torch.nn.Linear(16, 128, bias=False))
@@ -340,7 +340,7 @@ def proven_kernels(engine: Any, data: Any, *, may_fall_back: bool = False) -> st
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_kernels_that_only_round_otherwise_pass(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+def test_kernels_with_other_rounding_pass(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     def in_float64(self: Any, x: Tensor) -> Tensor:
         wide = x.double()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
@@ -353,7 +353,7 @@ def test_kernels_that_only_round_otherwise_pass(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_kernel_of_another_norm_is_found(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+def test_kernel_of_a_wrong_norm_is_found(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     """The mutation: Gemma's norm, whose weight is 1 + w."""
 
     def offset(self: Any, x: Tensor) -> Tensor:
@@ -374,7 +374,7 @@ def test_a_kernel_of_another_norm_is_found(monkeypatch: pytest.MonkeyPatch, prec
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_attention_in_one_call_passes(precision: str) -> None:
+def test_varlen_attention_passes(precision: str) -> None:
     before = len(varlen_on_cpu.calls)
     prove(scores(precision, VARLEN), rows(20, 30, 17, 25, 60), precision)
     prove(scores(precision, VARLEN), pairs(*REAL), precision)
@@ -382,7 +382,7 @@ def test_attention_in_one_call_passes(precision: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "mutation", "shared", "said"),
+    ("key", "mutation", "shared", "message"),
     [
         (
             "cu_seq_lens",
@@ -400,17 +400,17 @@ def test_attention_in_one_call_passes(precision: str) -> None:
         (KEY_INDEX, lambda index: index.flip(0), True, "alone|changes with the other answer"),
     ],
 )
-def test_a_wrong_border_in_one_call_is_found(
-    monkeypatch: pytest.MonkeyPatch, key: str, mutation: Any, shared: bool, said: str
+def test_wrong_border_of_varlen_attention_is_found(
+    monkeypatch: pytest.MonkeyPatch, key: str, mutation: Any, shared: bool, message: str
 ) -> None:
     monkeypatch.setitem(LLAMA, "initializer_range", 0.5)
     of = policies.packed_keywords
 
     def mutated(*given: Any) -> Any:
-        return {n: mutation(told) if n.startswith(key) else told for n, told in of(*given).items()}
+        return {n: mutation(tensor) if n.startswith(key) else tensor for n, tensor in of(*given).items()}
 
     monkeypatch.setattr(policies, "packed_keywords", mutated)
-    with pytest.raises(SpecError, match=f"({said}).*set it to false, or model.attention to sdpa"):
+    with pytest.raises(SpecError, match=f"({message}).*set it to false, or model.attention to sdpa"):
         prove(scores(attention=VARLEN), pairs(*REAL) if shared else rows(20, 30, 17, 25, 60))
 
 
@@ -448,7 +448,7 @@ def test_split_rows_pass_padded_and_packed(monkeypatch: pytest.MonkeyPatch, prec
     assert one == other and one.startswith("self-check passed: split and whole rows agree to ")
 
 
-def test_a_layer_that_mixes_tokens_itself_is_found_when_rows_are_split(
+def test_layer_mixing_tokens_is_found_with_split_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The mutation: each token gets something of the one before it, where its rank has that."""
@@ -459,7 +459,7 @@ def test_a_layer_that_mixes_tokens_itself_is_found_when_rows_are_split(
         prove_split(monkeypatch)
 
 
-def test_lost_positions_are_found_when_rows_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_positions_are_found_with_split_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(*arguments: Any) -> MicroBatch:
         part = part_of(*arguments)
         return replace(part, tokens=part.tokens._replace(position_ids=part.tokens.position_ids * 0))

@@ -197,7 +197,7 @@ def attend_backward(grad: Any, qkv: Any, allowed: Any, scale: float | None) -> t
 
 
 def visible(n: int, m: int, causal: bool, window: tuple[Any, Any], last: bool = True) -> Any:
-    """Which of m keys each of n queries sees [n, m]. `last`: the last query stands at the last key, as in
+    """Which of m keys each of n queries sees [n, m]. `last`: the last query is at the last key, as in
     FlashAttention; else the first at the first. `window` bounds how far a key may stand to the left and to
     the right; None or a negative number is no bound."""
     distance = torch.arange(m)[None] - torch.arange(n)[:, None] - (m - n if last else 0)

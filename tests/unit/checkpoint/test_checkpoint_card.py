@@ -53,7 +53,7 @@ def rows(card: str) -> dict[str, str]:
     return dict(re.findall(r"^\| (.+?) \| (.+) \|$", card, re.MULTILINE))
 
 
-def test_it_says_what_the_model_was_made_of() -> None:
+def test_card_states_the_origin_of_the_model() -> None:
     card = model_card(state(), "model")
     assert front_matter(card) == {
         "base_model": "meta-llama/Llama-3.1-8B",
@@ -61,23 +61,23 @@ def test_it_says_what_the_model_was_made_of() -> None:
         "pipeline_tag": "text-generation",
         "tags": ["dsft", "deepspeed", "dpo"],
     }
-    told = rows(card)
-    assert told["trained from"].startswith("meta-llama/Llama-3.1-8B<br>digest of its weight files")
-    assert "abababab" in told["trained from"]
-    assert told["objective"] == "DPO on preference pairs, loss sigmoid, β 0.1"
-    assert told["reference"] == r"the policy as it starts \(precomputed\)"
-    assert told["data"] == r"data.train pairs\: 5,000 pairs of 70,000 tokens"
-    assert told["steps"] == "1,200 steps of 64 pairs<br>1.50 epochs, 123,456 tokens"
-    assert (told["precision"], told["versions"]) == ("bf16", "dsft 0.6, torch 2.13.0, deepspeed 0.19.8")
+    table = rows(card)
+    assert table["trained from"].startswith("meta-llama/Llama-3.1-8B<br>digest of its weight files")
+    assert "abababab" in table["trained from"]
+    assert table["objective"] == "DPO on preference pairs, loss sigmoid, β 0.1"
+    assert table["reference"] == r"the policy as it starts \(precomputed\)"
+    assert table["data"] == r"data.train pairs\: 5,000 pairs of 70,000 tokens"
+    assert table["steps"] == "1,200 steps of 64 pairs<br>1.50 epochs, 123,456 tokens"
+    assert (table["precision"], table["versions"]) == ("bf16", "dsft 0.6, torch 2.13.0, deepspeed 0.19.8")
 
 
-def test_a_checkout_has_a_commit() -> None:
+def test_card_has_the_commit_of_a_checkout() -> None:
     versions = {"dsft": "not installed", "commit": "0123456789abcdef+", "torch": "2.13.0"}
-    told = rows(model_card(state(versions=versions), "model"))["versions"]
-    assert told == "dsft at commit 0123456789ab, torch 2.13.0"
+    found = rows(model_card(state(versions=versions), "model"))["versions"]
+    assert found == "dsft at commit 0123456789ab, torch 2.13.0"
 
 
-def test_the_hubs_own_reader_takes_it() -> None:
+def test_hub_reader_accepts_the_card() -> None:
     data = ModelCard(model_card(state(), "model")).data.to_dict()
     assert (data["base_model"], data["library_name"]) == ("meta-llama/Llama-3.1-8B", "transformers")
     adapter = ModelCard(
@@ -86,7 +86,7 @@ def test_the_hubs_own_reader_takes_it() -> None:
     assert adapter["library_name"] == "peft" and "lora" in adapter["tags"]
 
 
-def test_a_folder_is_no_base_model_of_the_hub_and_where_it_stands_is_not_told(tmp_path: Path) -> None:
+def test_local_base_model_is_named_without_its_path(tmp_path: Path) -> None:
     folder = tmp_path / "secret" / "start"
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"weights")
@@ -102,8 +102,8 @@ def test_a_folder_is_no_base_model_of_the_hub_and_where_it_stands_is_not_told(tm
 
 
 def test_a_spec_without_a_section_has_its_defaults() -> None:
-    told = rows(model_card(state(spec={"dpo": None}), "model"))
-    assert told["objective"] == "DPO on preference pairs, loss sigmoid, β 0.1"
+    table = rows(model_card(state(spec={"dpo": None}), "model"))
+    assert table["objective"] == "DPO on preference pairs, loss sigmoid, β 0.1"
 
 
 def test_a_fresh_model_has_a_seed_and_no_base() -> None:
@@ -114,14 +114,14 @@ def test_a_fresh_model_has_a_seed_and_no_base() -> None:
 
 
 @pytest.mark.parametrize("form", ["adapter", "merged"])
-def test_an_adapter_says_its_kind(form: Any) -> None:
+def test_card_names_the_kind_of_adapter(form: Any) -> None:
     lora = {"rank": 8, "alpha": 16.0, "use_dora": True, "path": "/models/old"}
-    told = rows(model_card(state(model={"lora": lora}), form))
-    assert told["adapter"] == "DoRA, rank 8, alpha 16.0<br>continued from old"
+    table = rows(model_card(state(model={"lora": lora}), form))
+    assert table["adapter"] == "DoRA, rank 8, alpha 16.0<br>continued from old"
 
 
 @pytest.mark.parametrize("where", ["name", "model", "data", "reference"])
-def test_no_name_becomes_markup_or_another_key(where: str) -> None:
+def test_names_are_escaped_in_the_card(where: str) -> None:
     made = state()
     if where == "name":
         made["spec"]["name"] = HOSTILE
@@ -142,12 +142,12 @@ def test_no_name_becomes_markup_or_another_key(where: str) -> None:
     assert re.search(r"(?<!\\)\|b", body) is None  # no column of its own
 
 
-def test_what_stands_before_an_address_is_left_out() -> None:
+def test_credentials_in_an_address_are_removed() -> None:
     card = model_card(state(model={"name_or_path": "https://me:hunter2@host/model"}), "model")
     assert "hunter2" not in card and "host/model" in card
 
 
-def test_an_export_has_its_card_and_an_older_checkpoint_has_one_too(maker: Any, tmp_path: Path) -> None:
+def test_exports_of_older_checkpoints_have_a_card(maker: Any, tmp_path: Path) -> None:
     maker.save(4)
     export(CheckpointReader.open(maker.step(4)), tmp_path / "out")  # its state has no model and no origin
     card = (tmp_path / "out" / CARD).read_text(encoding="utf-8")

@@ -82,12 +82,12 @@ SAMPLED = "068e122283f954b91873e060647a786247ca4e5b9b3ad2f6bc46ed4095623a16"
     ],
     ids=str,
 )
-def test_what_may_differ(changes: dict[str, Any]) -> None:
+def test_changes_that_are_allowed(changes: dict[str, Any]) -> None:
     check_same_run(checkpoint(), spec_with(**changes), BatchSizes(8, 1, 2, 4), rows_of(a=10))
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"train__seed": 1}, "train.seed was 42, now 1"),
         ({"train__precision": "fp32"}, "train.precision was 'bf16', now 'fp32'"),
@@ -109,14 +109,14 @@ def test_what_may_differ(changes: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_is_refused_by_name_with_both_values(changes: dict[str, Any], told: str) -> None:
+def test_changes_are_refused_with_both_values(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError) as error:
         check_same_run(checkpoint(), spec_with(**changes), SAME, rows_of(a=10))
-    assert f"step-7, because this run differs: {told}" in str(error.value)
+    assert f"step-7, because this run differs: {message}" in str(error.value)
     assert "To resume, set the keys back; for a new run, choose another name." in str(error.value)
 
 
-def test_the_key_that_brings_the_batch_back_is_named() -> None:
+def test_key_that_restores_the_batch_is_named() -> None:
     per_rank = {"train__global_batch_size": None, "train__micro_batch_size": 2}
     with pytest.raises(CheckpointError) as error:
         check_same_run(
@@ -145,7 +145,7 @@ def test_all_differences_at_once_with_the_batch_and_the_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "message"),
     [
         (
             rows_of(a=10, fingerprint="other"),
@@ -156,35 +156,35 @@ def test_all_differences_at_once_with_the_batch_and_the_rows() -> None:
     ],
     ids=str,
 )
-def test_rows_that_changed_are_named(data: dict[str, Any], told: str) -> None:
+def test_changed_rows_are_named(data: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError) as error:
         check_same_run(checkpoint(), spec_with(), SAME, data)
-    assert f"{told}. To resume, put the rows back" in str(error.value)
+    assert f"{message}. To resume, put the rows back" in str(error.value)
     check_same_run(checkpoint(), spec_with(), SAME, None)  # not read yet
 
 
-def test_a_checkpoint_of_an_earlier_dsft_is_refused_in_a_sentence() -> None:
+def test_checkpoint_of_an_earlier_dsft_is_refused() -> None:
     assert list(other_rows("a sha256", rows_of(a=1))) == [
         "its rows were fingerprinted by an earlier dsft, and cannot be compared"
     ]
 
 
-def test_frozen_weights_are_those_of_then() -> None:
+def test_frozen_weights_must_be_unchanged() -> None:
     found = checkpoint()
     found.state["spec"]["model"]["name_or_path"] = "models/a"
     check_same_base(found, None, {})  # everything is trained
     found.state["base"] = {"1.safetensors": "abc", "2.safetensors": "def"}
     check_same_base(found, "models/a", {"1.safetensors": "abc", "2.safetensors": "def"})
-    said = (
+    expected = (
         r"on top of the weights in model\.name_or_path 'models/a', and these have changed since: the weight "
         r"file 1\.safetensors has changed; the weight file 2\.safetensors is missing now; the weight file "
         r"3\.safetensors is new\. Put"
     )
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=expected):
         check_same_base(found, "models/a", {"1.safetensors": "abd", "3.safetensors": "def"})
 
 
-def test_samples_that_an_older_dsft_wrote_of_frozen_weights_are_compared(tmp_path: Path) -> None:
+def test_samples_of_frozen_weights_from_an_older_dsft_are_compared(tmp_path: Path) -> None:
     content = bytes(range(256)) * 4096
     (tmp_path / "model.safetensors").write_bytes(content)
     found = checkpoint()
@@ -211,7 +211,7 @@ def checkpoint_of(built_from: dict[str, Any], software: dict[str, Any] = SOFTWAR
     return CheckpointReader(Path("step-7"), {}, state, "")
 
 
-def test_what_the_model_is_built_from_is_compared_by_key() -> None:
+def test_model_config_is_compared_by_key() -> None:
     check_same_model(checkpoint_of(BUILT), BUILT, SOFTWARE)
     check_same_model(checkpoint(), BUILT, SOFTWARE)  # of an older dsft, which did not write it
     other = BUILT | {"config.json": {"rms_norm_eps": 0.5, "rope_parameters": {"rope_theta": 3.0}}}
@@ -222,7 +222,7 @@ def test_what_the_model_is_built_from_is_compared_by_key() -> None:
     assert "tokenizer was '1a2b', now 'ffff'. " in str(error.value)
 
 
-def test_another_library_may_know_other_keys_and_write_a_tokenizer_otherwise() -> None:
+def test_other_library_versions_may_add_config_keys() -> None:
     older = SOFTWARE | {"versions": SOFTWARE["versions"] | {"transformers": "5.22.0"}}
     other = BUILT | {"config.json": BUILT["config.json"] | {"new_key": 1}, "tokenizer": "ffff"}
     check_same_model(checkpoint_of(BUILT, older), other, SOFTWARE)
@@ -232,7 +232,7 @@ def test_another_library_may_know_other_keys_and_write_a_tokenizer_otherwise() -
         check_same_model(checkpoint_of(BUILT, older), other | {"chat template": "b"}, SOFTWARE)
 
 
-def test_a_long_template_is_shown_where_it_differs() -> None:
+def test_difference_in_a_long_template_is_shown() -> None:
     long = "x" * 300
     held = checkpoint_of({"chat template": long + "A" + long})
     with pytest.raises(CheckpointError) as error:
@@ -240,7 +240,7 @@ def test_a_long_template_is_shown_where_it_differs() -> None:
     assert f"was …'{'x' * 20}A{'x' * 19}'…, now …'{'x' * 20}B{'x' * 19}'…." in str(error.value)
 
 
-def test_other_software_is_told_and_not_refused() -> None:
+def test_changed_software_is_reported_and_not_refused() -> None:
     assert list(changed_since(checkpoint_of(BUILT), SOFTWARE)) == []
     now = SOFTWARE | {"versions": SOFTWARE["versions"] | {"torch": "2.13.0"}}
     assert list(changed_since(checkpoint_of(BUILT), now)) == [

@@ -38,7 +38,7 @@ def saved(maker: Any, ranks: int = 3) -> CheckpointReader:
     return CheckpointReader.open(maker.step(4))
 
 
-def test_transformers_loads_it_with_equal_logits(
+def test_export_loads_in_transformers_with_equal_logits(
     maker_of: Any, llama: LlamaForCausalLM, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -54,7 +54,7 @@ def test_transformers_loads_it_with_equal_logits(
         assert file.metadata() == {"format": "pt"}
 
 
-def test_tokenizer_template_and_generation_config_come_with_it(maker: Any, tmp_path: Path) -> None:
+def test_export_has_tokenizer_template_and_generation_config(maker: Any, tmp_path: Path) -> None:
     export(saved(maker), tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.apply_chat_template([{"role": "user", "content": "w3"}], tokenize=False) == "w3"
@@ -92,7 +92,7 @@ def test_a_damaged_generation_config_is_named(
     assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == config.eos_token_id
 
 
-def test_all_chat_templates_of_a_tokenizer_come_with_it(maker: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_export_has_all_chat_templates(maker: Any, tokenizer: Any, tmp_path: Path) -> None:
     several = {"tool_use": "{{ tools }}", "rag": "{{ documents }}", "default": "{{ messages }}"}
     own, config = tokenizer.chat_template, LlamaConfig.from_pretrained(maker.model_folder)
     for templates in (own, several, {"rag": "r"}, own):  # into the folder of the start before
@@ -105,7 +105,7 @@ def test_all_chat_templates_of_a_tokenizer_come_with_it(maker: Any, tokenizer: A
         shutil.rmtree(maker.step(6))
 
 
-def test_in_shards_with_an_index(maker: Any, tmp_path: Path) -> None:
+def test_export_in_shards_with_an_index(maker: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(saved(maker), out, max_shard_bytes=4000)
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -116,14 +116,14 @@ def test_in_shards_with_an_index(maker: Any, tmp_path: Path) -> None:
     assert all(torch.equal(p, maker.tensors[name]) for name, p in loaded.named_parameters())
 
 
-def test_in_bf16(maker: Any, tmp_path: Path) -> None:
+def test_export_in_bf16(maker: Any, tmp_path: Path) -> None:
     export(saved(maker), tmp_path / "out", dtype=torch.bfloat16)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.dtype == torch.bfloat16
     assert all(torch.equal(p, maker.tensors[name].bfloat16()) for name, p in loaded.named_parameters())
 
 
-def test_the_same_export_is_not_written_twice_and_a_newer_one_replaces_it(maker: Any, tmp_path: Path) -> None:
+def test_equal_export_is_kept_and_newer_replaces_it(maker: Any, tmp_path: Path) -> None:
     out, checkpoint = tmp_path / "out", saved(maker)
     export(checkpoint, out)
     before = (out / "model.safetensors").stat().st_ino
@@ -139,7 +139,7 @@ def test_the_same_export_is_not_written_twice_and_a_newer_one_replaces_it(maker:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "dsft_export.json"])
-def test_an_export_with_a_flipped_bit_is_made_again(maker: Any, tmp_path: Path, name: str) -> None:
+def test_export_with_a_flipped_bit_is_rewritten(maker: Any, tmp_path: Path, name: str) -> None:
     out, checkpoint = tmp_path / "out", saved(maker)
     export(checkpoint, out)
     whole = {path.name: path.read_bytes() for path in out.iterdir()}
@@ -156,7 +156,7 @@ def test_an_export_with_a_flipped_bit_is_made_again(maker: Any, tmp_path: Path, 
     assert export_checkpoint(checkpoint.path, out).endswith(", exported before")
 
 
-def test_an_export_without_checksums_is_made_again(maker: Any, tmp_path: Path) -> None:
+def test_export_without_checksums_is_rewritten(maker: Any, tmp_path: Path) -> None:
     """As an earlier dsft wrote them, with the sizes of the files alone."""
     out, checkpoint = tmp_path / "out", saved(maker)
     export(checkpoint, out)
@@ -167,7 +167,7 @@ def test_an_export_without_checksums_is_made_again(maker: Any, tmp_path: Path) -
     assert export(checkpoint, out).endswith(", exported before")
 
 
-def test_what_a_killed_export_left_is_removed_and_nothing_else(maker: Any, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_export_are_removed(maker: Any, tmp_path: Path) -> None:
     for name in ("out.tmp-0a1b2c3d", "out.tmp-0a1b2c3d-old", "outer.tmp-0a1b2c3d", "out-2"):
         (tmp_path / name).mkdir()
     export(saved(maker), tmp_path / "out")
@@ -175,7 +175,7 @@ def test_what_a_killed_export_left_is_removed_and_nothing_else(maker: Any, tmp_p
     assert {"out", "outer.tmp-0a1b2c3d", "out-2"} <= left and not any(n.startswith("out.tmp") for n in left)
 
 
-def test_without_an_exchange_of_names_a_failed_rename_leaves_the_older_export(
+def test_failed_rename_keeps_the_older_export(
     maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, rename = tmp_path / "out", os.rename
@@ -200,7 +200,7 @@ def test_without_an_exchange_of_names_a_failed_rename_leaves_the_older_export(
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
 
 
-def test_an_older_export_is_exchanged_in_one_step(
+def test_older_export_is_replaced_atomically(
     maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -213,7 +213,7 @@ def test_an_older_export_is_exchanged_in_one_step(
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_files_of_others_stay_in_an_export_and_a_link_to_it_stays(
+def test_foreign_files_and_links_of_an_export_are_kept(
     maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
     if not exchanges:
@@ -229,7 +229,7 @@ def test_files_of_others_stay_in_an_export_and_a_link_to_it_stays(
     assert [path.name for path in place.parent.iterdir()] == ["model"]
 
 
-def test_a_folder_of_something_else_is_left_alone(maker: Any, tmp_path: Path) -> None:
+def test_foreign_folder_is_not_overwritten(maker: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
@@ -238,7 +238,7 @@ def test_a_folder_of_something_else_is_left_alone(maker: Any, tmp_path: Path) ->
     assert [path.name for path in out.iterdir()] == ["thesis.txt"]
 
 
-def test_missing_left_over_and_misshapen_parameters_are_named(maker: Any, tmp_path: Path) -> None:
+def test_missing_extra_and_misshapen_parameters_are_named(maker: Any, tmp_path: Path) -> None:
     tensors = dict(maker.tensors)
     tensors["model.norm.bias"] = tensors.pop("model.norm.weight")
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1]
@@ -252,7 +252,7 @@ def test_missing_left_over_and_misshapen_parameters_are_named(maker: Any, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_missing_range_leaves_the_older_export(maker: Any, tmp_path: Path) -> None:
+def test_missing_range_keeps_the_older_export(maker: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(saved(maker), out)
     maker.save(5, ranks=3)
@@ -264,7 +264,7 @@ def test_a_missing_range_leaves_the_older_export(maker: Any, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
 
 
-def test_a_disk_that_cannot_be_written(maker: Any) -> None:
+def test_export_to_a_disk_that_cannot_be_written(maker: Any) -> None:
     with pytest.raises(StorageError, match="cannot be written"):
         export(saved(maker), Path("/proc/out"))
 
@@ -298,7 +298,7 @@ print((peak - before) * 1024)
 """
 
 
-def test_memory_is_that_of_a_piece_not_of_a_tensor(maker: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_export_memory_is_bounded_by_a_chunk(maker: Any, tokenizer: Any, tmp_path: Path) -> None:
     """Two tensors of 32 MiB, in pieces of 1 MiB."""
     config = LlamaConfig(
         vocab_size=16384, hidden_size=512, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
@@ -319,9 +319,7 @@ def test_memory_is_that_of_a_piece_not_of_a_tensor(maker: Any, tokenizer: Any, t
     assert int(done.stdout) < 2**24
 
 
-def test_what_a_file_holds_beside_the_parameters_comes_with_it(
-    maker: Any, tokenizer: Any, tmp_path: Path
-) -> None:
+def test_extra_tensors_of_a_file_are_exported(maker: Any, tokenizer: Any, tmp_path: Path) -> None:
     """A layer scalar of Gemma 4 is no parameter, and is not 1 in a pretrained model."""
     config = Gemma4UnifiedTextConfig(
         vocab_size=50, hidden_size=16, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2,

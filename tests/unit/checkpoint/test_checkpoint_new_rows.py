@@ -50,12 +50,12 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def checkpoint(model: Model, folder: Path) -> tuple[CheckpointReader, Any]:
     """As a run would write it, with adapters that do something; and the model that it is of."""
     tokenizer, added = open_tokenizer(model)
-    told = token_facts(tokenizer, added.first_id)
-    policy = build_model(model, told, 1, torch.float32)
+    facts_of_tokens = token_facts(tokenizer, added.first_id)
+    policy = build_model(model, facts_of_tokens, 1, torch.float32)
     values = policy.named_trained()
     for value in values.values():
         value.data += 0.1 * torch.randn_like(value)
-    config, rows = resolve_config(model, told), new_rows(model, told)
+    config, rows = resolve_config(model, facts_of_tokens), new_rows(model, facts_of_tokens)
     assert rows is not None and model.name_or_path is not None
     write_model_folder(folder / "model", config, tokenizer, model.name_or_path)
     state = replace(
@@ -84,7 +84,7 @@ def checkpoint(model: Model, folder: Path) -> tuple[CheckpointReader, Any]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("saved", [(), ("embed_tokens", "lm_head")], ids=["frozen", "trained"])
-def test_an_adapter_has_the_embeddings(base: Path, saved: tuple[str, ...], tmp_path: Path) -> None:
+def test_adapter_export_has_the_new_embeddings(base: Path, saved: tuple[str, ...], tmp_path: Path) -> None:
     lora = {"rank": 2, "modules_to_save": saved}
     model = Model.model_validate({"name_or_path": str(base), "add_tokens": ["<a>", "<b>"], "lora": lora})
     held, trained = checkpoint(model, tmp_path / "run")
@@ -128,7 +128,7 @@ def test_an_adapter_over_other_embeddings_is_refused(base: Path, tmp_path: Path)
         build_model(other, token_facts(tokenizer, added.first_id), 5, torch.float32)
 
 
-def test_a_part_of_the_model_is_exported_whole(base: Path, tmp_path: Path) -> None:
+def test_partly_trained_model_is_exported_whole(base: Path, tmp_path: Path) -> None:
     model = Model.model_validate(
         {"name_or_path": str(base), "add_tokens": ["<a>", "<b>"], "trainable": ["*norm.weight"]}
     )
@@ -140,22 +140,22 @@ def test_a_part_of_the_model_is_exported_whole(base: Path, tmp_path: Path) -> No
     assert found.config.vocab_size == 261
 
 
-def test_a_run_does_not_go_on_with_other_rows(base: Path, tmp_path: Path) -> None:
+def test_run_does_not_resume_with_other_new_rows(base: Path, tmp_path: Path) -> None:
     model = Model.model_validate(
         {"name_or_path": str(base), "add_tokens": ["<a>"], "trainable": ["*norm.weight"]}
     )
     held, _ = checkpoint(model, tmp_path / "run")
     check_same_rows(held, {"first": 259, "stop": 260, "held": 259})
-    for rows, told in (
+    for rows, present in (
         ({"first": 259, "stop": 261, "held": 259}, "new rows 259 to 260"),
         (None, "no new rows"),
     ):
-        with pytest.raises(CheckpointError, match=f"had new rows 259 to 259, and now they have {told}"):
+        with pytest.raises(CheckpointError, match=f"had new rows 259 to 259, and now they have {present}"):
             check_same_rows(held, rows)
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "message"),
     [
         ({}, None),
         ({"lora": {"rank": 2}}, "model.lora.modules_to_save: [embed_tokens, lm_head] trains them"),
@@ -164,13 +164,13 @@ def test_a_run_does_not_go_on_with_other_rows(base: Path, tmp_path: Path) -> Non
         ({"trainable": ["*embed_tokens*", "*lm_head*"]}, None),
     ],
 )
-def test_frozen_new_rows_are_warned_of(base: Path, keys: dict[str, Any], told: str | None) -> None:
+def test_frozen_new_rows_give_a_warning(base: Path, keys: dict[str, Any], message: str | None) -> None:
     model = Model.model_validate({"name_or_path": str(base), "add_tokens": ["<a>"], **keys})
     tokenizer, added = open_tokenizer(model)
     known = token_facts(tokenizer, added.first_id)
     counted = census_from(take_census(model, known))
     inputs: Any = SimpleNamespace(rows=new_rows(model, known), config=resolve_config(model, known))
     lines = list(untrained_rows(model, inputs, counted))
-    assert [told in line for line in lines] == [True] if told else lines == []
+    assert [message in line for line in lines] == [True] if message else lines == []
     assert census_from(take_census(model)) == counted
     assert next(p for p in counted.parameters if p.embedding).shape == (260, 16)

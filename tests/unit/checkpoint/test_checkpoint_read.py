@@ -56,7 +56,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_any_damage_to_any_file_is_named_and_the_one_before_is_taken(two: Any, damage: str) -> None:
+def test_damaged_checkpoint_is_named_and_the_previous_is_used(two: Any, damage: str) -> None:
     whole = two.run / "whole"
     shutil.copytree(two.step(2), whole)
     names = [path.relative_to(whole) for path in files_of(whole)]
@@ -100,13 +100,13 @@ def test_a_flipped_bit_anywhere_in_the_tensors_is_found(maker: Any, data: st.Dat
 
 
 @pytest.mark.parametrize("latest", [None, "", "step-1", "step-77", "../../etc"])
-def test_latest_may_be_lost_or_wrong(two: Any, latest: str | None) -> None:
+def test_missing_or_wrong_latest_is_tolerated(two: Any, latest: str | None) -> None:
     path = two.run / "checkpoints" / "latest"
     path.unlink() if latest is None else path.write_text(latest)
     assert find(two.run, "auto").path == two.step(2)
 
 
-def test_none_whole_is_an_error_never_step_0(two: Any) -> None:
+def test_only_damaged_checkpoints_are_an_error(two: Any) -> None:
     for step in (1, 2):
         (two.step(step) / "MANIFEST.json").unlink()
     with pytest.raises(
@@ -115,7 +115,7 @@ def test_none_whole_is_an_error_never_step_0(two: Any) -> None:
         find(two.run, "auto")
 
 
-def test_a_folder_without_checkpoints_starts_at_0(tmp_path: Path) -> None:
+def test_folder_without_checkpoints_starts_at_step_0(tmp_path: Path) -> None:
     assert find(tmp_path, "auto").path is None
     (tmp_path / "checkpoints" / "step-3.tmp-12ab").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-x").mkdir()
@@ -123,12 +123,12 @@ def test_a_folder_without_checkpoints_starts_at_0(tmp_path: Path) -> None:
     assert find(tmp_path, "never").path is None
 
 
-def test_never_refuses_a_folder_with_checkpoints(two: Any) -> None:
+def test_resume_never_refuses_a_folder_with_checkpoints(two: Any) -> None:
     with pytest.raises(LockedError, match="checkpoint.resume is never, but .* has step-2"):
         find(two.run, "never")
 
 
-def test_a_path_is_taken_or_refused(two: Any) -> None:
+def test_resume_path_is_used_or_refused(two: Any) -> None:
     assert find(two.run, str(two.step(2))).path == two.step(2)
     with pytest.raises(CheckpointError, match="is neither a checkpoint, .* nor a run"):
         find(two.run, str(two.step(3)))
@@ -139,7 +139,7 @@ def test_a_path_is_taken_or_refused(two: Any) -> None:
         find(two.run, str(two.step(1)))
 
 
-def test_a_path_with_later_checkpoints_beside_it_is_refused(two: Any, tmp_path: Path) -> None:
+def test_resume_path_with_later_checkpoints_is_refused(two: Any, tmp_path: Path) -> None:
     with pytest.raises(LockedError, match=r"step-1, but .* has step-2: set checkpoint.resume=auto"):
         find(two.run, str(two.step(1)))
     other = tmp_path / "other" / "checkpoints"
@@ -151,13 +151,13 @@ def test_a_path_with_later_checkpoints_beside_it_is_refused(two: Any, tmp_path: 
     assert find(tmp_path / "new", str(two.step(1))).path == two.step(1)
 
 
-def test_a_moved_run_goes_on(two: Any) -> None:
+def test_moved_run_resumes(two: Any) -> None:
     moved = two.run.with_name("moved")
     two.run.rename(moved)
     assert find(moved, "auto").path == moved / "checkpoints" / "step-2"
 
 
-def test_a_run_behind_a_link_goes_on_and_saves(two: Any, tmp_path: Path) -> None:
+def test_run_behind_a_link_resumes_and_saves(two: Any, tmp_path: Path) -> None:
     """As where `output_dir` is a link to another disk."""
     (tmp_path / "disk").mkdir()
     real = two.run.rename(tmp_path / "disk" / "run")
@@ -168,7 +168,7 @@ def test_a_run_behind_a_link_goes_on_and_saves(two: Any, tmp_path: Path) -> None
     assert sorted(path.name for path in (real / "checkpoints").glob("step-*")) == ["step-2", "step-3"]
 
 
-def test_steps_are_ordered_as_numbers(maker: Any) -> None:
+def test_steps_are_ordered_numerically(maker: Any) -> None:
     for step in (9, 10):
         maker.save(step)
     assert find(maker.run, "auto").path == maker.step(10)
@@ -177,7 +177,7 @@ def test_steps_are_ordered_as_numbers(maker: Any) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_range_is_read_whoever_wrote_it(maker: Any, ranks: int, data: st.DataObject) -> None:
+def test_any_range_is_read_from_any_layout(maker: Any, ranks: int, data: st.DataObject) -> None:
     if not maker.step(ranks).exists():
         maker.save(ranks, ranks=ranks)
     name = data.draw(st.sampled_from(sorted(maker.tensors)))
@@ -198,7 +198,7 @@ def test_a_missing_range_is_refused_by_name(maker: Any) -> None:
         checkpoint.read("model.norm.weight", "exp_avg_sq", 0, 16)
 
 
-def test_another_format_says_so(maker: Any) -> None:
+def test_other_checkpoint_format_is_reported(maker: Any) -> None:
     maker.save(1)
     path = maker.step(1) / "MANIFEST.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
@@ -206,7 +206,7 @@ def test_another_format_says_so(maker: Any) -> None:
         CheckpointReader.open(maker.step(1))
 
 
-def test_a_manifest_that_says_something_else_is_found(maker: Any) -> None:
+def test_wrong_manifest_is_found(maker: Any) -> None:
     maker.save(1)
     path = maker.step(1) / "MANIFEST.json"
     manifest = json.loads(path.read_text())
@@ -245,13 +245,13 @@ FORGED = {
 
 
 @pytest.mark.parametrize("what", FORGED)
-def test_a_forged_manifest_is_passed_over_with_a_line(two: Any, what: str) -> None:
-    change, said = FORGED[what]
+def test_malformed_manifest_is_skipped_with_a_message(two: Any, what: str) -> None:
+    change, message = FORGED[what]
     forge(two.step(2), change)
     found = find(two.run, "auto")
     assert found.path == two.step(1)
     (note,) = found.notes
-    assert re.search(f"^step-2 is skipped: .*MANIFEST.json {said}", note)
+    assert re.search(f"^step-2 is skipped: .*MANIFEST.json {message}", note)
 
 
 STATES: dict[str, tuple[Any, str]] = {
@@ -274,8 +274,8 @@ STATES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("key", STATES)
-def test_a_forged_state_is_passed_over_with_a_line(two: Any, key: str) -> None:
-    value, said = STATES[key]
+def test_malformed_state_is_skipped_with_a_message(two: Any, key: str) -> None:
+    value, message = STATES[key]
     path = two.step(2) / "state.json"
     content = json.loads(path.read_text())
     *above, last = key.split(".")
@@ -291,7 +291,7 @@ def test_a_forged_state_is_passed_over_with_a_line(two: Any, key: str) -> None:
     found = find(two.run, "auto")
     assert found.path == two.step(1)
     (note,) = found.notes
-    assert f"state.json is not a checkpoint's state ({said}" in note
+    assert f"state.json is not a checkpoint's state ({message}" in note
 
 
 def test_a_file_in_place_of_the_folder_of_checkpoints_is_an_error(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_file_in_place_of_the_folder_of_checkpoints_is_an_error(tmp_path: Path
 
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"a":' * 200_000, "9" * 5_000, "/dev/zero"])
 @pytest.mark.parametrize("name", ["MANIFEST.json", "state.json"])
-def test_json_that_cannot_be_parsed_is_passed_over_with_a_line(two: Any, name: str, text: str) -> None:
+def test_unparsable_json_is_skipped_with_a_message(two: Any, name: str, text: str) -> None:
     path = two.step(2) / name
     path.unlink()
     path.symlink_to(text) if text == "/dev/zero" else path.write_text(text)
@@ -315,7 +315,7 @@ def test_json_that_cannot_be_parsed_is_passed_over_with_a_line(two: Any, name: s
 
 
 @pytest.mark.parametrize("name", ["step-99", "step-02"])
-def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(two: Any, name: str) -> None:
+def test_checkpoint_under_another_steps_name_is_skipped(two: Any, name: str) -> None:
     shutil.copytree(two.step(2), two.run / "checkpoints" / name)
     two.step(2).rename(two.run / "elsewhere")
     found = find(two.run, "auto")
@@ -328,6 +328,6 @@ def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(two: Any, na
     assert verify(two.run / "elsewhere").startswith(f"{two.run / 'elsewhere'} is whole: step 2, ")
 
 
-def test_verify_says_what_it_found(maker: Any) -> None:
+def test_verify_reports_what_it_found(maker: Any) -> None:
     maker.save(1)
     assert verify(maker.step(1)).startswith(f"{maker.step(1)} is whole: step 1, ")

@@ -52,7 +52,7 @@ def test_no_file_of_a_checkpoint_is_a_pickle(maker: Any) -> None:
     assert suffixes == {".json", ".safetensors", ".jinja"}
 
 
-def test_a_step_that_is_whole_is_left_as_it_is_and_a_torn_one_is_written_again(maker: Any) -> None:
+def test_complete_step_is_kept_and_damaged_one_is_rewritten(maker: Any) -> None:
     maker.save(1)
     before = (maker.step(1) / "MANIFEST.json").stat().st_ino
     assert maker.save(1) == [f"{maker.step(1)} is committed already"] * 2
@@ -63,7 +63,7 @@ def test_a_step_that_is_whole_is_left_as_it_is_and_a_torn_one_is_written_again(m
     assert maker.names() == {"step-1", "latest"}
 
 
-def test_the_oldest_go_and_leftovers_of_broken_saves_too(maker: Any) -> None:
+def test_oldest_checkpoints_and_leftovers_are_removed(maker: Any) -> None:
     for step in (1, 2, 3):
         maker.save(step)
     (maker.run / "checkpoints" / "step-4.tmp-beef" / "model").mkdir(parents=True)
@@ -71,7 +71,7 @@ def test_the_oldest_go_and_leftovers_of_broken_saves_too(maker: Any) -> None:
     assert maker.names() == {"step-3", "step-4", "latest"}
 
 
-def test_a_torn_checkpoint_does_not_count_as_kept(maker: Any) -> None:
+def test_damaged_checkpoint_does_not_count_as_kept(maker: Any) -> None:
     for step in (1, 2):
         maker.save(step)
     os.truncate(maker.step(2) / "rank-00000.safetensors", 10)
@@ -80,7 +80,7 @@ def test_a_torn_checkpoint_does_not_count_as_kept(maker: Any) -> None:
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
-def test_saves_between_skipped_steps_push_out_no_good_checkpoint(maker: Any, keep_last: int) -> None:
+def test_saves_between_skipped_steps_remove_no_good_checkpoint(maker: Any, keep_last: int) -> None:
     for step, skipped in ((1, 0), (2, 0), (3, 1), (4, 2), (5, 3)):
         maker.save(step, keep_last=keep_last, skipped=skipped)
     good = {"step-1", "step-2"} if keep_last == 2 else {"step-2"}
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_a_later_step_is_never_removed(maker: Any) -> None:
     assert maker.names() == {"step-2", "step-9", "latest"}
 
 
-def test_the_best_stay_too_and_the_first_of_them_is_named(maker: Any) -> None:
+def test_best_checkpoints_are_kept_and_named(maker: Any) -> None:
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)):
         maker.save(step, keep_last=1, keep_best=2, loss=loss)
     assert maker.names() == {"step-2", "step-5", "latest", "best"}
@@ -112,7 +112,7 @@ def test_the_best_stay_too_and_the_first_of_them_is_named(maker: Any) -> None:
     assert best.read_text() == "step-6\n"
 
 
-def test_a_torn_checkpoint_is_not_the_best(maker: Any) -> None:
+def test_damaged_checkpoint_is_not_the_best(maker: Any) -> None:
     for step, loss in ((1, 1.0), (2, 3.0)):
         maker.save(step, keep_last=None, keep_best=1, loss=loss)
     os.truncate(maker.step(1) / "rank-00000.safetensors", 10)
@@ -121,7 +121,7 @@ def test_a_torn_checkpoint_is_not_the_best(maker: Any) -> None:
     assert best_checkpoint(maker.run).path == maker.step(2)
 
 
-def test_of_equal_losses_the_earlier_is_the_best_and_stays(maker: Any) -> None:
+def test_earlier_of_equal_losses_is_the_best(maker: Any) -> None:
     for step in (1, 2, 3):
         maker.save(step, keep_last=1, keep_best=1, loss=1.0)
     assert maker.names() == {"step-1", "step-3", "latest", "best"}
@@ -142,7 +142,7 @@ def test_ranks_that_do_not_own_every_element_commit_nothing(maker: Any, monkeypa
     assert maker.names() == set()
 
 
-def test_retention_and_resume_go_by_steps_and_not_by_times(maker: Any) -> None:
+def test_retention_and_resume_use_steps_not_times(maker: Any) -> None:
     """As where the clocks of hosts differ, or a copy has given every folder another time."""
     for step in (1, 2, 3):
         maker.save(step)
@@ -155,7 +155,7 @@ def test_retention_and_resume_go_by_steps_and_not_by_times(maker: Any) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.ESTALE])
-def test_a_disk_that_fails_leaves_the_older_checkpoint(maker: Any, code: int, monkeypatch: Any) -> None:
+def test_disk_error_keeps_the_older_checkpoint(maker: Any, code: int, monkeypatch: Any) -> None:
     """At the flush of one rank's file: a broken disk, one that became read-only, a lost NFS handle."""
     maker.save(1)
     flush = os.fsync
@@ -174,7 +174,7 @@ def test_a_disk_that_fails_leaves_the_older_checkpoint(maker: Any, code: int, mo
     assert maker.save(2) == [f"{maker.step(2)} is committed"] * 2
 
 
-def test_under_a_umask_that_lets_nobody_else_read_every_file_is_the_users_own(maker: Any) -> None:
+def test_checkpoint_files_follow_the_umask(maker: Any) -> None:
     before = os.umask(0o077)
     try:
         maker.save(1)
@@ -187,7 +187,7 @@ def test_under_a_umask_that_lets_nobody_else_read_every_file_is_the_users_own(ma
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_one_rank_that_cannot_write_stops_all_and_leaves_the_older(
+def test_rank_that_cannot_write_stops_all_and_keeps_the_older(
     maker: Any, failing: int, monkeypatch: Any
 ) -> None:
     """A real limit on file size, hit in the middle of one rank's file, under which the other's fits."""
@@ -216,7 +216,7 @@ def test_one_rank_that_cannot_write_stops_all_and_leaves_the_older(
 
 
 @pytest.mark.parametrize("room", [0.0, 0.1, 0.5, 0.95])
-def test_a_full_disk_leaves_the_older_checkpoint(
+def test_full_disk_keeps_the_older_checkpoint(
     maker: Any, tmp_path: Path, room: float, monkeypatch: Any
 ) -> None:
     """The disk has room for a part of the new checkpoint. At 0.0 that is seen before anything is written; for
@@ -251,7 +251,7 @@ def test_figures_of_a_full_disk_make_sense(maker: Any, monkeypatch: Any) -> None
         assert free == needed + 1000 < wanted
 
 
-def test_a_disk_without_inodes_is_not_said_to_be_full(maker: Any, tmp_path: Path) -> None:
+def test_disk_without_inodes_is_not_reported_as_full(maker: Any, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=9m,nr_inodes=40") as disk:
         other = type(maker)(disk, maker.model_folder, maker.tensors)
         other.save(1)
@@ -264,7 +264,7 @@ def test_a_disk_without_inodes_is_not_said_to_be_full(maker: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("moment", ["fsync", "rename", "replace", "rmtree"])
-def test_killed_in_a_save_the_run_goes_on_from_a_whole_one(maker: Any, moment: str) -> None:
+def test_run_killed_during_a_save_resumes(maker: Any, moment: str) -> None:
     """SIGKILL at the n-th call, for every n until the save gets through: never torn, never step 0."""
     maker.save(1)
     for call in range(1, 100):
@@ -301,7 +301,7 @@ def save_and_die(maker: Any, moment: str, call: int) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def test_tensors_are_written_in_pieces_as_the_library_reads_them(tmp_path: Path) -> None:
+def test_tensors_written_in_chunks_are_read_by_safetensors(tmp_path: Path) -> None:
     wide, narrow = torch.randn(3, 5), torch.randn(7).bfloat16()
     entries = [
         TensorEntry("wide", (3, 5)),

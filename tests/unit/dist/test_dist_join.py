@@ -12,7 +12,7 @@ from dsft.rank.environment import RENDEZVOUS, Launched
 from dsft.spec.layout import Layout
 
 
-def test_a_port_that_is_taken_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_used_port_gives_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in RENDEZVOUS:  # written by `join`
         monkeypatch.setenv(name, "")
     with socket.create_server(("", 0)) as other:

@@ -16,7 +16,7 @@ from dsft.spec.layout import Layout
 from tests.in_threads import Threads
 
 
-def test_consecutive_ranks_share_rows_and_the_first_of_them_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequence_parallel_groups_are_consecutive_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence.dist, "new_group", lambda ranks, timeout: tuple(ranks))
     monkeypatch.setattr(sequence, "_exchange", sequence._exchange.__wrapped__)  # without its cache
     model: Any = SimpleNamespace(config=None)
@@ -33,7 +33,7 @@ def test_consecutive_ranks_share_rows_and_the_first_of_them_reports(monkeypatch:
         assert RowSplit(model, world).reported(sums) is sums
 
 
-def test_a_rank_gets_its_share_of_the_heads_for_all_tokens_and_gives_it_back(
+def test_all_to_all_exchanges_heads_for_tokens_and_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two ranks, three tokens each, of two tensors: two of four heads, and one of two heads of another

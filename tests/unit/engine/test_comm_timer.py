@@ -28,7 +28,7 @@ def _slow_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Work, "wait", Handle.wait)
 
 
-def test_waits_of_a_step_count() -> None:
+def test_waits_of_a_step_are_counted() -> None:
     timer = CommunicationTimer(CPU)
     before = Work.wait
     Work.wait(Handle())  # type: ignore[arg-type]
@@ -41,7 +41,7 @@ def test_waits_of_a_step_count() -> None:
     assert timer.pop_seconds() == 0.0
 
 
-def test_another_threads_waits_do_not() -> None:
+def test_waits_of_other_threads_are_not_counted() -> None:
     timer = CommunicationTimer(CPU)
     with timer.timing():
         thread = threading.Thread(target=lambda: Work.wait(Handle()))  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def test_another_threads_waits_do_not() -> None:
     assert timer.pop_seconds() == 0.0
 
 
-def test_a_step_that_fails_leaves_no_clock() -> None:
+def test_failed_step_leaves_no_running_clock() -> None:
     timer, before = CommunicationTimer(CPU), Work.wait
     with pytest.raises(RuntimeError), timer.timing():
         raise RuntimeError("a rank is gone")
@@ -80,7 +80,7 @@ class Event:
         return 2.0
 
 
-def test_on_a_gpu_nobody_waits_for_the_device_and_few_events_are_kept(
+def test_gpu_timing_does_not_synchronize(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)

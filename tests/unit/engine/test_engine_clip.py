@@ -35,13 +35,13 @@ def test_the_norm_counts_a_tied_parameter_once_and_clips_each_copy(max_norm: flo
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
-def test_a_gradient_that_is_not_finite_is_dropped_whole(bad: float, max_norm: float) -> None:
+def test_nonfinite_gradient_is_dropped(bad: float, max_norm: float) -> None:
     one, other = parameter(bad, 1.0), parameter(1.0)
     assert not clip([one, other], max_norm).applied
     assert one.grad is None and other.grad is None
 
 
-def test_adamw_is_torchs_fused_one_with_the_settings_of_the_spec() -> None:
+def test_adamw_is_torchs_fused_adamw() -> None:
     optim = Optim(learning_rate=2e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
     made = build_optimizer({"weight": nn.Parameter(torch.zeros(2, 2))}, optim, offloaded=False)
     assert type(made) is torch.optim.AdamW

@@ -13,7 +13,7 @@ from dsft.engine.initialize import TrainingEngine
 from dsft.spec.schema import Experts
 
 
-def test_the_counting_pass_draws_the_random_numbers_of_the_pass_that_trains() -> None:
+def test_counting_pass_uses_the_random_numbers_of_training() -> None:
     drawn: list[Tensor] = []
     routing = SimpleNamespace(
         experts=Experts(balance="global_batch", balance_weight=0.1),

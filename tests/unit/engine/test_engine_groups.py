@@ -23,7 +23,7 @@ HEAD = {"lm_head.weight": nn.Parameter(torch.zeros(2, 2))}
 
 @dataclass(frozen=True)
 class TwoStages:
-    """This rank is the first stage; the other has told `other`."""
+    """This rank is the first stage; the other one sends `other`."""
 
     other: Any
     layout: Layout = Layout(2, 2)
@@ -44,7 +44,7 @@ def spec(zero_stage: int, *groups: OptimGroup) -> Spec:
     )  # fmt: skip
 
 
-def test_the_first_group_decides_and_matrices_alone_decay_by_default() -> None:
+def test_first_matching_group_wins_and_only_matrices_decay() -> None:
     groups = (
         OptimGroup(parameters="lm_head.*", learning_rate=1.0),
         OptimGroup(parameters="*norm.weight", weight_decay=0.5),
@@ -81,7 +81,7 @@ def test_stages_with_other_numbers_of_groups_are_refused_under_zero_1() -> None:
         check_groups(TRAINED, spec(1, group), world)
 
 
-def test_a_stage_that_trains_nothing_and_a_group_that_fits_nothing_are_refused() -> None:
+def test_empty_stage_and_unmatched_group_are_refused() -> None:
     with pytest.raises(SpecError, match="stage 1 has no trained parameter"):
         check_groups(TRAINED, spec(0), TwoStages(([], 0)))  # type: ignore[arg-type]
     nothing = OptimGroup(parameters="lm_hed.*", learning_rate=1.0)

@@ -25,7 +25,7 @@ def exact(*tensors: Tensor) -> float:
 
 
 @pytest.mark.parametrize("size", [0, 1, ROW, ROW + 1, 2 * ROW - 1, ROW**2 + ROW - 1, LARGE])
-def test_a_condensed_tensor_is_short_and_has_the_same_norm(size: int) -> None:
+def test_condensed_tensor_has_the_same_norm(size: int) -> None:
     tensor = drawn(size)
     short = condensed(tensor)
     assert len(short) <= ROW
@@ -33,13 +33,13 @@ def test_a_condensed_tensor_is_short_and_has_the_same_norm(size: int) -> None:
 
 
 @pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_so(fault: float) -> None:
+def test_nonfinite_norm_stays_nonfinite(fault: float) -> None:
     tensor = drawn(LARGE // 1000, 1000).t()  # not contiguous
     tensor[-1, -1] = fault
     assert not math.isfinite(condensed(tensor).norm())
 
 
-def test_the_norm_that_dsft_clips_by() -> None:
+def test_clipping_norm() -> None:
     parameters = [nn.Parameter(torch.zeros(LARGE)), nn.Parameter(torch.zeros(7))]
     gradients = [drawn(LARGE), drawn(7)]
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -53,14 +53,14 @@ def test_the_norm_that_dsft_clips_by() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_norms_of_deepspeeds_bf16_optimizers(dtype: torch.dtype) -> None:
+def test_norms_of_deepspeed_bf16_optimizers(dtype: torch.dtype) -> None:
     gradients = [drawn(LARGE).to(dtype), drawn(7).to(dtype)]
     zero0 = unfused_optimizer.get_weight_norm(gradients, mpu=None)
     zero1 = bf16_optimizer.get_global_norm_of_tensors(input_tensors=gradients, mpu=None, norm_type=2)
     assert [float(zero0), float(zero1)] == pytest.approx([exact(*gradients)] * 2, rel=1e-6)
 
 
-def test_deepspeeds_bf16_optimizers_still_mark_a_norm_that_is_not_finite() -> None:
+def test_deepspeed_bf16_optimizers_mark_a_nonfinite_norm() -> None:
     gradients = [torch.tensor([1.0, math.inf])]
     assert unfused_optimizer.get_weight_norm(gradients, mpu=None) == -1
     assert bf16_optimizer.get_global_norm_of_tensors(input_tensors=gradients) == -1

@@ -49,12 +49,12 @@ def prepared(spec: Spec, say: Callable[[str], None] = print) -> bool | None:
         (spec(offload_optimizer=NVME), ["cpu_adam", "pin_memory", "async_io"]),
     ],
 )
-def test_what_a_plan_needs(loaded: list[str], made: Spec, names: list[str]) -> None:
+def test_ops_needed_by_a_spec(loaded: list[str], made: Spec, names: list[str]) -> None:
     assert prepared(made) is (True if "cpu_adam" in names else None)
     assert loaded == names
 
 
-def test_deepspeeds_adam_is_taken_where_it_is_there(loaded: list[str]) -> None:
+def test_deepspeed_cpu_adam_is_used_if_available(loaded: list[str]) -> None:
     assert prepared(spec(offload_optimizer=CPU, allow_torch_adam=True)) is True
 
 
@@ -66,18 +66,18 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "load_everywhere", fails)
 
 
-def test_torchs_adam_where_the_spec_allows_it(broken: None) -> None:
-    told: list[str] = []
-    assert prepared(spec(offload_optimizer=CPU, allow_torch_adam=True), told.append) is False
-    assert len(told) == 1 and "cpu_adam cannot be built on node2: the cause; by parallel.allow" in told[0]
+def test_torch_adam_is_used_if_allowed(broken: None) -> None:
+    lines: list[str] = []
+    assert prepared(spec(offload_optimizer=CPU, allow_torch_adam=True), lines.append) is False
+    assert len(lines) == 1 and "cpu_adam cannot be built on node2: the cause; by parallel.allow" in lines[0]
 
 
-def test_it_stops_where_the_spec_does_not(broken: None) -> None:
+def test_missing_cpu_adam_is_an_error_unless_allowed(broken: None) -> None:
     with pytest.raises(BuildError, match=r"the cause; or set parallel\.allow_torch_adam: true") as raised:
         prepared(spec(offload_optimizer=CPU))
     assert raised.value.exit_code == 72
 
 
-def test_states_on_a_disk_have_no_other_adam(broken: None) -> None:
+def test_nvme_states_need_deepspeed_cpu_adam(broken: None) -> None:
     with pytest.raises(BuildError, match=r"the cause\.$"):
         prepared(spec(offload_optimizer=NVME, allow_torch_adam=True))

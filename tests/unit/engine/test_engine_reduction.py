@@ -20,7 +20,7 @@ from dsft.engine.reduction import OverlappedZero, install_reduction
         (False, True, DeepSpeedZeroOptimizer),
     ],
 )
-def test_only_buckets_with_buffers_are_reduced_beside_the_backward_pass(
+def test_only_buffered_buckets_overlap_with_backward(
     monkeypatch: pytest.MonkeyPatch, overlap_comm: bool, contiguous_gradients: bool, kind: type
 ) -> None:
     gpu = SimpleNamespace(is_synchronized_device=lambda: False)

@@ -1,4 +1,4 @@
-"""Digests of what ranks hold alike, and what is said where they differ."""
+"""Digests of replicated tensors, and the messages where ranks differ."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def raised_by(held: list[dict[str, Tensor]], stages: int = 1) -> list[str]:
     return raised
 
 
-def test_stages_of_several_ranks_share_a_table_and_a_tied_weight() -> None:
+def test_stages_compare_tied_weights() -> None:
     """Four ranks, two of each stage: what a stage's ranks hold, what all hold, and what two stages tie."""
 
     def of_stage(own: str) -> dict[str, Tensor]:
@@ -95,13 +95,13 @@ def test_stages_of_several_ranks_share_a_table_and_a_tied_weight() -> None:
     assert len(set(raised)) == 1
 
 
-def test_equal_ranks_are_not_stopped() -> None:
+def test_equal_replicas_pass() -> None:
     models = [Model(), Model(), Model()]
     models[1].rotary.inv_freq += 1  # follows the rows that a rank has seen
     assert compared(models) == ["", "", ""]
 
 
-def test_the_odd_rank_and_its_tensors_are_named_on_every_rank() -> None:
+def test_differing_rank_and_tensors_are_named_on_every_rank() -> None:
     models = [Model(), Model(), Model()]
     with torch.no_grad():
         models[2].second.weight[0, 0] += 1e-3
@@ -114,7 +114,7 @@ def test_the_odd_rank_and_its_tensors_are_named_on_every_rank() -> None:
     assert len(set(raised)) == 1
 
 
-def test_of_two_ranks_neither_is_accused() -> None:
+def test_two_differing_ranks_are_both_named() -> None:
     models = [Model(), Model()]
     with torch.no_grad():
         models[0].first.bias[0] += 1
@@ -123,7 +123,7 @@ def test_of_two_ranks_neither_is_accused() -> None:
     )
 
 
-def test_two_tensors_that_change_places_are_noticed() -> None:
+def test_swapped_tensors_are_found() -> None:
     models = [Model(), Model()]
     with torch.no_grad():
         for model, values in zip(models, ((1.0, 2.0), (2.0, 1.0)), strict=True):
@@ -132,7 +132,7 @@ def test_two_tensors_that_change_places_are_noticed() -> None:
     assert "first.bias, second.bias" in compared(models)[0]
 
 
-def test_a_comparison_is_due_after_so_many_steps_and_before_a_save() -> None:
+def test_comparison_is_due_every_n_steps_and_before_a_save() -> None:
     world = cast(
         World, SimpleNamespace(rank=0, world_size=2, layout=Layout(2, 1), device=torch.device("cpu"))
     )

@@ -18,7 +18,7 @@ def restored() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
-def test_a_gpu_multiplies_as_the_spec_says() -> None:
+def test_gpu_matmul_precision_follows_the_spec() -> None:
     set_tf32(True, GPU)
     assert torch.get_float32_matmul_precision() == "high"  # can be asked: torch.compile does
     assert torch.backends.cuda.matmul.allow_tf32
@@ -27,6 +27,6 @@ def test_a_gpu_multiplies_as_the_spec_says() -> None:
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
-def test_a_cpu_computes_as_it_did() -> None:
+def test_cpu_matmul_precision_is_unchanged() -> None:
     set_tf32(True, CPU)
     assert torch.get_float32_matmul_precision() == "highest"

@@ -31,7 +31,7 @@ def converted(conversion: Conversion, tensors: dict[str, Tensor], read: list[str
     return ConvertedTensors([conversion], lambda name: tuple(tensors[name].shape), read_range, MODEL)
 
 
-def test_a_range_of_joined_experts_takes_only_its_parts() -> None:
+def test_range_of_joined_experts_reads_only_its_parts() -> None:
     conversion, tensors = joined_experts()
     whole = conversion.apply(tensors.values(), MODEL)[JOINED]
     read: list[str] = []
@@ -67,7 +67,7 @@ def test_names_as_in_memory_are_read_as_they_are() -> None:
         assert [found.unchanged.get(name) for name in names] == names
 
 
-def test_what_is_transposed_is_converted_whole() -> None:
+def test_transposed_tensors_are_converted_whole() -> None:
     for shape in ((3, 5), (4, 4)):
         conversion = Conversion(WeightConverter("a", "b", [Transpose(0, 1)]), "b", str, [("a", "a")])
         tensors = {"a": torch.randn(shape)}

@@ -48,13 +48,13 @@ def chosen(choice: str, kind: str = "qwen3_moe", **keys: object) -> str:
     return line
 
 
-def test_a_loss_that_the_config_asks_for_is_told() -> None:
+def test_configured_router_loss_is_reported() -> None:
     assert len(list(described(on_meta("mixtral", **MIXTRAL)))) == 1
     line = list(described(on_meta("mixtral", **MIXTRAL, output_router_logits=True)))[1]
     assert line.startswith("the model's config.json has output_router_logits") and "does not train it" in line
 
 
-def test_the_widths_decide_what_computes_the_experts() -> None:
+def test_expert_widths_decide_the_kernel() -> None:
     assert chosen("auto") == "experts: 2 of 4 for each token, computed by grouped_mm"
     assert chosen("auto", moe_intermediate_size=12).endswith("by eager")
     assert chosen("batched_mm").endswith("by batched_mm") and chosen("eager").endswith("by eager")
@@ -70,6 +70,6 @@ def test_the_widths_decide_what_computes_the_experts() -> None:
         ("auto", "qwen3_moe", {"num_experts_per_tok": 0}, "0 of 4 experts"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(choice: str, kind: str, keys: dict[str, Any], message: str) -> None:
+def test_invalid_balance_is_refused(choice: str, kind: str, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         chosen(choice, kind, **keys)

@@ -61,7 +61,7 @@ from tests.make import forward, logps_of, make_micro_batch
 LENGTHS = (7, 13, 1, 9)
 TOKENS, HEADS, SIZE = sum(LENGTHS), 4, 8
 ALONE = tuple((length, 0) for length in LENGTHS)
-SHARED = ((9, 0), (4, 5), (2, 0), (3, 1), (10, 0), (5, 9), (8, 2))  # the last two go on from the same one
+SHARED = ((9, 0), (4, 5), (2, 0), (3, 1), (10, 0), (5, 9), (8, 2))  # the last two continue the same one
 
 
 def dense(
@@ -133,7 +133,7 @@ def test_attention_dropout_drops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
         ({}, "does not pass the segments"),
         ({KEYWORD: ALONE, "s_aux": torch.ones(4)}, "passes s_aux to its attention, which"),
@@ -141,14 +141,14 @@ def test_attention_dropout_drops() -> None:
         ({KEYWORD: ALONE, "attention_mask": torch.ones(1)}, "passes its own mask"),
     ],
 )
-def test_what_is_unknown_is_refused(asked: dict[str, Any], said: str) -> None:
+def test_unknown_arguments_are_refused(asked: dict[str, Any], message: str) -> None:
     row = [torch.randn(1, HEADS, TOKENS, SIZE) for _ in range(3)]
     mask = asked.pop("attention_mask", None)
-    with pytest.raises(DsftError, match=said):
+    with pytest.raises(DsftError, match=message):
         segment_attention(nn.Module(), *row, mask, **asked)
 
 
-def test_a_model_that_keeps_its_window_to_itself_is_refused() -> None:
+def test_unannounced_sliding_window_is_refused() -> None:
     row = [torch.randn(1, HEADS, TOKENS, SIZE) for _ in range(3)]
     module = nn.Module()
     module.config = CONFIG_MAPPING["mistral"](sliding_window=4)  # type: ignore[assignment]
@@ -156,7 +156,7 @@ def test_a_model_that_keeps_its_window_to_itself_is_refused() -> None:
         segment_attention(module, *row, None, segments=ALONE)
 
 
-def test_a_prompt_that_is_not_there_is_an_error() -> None:
+def test_missing_prompt_is_an_error() -> None:
     row = [torch.randn(1, HEADS, 8, SIZE) for _ in range(3)]
     for segments in (((8, 2),), ((3, 0), (5, 4))):
         with pytest.raises(DsftError, match="its prompt has fewer tokens than that"):
@@ -173,7 +173,7 @@ def test_segments_from_positions(segments: Spans) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "eager", "sdpa"])
-def test_other_attention_refuses_shared_prompts(implementation: str) -> None:
+def test_other_attention_functions_refuse_shared_prompts(implementation: str) -> None:
     lengths, starts = zip(*SHARED, strict=True)
     with pytest.raises(DsftError, match=f"is {implementation}; set dpo.share_prompts to false"):
         packed_keywords(implementation, positions_of(SHARED), Segments(lengths, starts))
@@ -182,7 +182,7 @@ def test_other_attention_refuses_shared_prompts(implementation: str) -> None:
             packed_keywords(implementation, positions_of(SHARED))
 
 
-def test_what_flash_attention_is_given() -> None:
+def test_arguments_of_flash_attention() -> None:
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     for segments in (Segments(LENGTHS), None):
         given = packed_keywords("flash_attention_2", positions, segments)
@@ -270,7 +270,7 @@ def test_packed_equals_alone(kind: str, checkpointing: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_other_neighbours_change_nothing(kind: str) -> None:
+def test_other_rows_of_a_pack_change_nothing(kind: str) -> None:
     """Row 28 of the fault matrix: all rows of a pack but one are replaced, token by token."""
     model = small(kind)
     attend_per_segment(model, "auto", max_length=64)
@@ -357,7 +357,7 @@ def test_a_shared_prompt_equals_two_rows(kind: str, in_pipeline: bool, checkpoin
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt2"])
-def test_no_answer_sees_another(kind: str) -> None:
+def test_no_answer_attends_to_another(kind: str) -> None:
     """All answers but one are replaced, token by token: its log-probabilities do not move at all."""
     model = shared_model(kind)
     attend_per_segment(model, "auto", max_length=64)
@@ -383,7 +383,7 @@ def test_no_answer_sees_another(kind: str) -> None:
             assert torch.equal(scored(torch.cat(others, 1))[kept], before[kept])
 
 
-def test_eager_keeps_the_models_own_masks() -> None:
+def test_eager_keeps_the_masks_of_the_model() -> None:
     model = small("gemma2", attn_implementation="eager")
     attend_per_segment(model, "eager", max_length=64)
     assert model.config._attn_implementation == "eager"
@@ -407,7 +407,7 @@ LONGROPE = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys", "said"),
+    ("kind", "keys", "message"),
     [
         ("mamba", {}, "recurrent layers"),
         ("bloom", {"n_head": 4}, "takes no position_ids"),
@@ -416,9 +416,9 @@ LONGROPE = {
         ("phi3", {}, "would rotate all packed rows as the longest one where that has over 32 tokens"),
     ],
 )
-def test_models_that_cannot_be_packed(kind: str, keys: dict[str, Any], said: str) -> None:
+def test_models_that_cannot_be_packed_are_refused(kind: str, keys: dict[str, Any], message: str) -> None:
     keys |= LONGROPE if kind == "phi3" else {}
-    with pytest.raises(SpecError, match=f"data.packing: a {kind} model cannot be packed: .*{said}"):
+    with pytest.raises(SpecError, match=f"data.packing: a {kind} model cannot be packed: .*{message}"):
         attend_per_segment(small(kind, **keys), "auto", max_length=64)
 
 
@@ -435,8 +435,8 @@ whole_varlen = pytest.mark.skipif(
 )
 
 
-def told(segments: Spans, longest: int = 0) -> dict[str, Any]:
-    """What the attention that takes the row in one call is told."""
+def segment_arguments(segments: Spans, longest: int = 0) -> dict[str, Any]:
+    """Return the keyword arguments that give attention the segments of a row in one call."""
     shapes = SegmentShapes(longest) if longest else None
     return dict(packed_keywords(VARLEN, positions_of(segments), shapes=shapes))
 
@@ -446,7 +446,7 @@ def told(segments: Spans, longest: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize("segments", [ALONE, SHARED, ((30, 0),)], ids=["alone", "shared", "one"])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
-def test_one_call_equals_the_loop(
+def test_varlen_equals_the_loop(
     window: int | None, key_heads: int, segments: Spans, dtype: torch.dtype
 ) -> None:
     """The output and the gradients of query, key and value."""
@@ -458,7 +458,7 @@ def test_one_call_equals_the_loop(
     ours, theirs = ([x.clone().requires_grad_() for x in row] for _ in range(2))
     asked = {"sliding_window": window, "scaling": 0.3}
     before = len(varlen_on_cpu.calls)
-    found, weights = ATTENTION(nn.Module(), *ours, None, **asked, **told(segments, 64))
+    found, weights = ATTENTION(nn.Module(), *ours, None, **asked, **segment_arguments(segments, 64))
     assert varlen_on_cpu.calls[before:] == [len(segments)]
     expected, _ = segment_attention(nn.Module(), *theirs, None, segments=segments, **asked)
     assert weights is None and found.shape == (1, tokens, HEADS, SIZE)
@@ -476,7 +476,7 @@ def test_one_call_equals_the_loop(
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, 100, 300, 512])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_rows_of_one_length_equal_the_loop(rows: int, window: int | None, key_heads: int) -> None:
+def test_equal_rows_equal_the_loop(rows: int, window: int | None, key_heads: int) -> None:
     """The output and the gradients of query, key and value; with a window shorter than the rows by the kernel
     for segments."""
     torch.manual_seed(3)
@@ -513,7 +513,7 @@ def test_rows_of_one_length_equal_the_loop(rows: int, window: int | None, key_he
         (((512, 0), (512, 256)), False),
     ],
 )
-def test_which_rows_go_through_cudnn(segments: Segments, expected: bool) -> None:
+def test_rows_that_use_cudnn(segments: Segments, expected: bool) -> None:
     for shapes, is_rows in (
         (SegmentShapes(1000, with_cudnn=True), expected),
         (SegmentShapes(1000), False),
@@ -525,7 +525,7 @@ def test_which_rows_go_through_cudnn(segments: Segments, expected: bool) -> None
         ) == (is_rows, False)
 
 
-def test_shapes_beyond_the_plans_stay_out_of_cudnn() -> None:
+def test_shapes_without_a_plan_do_not_use_cudnn() -> None:
     shapes = SegmentShapes(8192, with_cudnn=True)
     lengths = range(256, 8193, 256)
     for _ in range(2):
@@ -573,15 +573,15 @@ def test_padded_rows_of_planned_shapes_may_use_cudnn(monkeypatch: pytest.MonkeyP
     assert seen == [True, False, False, False, True, False, False, False]
 
 
-def test_padded_rows_on_a_cpu_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_rows_on_a_cpu_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.AttentionInterface, "register", pytest.fail)
     assert attend_padded(small("llama").bfloat16(), 64, torch.device("cpu")) == ""
     assert attend_padded(small("gemma2").bfloat16(), 64, torch.device("cuda")) == ""  # eager
 
 
-def test_what_one_call_is_told() -> None:
+def test_keywords_of_the_varlen_call() -> None:
     """Borders are int32, and the keys of a shared prompt stand before the segment's own."""
-    alone, shared = told(ALONE, 64), told(SHARED, 64)
+    alone, shared = segment_arguments(ALONE, 64), segment_arguments(SHARED, 64)
     assert alone["cu_seq_lens_q"].tolist() == alone["cu_seq_lens_k"].tolist() == [0, 7, 20, 21, 30]
     assert KEY_INDEX not in alone
     assert shared["cu_seq_lens_q"].tolist() == [0, 9, 13, 15, 18, 28, 33, 41]
@@ -592,12 +592,12 @@ def test_what_one_call_is_told() -> None:
     for given in (alone, shared):
         assert given["max_length_q"] == given["max_length_k"] == 64
         assert {given[key].dtype for key in ("cu_seq_lens_q", "cu_seq_lens_k")} == {torch.int32}
-    assert told(ALONE)["max_length_q"] == 13  # never less than there is
+    assert segment_arguments(ALONE)["max_length_q"] == 13  # never less than there is
     with pytest.raises(DsftError, match="position 4 after a prompt of only 3 tokens"):
         borders_of((3, 5), (0, 4))
 
 
-def test_a_micro_batch_brings_the_borders_to_the_device() -> None:
+def test_micro_batch_moves_segment_borders_to_the_device() -> None:
     tokens = torch.arange(41)[None]
     lengths, starts = (tuple(numbers) for numbers in zip(*SHARED, strict=True))
     made = make_micro_batch(tokens, positions_of(SHARED), tokens, lengths, starts=starts).to(
@@ -614,22 +614,24 @@ def test_a_micro_batch_brings_the_borders_to_the_device() -> None:
 
 @pytest.mark.parametrize("implementation", [VARLEN, PACKAGE, PACKAGE_3])
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
-        ({"told": False}, "does not pass the segments"),
+        ({"with_segments": False}, "does not pass the segments"),
         ({"s_aux": torch.ones(4)}, "passes s_aux to its attention, which"),
         ({"is_causal": False}, "not causal"),
         ({"attention_mask": torch.ones(1)}, "passes its own mask"),
     ],
 )
-def test_one_call_refuses_what_the_loop_refuses(
-    asked: dict[str, Any], said: str, implementation: str
+def test_varlen_refuses_what_the_loop_refuses(
+    asked: dict[str, Any], message: str, implementation: str
 ) -> None:
     row = [torch.randn(1, HEADS, TOKENS, SIZE) for _ in range(3)]
-    mask, is_told = asked.get("attention_mask"), asked.get("told", True)
-    asked = {key: value for key, value in asked.items() if key not in ("attention_mask", "told")}
-    with pytest.raises(DsftError, match=said):
-        FUNCTIONS[implementation](nn.Module(), *row, mask, **asked, **(told(ALONE) if is_told else {}))
+    mask, with_segments = asked.get("attention_mask"), asked.get("with_segments", True)
+    asked = {key: value for key, value in asked.items() if key not in ("attention_mask", "with_segments")}
+    with pytest.raises(DsftError, match=message):
+        FUNCTIONS[implementation](
+            nn.Module(), *row, mask, **asked, **(segment_arguments(ALONE) if with_segments else {})
+        )
 
 
 def old_varlen_attn(  # noqa: PLR0913, PLR0917  torch's
@@ -652,20 +654,20 @@ def old_varlen_attn(  # noqa: PLR0913, PLR0917  torch's
 
 
 @whole_varlen
-def test_an_older_varlen_attn_gives_the_same_or_is_refused() -> None:
+def test_older_varlen_attn_gives_the_same_or_is_refused() -> None:
     torch.manual_seed(3)
     row = [torch.randn(1, heads, TOKENS, SIZE) for heads in (HEADS, 2, 2)]
     older = varlen_attention(torch_kernel(old_varlen_attn))
-    given = {"sliding_window": None, "scaling": SIZE**-0.5, **told(ALONE)}
+    given = {"sliding_window": None, "scaling": SIZE**-0.5, **segment_arguments(ALONE)}
     found, expected = (attend(nn.Module(), *row, None, **given)[0] for attend in (older, ATTENTION))
     torch.testing.assert_close(found, expected)
-    for key, value, said in (
+    for key, value, message in (
         ("sliding_window", 4, "does not support windows"),
         ("scaling", 0.3, "does not support scales other"),
         ("softcap", 3.0, "does not support soft-caps"),
         ("dropout", 0.5, "does not support dropout"),
     ):
-        with pytest.raises(DsftError, match=said):
+        with pytest.raises(DsftError, match=message):
             older(nn.Module(), *row, None, **given | {key: value})
 
 
@@ -685,17 +687,17 @@ given: list[dict[str, Any]] = []
 
 
 @whole_varlen
-def test_the_package_is_called_by_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_is_called_with_its_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", sys.modules[__name__])
     row = [torch.randn(1, heads, 41, SIZE) for heads in (HEADS, 2, 2)]
     asked = {"scaling": 0.3, "sliding_window": 4}
-    found, _ = FUNCTIONS[PACKAGE](nn.Module(), *row, None, **asked, **told(SHARED))
+    found, _ = FUNCTIONS[PACKAGE](nn.Module(), *row, None, **asked, **segment_arguments(SHARED))
     expected, _ = segment_attention(nn.Module(), *row, None, segments=SHARED, **asked)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 @whole_varlen
-def test_flash_attention_3_is_called_by_its_names_and_changes_nothing_else(
+def test_flash_attention_3_is_called_with_its_keywords(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch's own kernels stay for all other attention of the process. Its first releases return a tuple."""
@@ -707,11 +709,11 @@ def test_flash_attention_3_is_called_by_its_names_and_changes_nothing_else(
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
     row = [torch.randn(1, heads, 41, SIZE) for heads in (HEADS, 2, 2)]
     asked = {"scaling": 0.3, "sliding_window": 4}
-    found, _ = FUNCTIONS[PACKAGE_3](nn.Module(), *row, None, **asked, **told(SHARED))
+    found, _ = FUNCTIONS[PACKAGE_3](nn.Module(), *row, None, **asked, **segment_arguments(SHARED))
     expected, _ = segment_attention(nn.Module(), *row, None, segments=SHARED, **asked)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     with pytest.raises(DsftError, match="does not support dropout"):
-        FUNCTIONS[PACKAGE_3](nn.Module(), *row, None, 0.5, **asked, **told(SHARED))
+        FUNCTIONS[PACKAGE_3](nn.Module(), *row, None, 0.5, **asked, **segment_arguments(SHARED))
     trials = attention_choice._try
     monkeypatch.setattr(attention_choice, "_try", lambda *given: trials(*given[:3], torch.device("cpu")))
     choice = choose(small("llama").bfloat16(), torch.device("cuda"))
@@ -723,7 +725,7 @@ def test_flash_attention_3_is_called_by_its_names_and_changes_nothing_else(
 @whole_varlen
 @pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "gemma2"])
 @pytest.mark.parametrize("layout", ["alone", "pairs"])
-def test_models_in_one_call_equal_the_loop(kind: str, layout: str) -> None:
+def test_models_with_varlen_equal_the_loop(kind: str, layout: str) -> None:
     """Log-probabilities and all gradients, in float64; checkpointed too."""
     model = small(kind).double()
     checkpoint_activations(model)
@@ -755,7 +757,7 @@ def test_models_in_one_call_equal_the_loop(kind: str, layout: str) -> None:
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
-def test_what_a_model_asks_of_its_attention() -> None:
+def test_arguments_that_models_pass_to_attention() -> None:
     plain = requirements_of(small("llama"))
     assert (plain.heads, plain.key_heads, plain.head_sizes, plain.scales) == (4, 2, (8,), (8**-0.5,))
     assert (plain.windows, plain.softcap, plain.dropout, plain.is_uneven) == ((None,), None, 0.0, False)
@@ -766,7 +768,7 @@ def test_what_a_model_asks_of_its_attention() -> None:
     assert requirements_of(small("gpt_neox")).head_sizes == (8,)
 
 
-def test_what_is_chosen_is_said() -> None:
+def test_choice_of_attention_is_reported() -> None:
     model = small("llama")
     on_cpu = "attention of packed rows: segment by segment, as FlashAttention needs a GPU"
     assert attend_per_segment(model, "auto", 64) == on_cpu
@@ -778,7 +780,7 @@ def test_what_is_chosen_is_said() -> None:
     )
 
 
-def test_a_kernel_that_fails_in_any_way_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_kernel_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A package's own assertion, or a library that does not load, ends no run."""
 
     def broken(*_: Any) -> None:
@@ -808,7 +810,7 @@ WRONG: dict[str, Callable[[Kernel], Kernel]] = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_kernel_with_other_numbers_is_not_chosen(wrong: str, dtype: torch.dtype) -> None:
+def test_kernel_with_wrong_numbers_is_not_chosen(wrong: str, dtype: torch.dtype) -> None:
     asked = AttentionRequirements(4, 2, (16,), (None, 0.2), (None, 64), None, 0.0, is_uneven=False)
     kernel = WRONG[wrong](torch_kernel())
     with (
@@ -820,7 +822,7 @@ def test_a_kernel_with_other_numbers_is_not_chosen(wrong: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("wrong", ["right", "scale", "heads", "gradient", "not finite"])
-def test_a_kernel_for_rows_with_other_numbers_is_not_chosen(wrong: str) -> None:
+def test_row_kernel_with_wrong_numbers_is_not_chosen(wrong: str) -> None:
     asked = AttentionRequirements(4, 2, (16,), (None, 0.2), (None,), None, 0.0, is_uneven=False)
     expected = nullcontext() if wrong == "right" else pytest.raises(DsftError, match="by its definition")
     with expected:
@@ -829,7 +831,7 @@ def test_a_kernel_for_rows_with_other_numbers_is_not_chosen(wrong: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
 @pytest.mark.parametrize("name", [SEGMENTS, VARLEN])
-def test_transformers_makes_no_mask_and_does_not_look_for_segments(
+def test_transformers_builds_no_mask_and_searches_no_segments(
     monkeypatch: pytest.MonkeyPatch, kind: str, name: str
 ) -> None:
     """It would wait for the device in each forward pass."""
@@ -850,15 +852,17 @@ def test_transformers_makes_no_mask_and_does_not_look_for_segments(
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "simpo"])
-def test_preference_pairs_in_one_call_have_the_loss_and_gradients_of_the_loop(loss_type: Any) -> None:
+def test_preference_pairs_with_varlen_equal_the_loop(loss_type: Any) -> None:
     """Of pairs that share their prompt."""
     model = small("llama").double()
     policy, parameters = Policy(model), list(model.parameters())
     _, ids, targets, segments = pairs(draw_tokens)
     lengths, starts = (tuple(numbers) for numbers in zip(*segments, strict=True))
-    num_tokens = torch.tensor([[answers[0], answers[1]] for _, *answers in PAIRS])
-    told = Answers(torch.arange(len(PAIRS)), num_tokens, torch.randn(len(PAIRS), 2, dtype=torch.float64) - 30)
-    batch = make_micro_batch(ids, positions_of(segments), targets, lengths, starts=starts, answers=told)
+    num_tokens = torch.tensor([[chosen, rejected] for _, chosen, rejected in PAIRS])
+    answers = Answers(
+        torch.arange(len(PAIRS)), num_tokens, torch.randn(len(PAIRS), 2, dtype=torch.float64) - 30
+    )
+    batch = make_micro_batch(ids, positions_of(segments), targets, lengths, starts=starts, answers=answers)
     batch = batch.to(torch.device("cpu"))
     objective = preference(Dpo(loss_type=loss_type, beta=0.5))
     found = []

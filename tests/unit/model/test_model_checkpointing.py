@@ -48,7 +48,7 @@ def step(value: Any) -> tuple[list[Tensor], list[int], int]:
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_the_layers_that_run_again_change_no_bit(value: Any) -> None:
+def test_recomputed_layers_change_no_bit(value: Any) -> None:
     found, runs, saved = step(value)
     expected, _, most = step(False)
     assert all(map(torch.equal, found, expected))
@@ -57,7 +57,7 @@ def test_the_layers_that_run_again_change_no_bit(value: Any) -> None:
     assert saved == pytest.approx(most - (most - least) * len(VALUES[value]) / LAYERS, rel=0.02)
 
 
-def test_a_stage_checkpoints_the_layers_that_the_whole_model_would() -> None:
+def test_stage_checkpoints_the_layers_of_the_whole_model() -> None:
     model = Model(from_config=KEYS, gradient_checkpointing=0.75)
     found = []
     for stage in range(2):

@@ -25,7 +25,7 @@ def refused(keys: dict[str, object]) -> str:
     return str(error.value)
 
 
-def test_the_tokenizers_facts_are_taken_unless_given() -> None:
+def test_token_ids_come_from_the_tokenizer_unless_given() -> None:
     config = resolve_config(Model(from_config=LLAMA), FACTS)
     assert (config.vocab_size, config.bos_token_id, config.eos_token_id, config.pad_token_id) == (
         96,
@@ -37,7 +37,7 @@ def test_the_tokenizers_facts_are_taken_unless_given() -> None:
     assert (config.vocab_size, config.eos_token_id) == (128, 7)
 
 
-def test_attention_is_chosen_by_what_the_architecture_can_use() -> None:
+def test_attention_follows_the_architecture() -> None:
     assert resolve_config(Model(from_config=LLAMA), FACTS)._attn_implementation == "sdpa"
     assert resolve_config(Model(from_config=LLAMA, attention="eager"), FACTS)._attn_implementation == "eager"
     assert resolve_config(Model(from_config=GEMMA2), FACTS)._attn_implementation == "eager"
@@ -45,7 +45,7 @@ def test_attention_is_chosen_by_what_the_architecture_can_use() -> None:
         resolve_config(Model(from_config=GEMMA2, attention="sdpa"), FACTS)
 
 
-def test_every_unknown_key_is_named_with_the_one_that_was_meant() -> None:
+def test_unknown_config_keys_are_named_with_suggestions() -> None:
     message = refused(LLAMA | {"hiden_size": 3, "num_layer": 2})
     assert "model.from_config.hiden_size" in message
     assert "did you mean hidden_size?" in message
@@ -76,7 +76,7 @@ def test_keys_that_the_class_renames_are_known() -> None:
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attends to later tokens"),
     ],
 )
-def test_refused_in_one_sentence(keys: dict[str, object], words: str) -> None:
+def test_invalid_config_is_refused_in_one_sentence(keys: dict[str, object], words: str) -> None:
     message = refused(keys)
     assert words in message
     assert "Traceback" not in message
@@ -116,7 +116,7 @@ def test_a_pretrained_model_is_read_and_cut(tmp_path: Path) -> None:
         assert sum(torch.equal(part[name], p) for part in parts if name in part) == 1, name
 
 
-def test_a_model_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+def test_missing_model_is_reported(tmp_path: Path) -> None:
     with pytest.raises(MissingInputError, match="config.json"):
         build_model(Model(name_or_path=str(tmp_path / "absent")), FACTS, 0, torch.float32)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -136,7 +136,7 @@ def test_a_model_that_is_not_there_is_said_so(tmp_path: Path) -> None:
         ({"model_type": "qwen3_moe", "num_experts_per_tok": 0}, "a token cannot go to 0 of 128 experts"),
     ],
 )
-def test_odd_values_of_a_config_are_no_traceback(
+def test_invalid_config_values_give_no_traceback(
     config: dict[str, object], words: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -144,7 +144,7 @@ def test_odd_values_of_a_config_are_no_traceback(
         take_census(Model(name_or_path=str(tmp_path)), FACTS, cuts=False)
 
 
-def test_a_kernel_of_the_hub_that_a_config_names_is_refused(tmp_path: Path) -> None:
+def test_hub_kernel_named_by_a_config_is_refused(tmp_path: Path) -> None:
     """transformers would download and import its code where the package kernels is installed."""
     config = build_model(Model(from_config=LLAMA), FACTS, 3, torch.float32).causal_lm.config
     config.save_pretrained(tmp_path)

@@ -20,7 +20,7 @@ CONFIGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_training_is_evaluation(kind: str) -> None:
+def test_training_without_dropout_equals_evaluation(kind: str) -> None:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(CONFIGS[kind])
     ids = torch.arange(20)[None]

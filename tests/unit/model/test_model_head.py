@@ -88,7 +88,7 @@ def assert_near(found: Tensor, expected: Tensor, bound: float) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_values_and_gradients(shaping: Shaping, bias: bool, uniform: bool, smoothing: float) -> None:
+def test_head_values_and_gradients(shaping: Shaping, bias: bool, uniform: bool, smoothing: float) -> None:
     head, hidden, targets = make(shaping, bias, uniform=uniform, label_smoothing=smoothing)
     upstream = torch.full(targets.shape, 0.7) if uniform else torch.randn(targets.shape)
     found = head(hidden, targets)
@@ -105,7 +105,7 @@ def test_values_and_gradients(shaping: Shaping, bias: bool, uniform: bool, smoot
 
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("rows_at_once", [1, 5, 9, 10, 1000])
-def test_any_chunk_gives_the_same(uniform: bool, rows_at_once: int) -> None:
+def test_any_chunk_size_gives_the_same(uniform: bool, rows_at_once: int) -> None:
     head, hidden, targets = make(Shaping(softcap=5.0), True, rows_at_once=rows_at_once, uniform=uniform)
     (-head(hidden, targets).sum()).backward()
     expected, leaves = reference(head, hidden, targets)
@@ -116,7 +116,7 @@ def test_any_chunk_gives_the_same(uniform: bool, rows_at_once: int) -> None:
 
 
 @pytest.mark.parametrize("uniform", [False, True])
-def test_the_logits_of_all_tokens_never_exist(uniform: bool) -> None:
+def test_logits_of_all_tokens_are_never_allocated(uniform: bool) -> None:
     """What is kept for the backward is counted by its own, narrower type."""
     head, hidden, targets = make(rows_at_once=4, uniform=uniform)
     sizes: list[int] = []
@@ -135,7 +135,7 @@ def test_the_logits_of_all_tokens_never_exist(uniform: bool) -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_frozen_head_computes_no_logits_twice(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+def test_frozen_head_computes_logits_once(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
     """Under any upstream gradient."""
     head, hidden, targets = make(SHAPINGS[3], bias)
     head.requires_grad_(False)
@@ -149,7 +149,7 @@ def test_a_frozen_head_computes_no_logits_twice(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 3, 1000])
-def test_bf16_under_any_gradient(rows_at_once: int) -> None:
+def test_bf16_head_under_any_gradient(rows_at_once: int) -> None:
     """None, some and all of the rows kept: as near to float64 as a single product is, by the tensor."""
     head, hidden, targets = make(dtype=torch.bfloat16, rows_at_once=rows_at_once)
     upstream = torch.randn(targets.shape)
@@ -161,7 +161,7 @@ def test_bf16_under_any_gradient(rows_at_once: int) -> None:
         assert_near(gradient, leaf.grad, 2e-2)
 
 
-def test_float16_keeps_nothing_that_is_not_yet_scaled() -> None:
+def test_float16_stores_only_scaled_gradients() -> None:
     weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.float16)
     chunks = Chunks(Softmax(), 1 << 20)
     assert chunks.stored_rows(weight, weight) == 0 < chunks.stored_rows(weight.float(), weight.float())
@@ -195,7 +195,7 @@ def test_bf16_has_statistics_in_float32(uniform: bool) -> None:
         assert_near(gradient, leaf.grad, 2e-2)
 
 
-def test_the_weights_gradient_in_bf16_adds_up_in_float32_over_chunks() -> None:
+def test_bf16_weight_gradient_accumulates_in_float32() -> None:
     """As near to that in float64 in 64 chunks as in one."""
     hidden, targets = torch.randn(1, 4096, HIDDEN).bfloat16(), torch.randint(0, VOCABULARY, (1, 4096))
 
@@ -210,7 +210,7 @@ def test_the_weights_gradient_in_bf16_adds_up_in_float32_over_chunks() -> None:
     assert error(64) < 1.3 * error(4096)
 
 
-def test_gradients_are_ready_in_the_same_order_however_many_targets_a_rank_has() -> None:
+def test_gradient_order_does_not_depend_on_targets() -> None:
     """DeepSpeed adds them up over ranks in that order."""
     orders = list[list[str]]()
     for rows_at_once, uniform in itertools.product((0, 4, 1000), (False, True)):
@@ -223,7 +223,7 @@ def test_gradients_are_ready_in_the_same_order_however_many_targets_a_rank_has()
 
 
 @pytest.mark.parametrize("uniform", [False, True])
-def test_no_target_at_all(uniform: bool) -> None:
+def test_head_without_targets(uniform: bool) -> None:
     head, hidden, targets = make(bias=True, uniform=uniform)
     found = head(hidden, torch.full_like(targets, NO_TARGET))
     found.sum().backward()
@@ -233,7 +233,7 @@ def test_no_target_at_all(uniform: bool) -> None:
 
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("frozen", [("weight",), ("weight", "bias"), ("hidden",)])
-def test_what_is_frozen_gets_no_gradient(uniform: bool, frozen: tuple[str, ...]) -> None:
+def test_frozen_parts_get_no_gradient(uniform: bool, frozen: tuple[str, ...]) -> None:
     head, hidden, targets = make(bias=True, uniform=uniform)
     tensors = {"hidden": hidden, "weight": head.weight, "bias": head.bias}
     for name in frozen:
@@ -264,7 +264,7 @@ def test_a_tied_weight_gets_both_gradients(uniform: bool) -> None:
     assert_near(head.weight.grad, weight.grad, 1e-6)
 
 
-def test_gradients_made_in_the_forward_are_for_one_backward() -> None:
+def test_second_backward_is_refused() -> None:
     head, hidden, targets = make(uniform=True)
     loss = head(hidden, targets).sum()
     loss.backward(retain_graph=True)
@@ -284,7 +284,7 @@ def test_evaluation_is_not_smoothed() -> None:
     assert_near(head(hidden, targets), reference(head, hidden, targets)[0], 1e-6)
 
 
-def test_without_gradients_and_in_the_plain_path_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_without_gradients_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     head, hidden, targets = make(SHAPINGS[3], bias=True, label_smoothing=0.1)
     expected = head(hidden, targets)
     with torch.no_grad():
@@ -298,7 +298,7 @@ def test_without_gradients_and_in_the_plain_path_it_is_the_same(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("rows", "width", "limit"), list(itertools.product((0, 1, 7, 100), (1, 50), (1, 400, 10**6)))
 )
-def test_pieces_cover_all_and_are_even(rows: int, width: int, limit: int) -> None:
+def test_chunks_cover_all_tokens_evenly(rows: int, width: int, limit: int) -> None:
     found = list(pieces(rows, width, limit))
     assert [i for piece in found for i in range(piece.start, piece.stop)] == list(range(rows))
     sizes = [piece.stop - piece.start for piece in found]
@@ -336,7 +336,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_models_own_logits(kind: str) -> None:
+def test_model_with_own_logits(kind: str) -> None:
     """The head must follow what comes after the output layer, and leave the model's logits and names."""
     config = AutoConfig.for_model(kind, **(SMALL | MODELS[kind]))
     torch.manual_seed(0)
@@ -357,7 +357,7 @@ def test_a_models_own_logits(kind: str) -> None:
         assert shaping_of(causal_lm) != Shaping()
 
 
-def test_another_output_layer_is_left_alone() -> None:
+def test_other_output_layers_are_kept() -> None:
     causal_lm = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL))
     causal_lm.lm_head = nn.Sequential(causal_lm.lm_head)
     assert install_head(causal_lm) is None

@@ -43,7 +43,7 @@ def weights(policy: Policy) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])
-def test_stages_together_are_the_whole_model(stages: int) -> None:
+def test_stages_initialize_as_the_whole_model(stages: int) -> None:
     whole = weights(build())
     parts = [weights(build(stage, stages)) for stage in range(stages)]
     assert sum(len(part) for part in parts) == len(whole), "every parameter stands in one stage"
@@ -52,7 +52,7 @@ def test_stages_together_are_the_whole_model(stages: int) -> None:
     assert all(torch.equal(together[name], value) for name, value in whole.items())
 
 
-def test_a_tensor_does_not_depend_on_how_many_layers_there_are() -> None:
+def test_initialization_does_not_depend_on_layer_count() -> None:
     whole, shallow = weights(build()), weights(build(num_hidden_layers=2))
     assert all(torch.equal(whole[name], value) for name, value in shallow.items())
 
@@ -73,13 +73,13 @@ def test_another_seed_gives_other_weights_and_layers_differ() -> None:
     assert not torch.equal(first[name.format(0)], first[name.format(1)])
 
 
-def test_the_seed_of_a_module_never_changes() -> None:
+def test_module_seeds_are_pinned() -> None:
     """Python's own hash would: runs of today must be repeatable tomorrow. From `printf 3/lm_head |
     sha256sum`."""
     assert module_seed(3, "lm_head") == 0x1436E5326A828959
 
 
-def test_values_are_distributed_as_transformers_says() -> None:
+def test_initial_distributions_follow_transformers() -> None:
     found = weights(build(hidden_size=128, initializer_range=0.05))
     for name, value in found.items():
         if "norm" in name:
@@ -117,7 +117,7 @@ def test_the_embedding_of_the_padding_token_is_zero() -> None:
     assert embedding[4].any()
 
 
-def test_no_random_state_of_the_process_is_touched() -> None:
+def test_random_state_of_the_process_is_unchanged() -> None:
     torch.manual_seed(123)
     expected = torch.rand(4)
     torch.manual_seed(123)
@@ -126,7 +126,7 @@ def test_no_random_state_of_the_process_is_touched() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3", "gemma2", "gpt_neox", "mixtral"])
-def test_other_architectures_get_a_value_everywhere(kind: str) -> None:
+def test_every_parameter_is_initialized(kind: str) -> None:
     """The position buffers that lie outside the file included; the same twice, and finite."""
     keys = {"model_type": kind, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     if kind != "gpt2":
@@ -142,13 +142,13 @@ def test_other_architectures_get_a_value_everywhere(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gemma4_text", "gpt_neox", "gpt2", "llama"])
-def test_what_can_be_exported_can_be_trained(kind: str) -> None:
+def test_exportable_models_are_trainable(kind: str) -> None:
     config = CONFIG_MAPPING[kind](num_hidden_layers=1)
     with torch.device("meta"):
         check_trainable(AutoModelForCausalLM.from_config(config))
 
 
-def test_what_cannot_be_exported_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexportable_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["mixtral"](num_hidden_layers=1))
     monkeypatch.setattr(SplitModulelist, "convert", lambda *_, **__: 1 / 0)

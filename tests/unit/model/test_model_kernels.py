@@ -101,7 +101,7 @@ def apart(one: Tensor, other: Tensor) -> float:
         *((kind, torch.float16, 3e-3) for kind in ("llama", "gemma2")),  # the interpreter has no bfloat16
     ],
 )
-def test_logits_and_gradients_are_those_of_the_modules(kind: str, dtype: torch.dtype, bound: float) -> None:
+def test_kernels_equal_the_modules(kind: str, dtype: torch.dtype, bound: float) -> None:
     made = model(kind, dtype)
     names = list(made.state_dict())
     logits, gradients = results(made)
@@ -120,7 +120,7 @@ def test_logits_and_gradients_are_those_of_the_modules(kind: str, dtype: torch.d
 
 
 @installed
-def test_adapters_and_checkpointing_learn_the_same() -> None:
+def test_kernels_with_adapters_and_checkpointing_train_the_same() -> None:
     made = model("llama")
     inject(made, Lora(rank=2))
     for name, parameter in list(made.named_parameters()):
@@ -139,7 +139,7 @@ def test_adapters_and_checkpointing_learn_the_same() -> None:
 
 
 @installed
-def test_auto_takes_what_fits_and_says_so() -> None:
+def test_auto_reports_the_kernels_it_takes() -> None:
     made = model("llama")
     assert choose_kernels(made, "auto") == f"kernels: Liger's for {CHANGED['llama']}"
     use_own(made)
@@ -149,7 +149,7 @@ def test_auto_takes_what_fits_and_says_so() -> None:
 
 
 @installed
-def test_a_model_without_such_modules_is_refused() -> None:
+def test_model_without_replaceable_modules_is_refused() -> None:
     config = AutoConfig.for_model("gpt2", vocab_size=61, n_embd=32, n_layer=1, n_head=2)
     made = AutoModelForCausalLM.from_config(config)
     with pytest.raises(SpecError) as error:
@@ -159,7 +159,7 @@ def test_a_model_without_such_modules_is_refused() -> None:
     assert "of a gpt2 model" in choose_kernels(made, "auto")
 
 
-def test_without_what_they_need_liger_is_refused_and_auto_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_liger_is_refused_and_explained_by_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package, a GPU, one that is new enough, and a compiler and a driver with which they run."""
     made = model("llama")
 
@@ -168,9 +168,9 @@ def test_without_what_they_need_liger_is_refused_and_auto_says_why(monkeypatch: 
             choose_kernels(made, "liger")
         (problem,) = error.value.problems
         assert reason in problem.message and problem.message.endswith("; set it to auto or torch")
-        said = choose_kernels(made, "auto")
+        line = choose_kernels(made, "auto")
         assert not fused_modules(made)
-        assert said == "" if "found" in reason else reason in said
+        assert line == "" if "found" in reason else reason in line
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
@@ -193,7 +193,7 @@ def test_without_what_they_need_liger_is_refused_and_auto_says_why(monkeypatch: 
     assert choose_kernels(made, "auto") == ""
 
 
-def test_the_kernels_are_those_of_the_modules_under_tritons_interpreter() -> None:
+def test_kernels_equal_the_modules_in_triton_interpreter() -> None:
     """The tests above that need it."""
     folder = ROOT / ".cache" / "standin" / "triton"
     if INSTALLED or not folder.is_dir():

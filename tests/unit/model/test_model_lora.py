@@ -32,7 +32,7 @@ def adapted(made: Policy) -> set[str]:
     return {name.split(".")[-3] for name in made.named_trained() if name.endswith("lora_A.weight")}
 
 
-def test_all_linear_is_every_linear_but_the_head() -> None:
+def test_all_linear_excludes_the_head() -> None:
     assert adapted(policy()) == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
     }  # fmt: skip
@@ -53,7 +53,7 @@ def test_only_adapters_and_modules_to_save_are_trained() -> None:
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_a_fresh_adapter_changes_nothing(config: dict[str, Any], dtype: torch.dtype, use_dora: bool) -> None:
+def test_fresh_adapter_is_the_identity(config: dict[str, Any], dtype: torch.dtype, use_dora: bool) -> None:
     ids = torch.arange(20)[None]
     plain = build_model(Model(from_config=config), FACTS, 3, dtype).causal_lm.eval()
     made = policy(config, dtype, use_dora=use_dora).causal_lm.eval()
@@ -61,7 +61,7 @@ def test_a_fresh_adapter_changes_nothing(config: dict[str, Any], dtype: torch.dt
         assert torch.equal(made(ids).logits, plain(ids).logits)
 
 
-def test_fresh_values_depend_on_seed_and_name_alone() -> None:
+def test_fresh_values_depend_only_on_seed_and_name() -> None:
     model = Model(from_config=LLAMA, lora=Lora(rank=2))
     whole = build_model(model, FACTS, 3, torch.float32).named_trained()
     for stage in (0, 1):
@@ -77,11 +77,11 @@ def test_fresh_values_depend_on_seed_and_name_alone() -> None:
     assert not any(p.any() for name, p in whole.items() if name.endswith("lora_B.weight"))
 
 
-def test_scale() -> None:
+def test_lora_scale() -> None:
     assert scale(Lora(rank=4, alpha=8)) == 2 and scale(Lora(rank=4, alpha=8, use_rslora=True)) == 4
 
 
-def test_names_without_pefts_own_parts() -> None:
+def test_names_have_no_peft_prefixes() -> None:
     for name, plain in (
         ("model.layers.0.mlp.up_proj.base_layer.weight", "model.layers.0.mlp.up_proj.weight"),
         ("model.layers.0.mlp.up_proj.lora_A.default.weight", "model.layers.0.mlp.up_proj.lora_A.weight"),
@@ -105,13 +105,13 @@ def test_names_without_pefts_own_parts() -> None:
         ({"target_modules": ("q_proj",), "modules_to_save": ("q_proj",)}, "is in modules_to_save too"),
     ],
 )
-def test_names_that_cannot_be_meant(lora: dict[str, Any], message: str) -> None:
+def test_unmatched_lora_names_are_refused(lora: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as caught:
         policy(**lora)
     assert message in str(caught.value)
 
 
-def test_all_names_that_fit_nothing_are_told_at_once() -> None:
+def test_all_unmatched_names_are_listed() -> None:
     with pytest.raises(SpecError) as caught:
         policy(target_modules=("nope",), modules_to_save=("nothing",))
     places = [problem.where for problem in caught.value.problems]
@@ -134,7 +134,7 @@ def save_adapter(folder: Path, values: dict[str, Tensor]) -> str:
     return str(folder)
 
 
-def test_a_saved_adapter_gives_the_values(tmp_path: Path) -> None:
+def test_saved_adapter_is_loaded(tmp_path: Path) -> None:
     lora: dict[str, Any] = {"rank": 2, "use_dora": True, "modules_to_save": ("lm_head",)}
     values = {name: torch.randn(p.shape) for name, p in policy(**lora).named_trained().items()}
     made = policy(**lora, path=save_adapter(tmp_path, values))
@@ -167,13 +167,13 @@ def test_a_saved_adapter_that_is_not_finite_is_refused(tmp_path: Path) -> None:
         policy(rank=2, path=save_adapter(tmp_path, values))
 
 
-def test_a_base_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_missing_adapter_base_is_reported(tmp_path: Path) -> None:
     gone = Model(name_or_path=str(tmp_path / "gone"))
     with pytest.raises(MissingInputError, match=r"gone' cannot be read: there is no such folder"):
         initial_values(gone, policy().causal_lm, 3, torch.float32)
 
 
-def test_patterns_choose_what_is_trained() -> None:
+def test_trainable_patterns_select_parameters() -> None:
     model = Model(from_config=LLAMA, trainable=("model.layers.1.*", "*norm.weight"))
     trained = set(build_model(model, FACTS, 3, torch.float32).named_trained())
     assert "model.norm.weight" in trained and "model.layers.1.mlp.up_proj.weight" in trained

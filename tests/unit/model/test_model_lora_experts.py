@@ -130,7 +130,7 @@ def write_adapter(folder: Path, model: Model, checkpoint: CheckpointReader) -> b
         ("deepseek_v3", MLP | {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
     ],
 )
-def test_all_linear_is_attention_dense_layers_and_shared_experts(kind: str, layers: set[str]) -> None:
+def test_all_linear_covers_attention_dense_layers_and_shared_experts(kind: str, layers: set[str]) -> None:
     made = policy_of(model_of(kind))
     names = [name for name in made.named_trained() if name.endswith("lora_A.weight")]
     assert {name.split(".")[-3] for name in names} == layers
@@ -139,7 +139,7 @@ def test_all_linear_is_attention_dense_layers_and_shared_experts(kind: str, laye
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_peft_loads_what_is_written_or_it_is_known_to_misread_it(kind: str, tmp_path: Path) -> None:
+def test_peft_loads_the_adapter_or_is_known_to_misread_it(kind: str, tmp_path: Path) -> None:
     model = model_of(kind)
     made, checkpoint = trained(model)
     expected, base = logits(made.causal_lm), logits(plain(kind))
@@ -155,7 +155,7 @@ def test_peft_loads_what_is_written_or_it_is_known_to_misread_it(kind: str, tmp_
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_merged_model_has_the_adapters_and_nothing_else(kind: str) -> None:
+def test_merged_model_equals_base_plus_adapter(kind: str) -> None:
     model = model_of(kind)
     made, checkpoint = trained(model)
     base = plain(kind)
@@ -168,7 +168,7 @@ def test_a_merged_model_has_the_adapters_and_nothing_else(kind: str) -> None:
     torch.testing.assert_close(logits(base), logits(made.causal_lm), rtol=0, atol=2e-6)
 
 
-def test_a_router_can_be_trained_in_full_and_goes_along(tmp_path: Path) -> None:
+def test_router_can_be_trained_in_full(tmp_path: Path) -> None:
     model = model_of("qwen3_moe", modules_to_save=("mlp.gate",))
     made, checkpoint = trained(model)
     assert "model.layers.1.mlp.gate.weight" in made.named_trained()
@@ -193,7 +193,7 @@ def test_a_router_can_be_trained_in_full_and_goes_along(tmp_path: Path) -> None:
         ("qwen3_moe", {"target_modules": ("q_prj",)}, "'q_prj' matches no name here"),
     ],
 )
-def test_what_experts_cannot_have_is_refused_by_name(kind: str, lora: dict[str, Any], message: str) -> None:
+def test_adapters_on_routed_experts_are_refused(kind: str, lora: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as caught:
         policy_of(model_of(kind, **lora))
     assert message in str(caught.value)

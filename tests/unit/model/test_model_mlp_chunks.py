@@ -64,7 +64,7 @@ def apart(whole: Found, cut: Found) -> float:
 @pytest.mark.parametrize(
     "kinds", [USUAL, pytest.param(tuple(ARCHITECTURES), marks=pytest.mark.long)], ids=len
 )
-def test_chunks_compute_what_the_whole_does(kinds: tuple[str, ...]) -> None:
+def test_mlp_chunks_equal_the_whole(kinds: tuple[str, ...]) -> None:
     wrong = {}
     for kind in kinds:
         whole, cut = (trained(small_model(kind), chunks) for chunks in (1, CHUNKS))
@@ -74,14 +74,14 @@ def test_chunks_compute_what_the_whole_does(kinds: tuple[str, ...]) -> None:
     assert wrong == {}
 
 
-def test_a_single_matrix_is_no_mlp() -> None:
+def test_single_matrix_is_not_an_mlp() -> None:
     model: Any = small_model("llama")
     model.model.layers[0].gate = nn.Linear(16, 16)
     assert model.config.hidden_size == 16
     assert set(mlps_of(model)) == {"model.layers.0.mlp", "model.layers.1.mlp"}
 
 
-def test_experts_routers_and_attention_are_no_mlps() -> None:
+def test_experts_routers_and_attention_are_not_mlps() -> None:
     kinds = ("llama", "gemma3n_text", "glm4_moe", "lfm2")
     names = {kind: set(mlps_of(small_model(kind, hidden_size=24))) for kind in kinds}
     assert "glm4_moe" in MIXTURES
@@ -94,7 +94,7 @@ def test_experts_routers_and_attention_are_no_mlps() -> None:
 
 
 @pytest.mark.parametrize("place", ["resid_pdrop", "lora"])
-def test_dropout_in_the_backward_pass_is_that_of_the_forward_pass(place: str) -> None:
+def test_dropout_masks_are_repeated_in_backward(place: str) -> None:
     """The gradient of a chunk whose dropout was drawn again otherwise would not be that of the output: the
     directional derivative shows it."""
     keys = {"model_type": "gpt2", **keys_of("gpt2"), "resid_pdrop": 0.3}
@@ -128,7 +128,7 @@ def test_dropout_in_the_backward_pass_is_that_of_the_forward_pass(place: str) ->
     assert (ahead - behind) / (2 * step) == pytest.approx(slope, rel=1e-3)
 
 
-def test_a_chunk_is_all_that_exists_of_an_mlp_and_none_is_computed_three_times() -> None:
+def test_one_chunk_of_activations_exists_at_a_time() -> None:
     """In a Llama nothing after the MLP is saved, so a layer is recomputed up to it alone."""
     model, calls = small_model("llama"), list[int]()
     linear: Any = model.get_submodule("model.layers.1.mlp.gate_proj")
@@ -139,7 +139,7 @@ def test_a_chunk_is_all_that_exists_of_an_mlp_and_none_is_computed_three_times()
     assert max(calls) == rows * linear.out_features
 
 
-def test_a_scoring_pass_is_in_chunks_too() -> None:
+def test_scoring_runs_in_chunks() -> None:
     model, calls = small_model("llama"), list[int]()
     ids = torch.arange(TOKENS)[None]
     expected = model(input_ids=ids).logits
@@ -193,7 +193,7 @@ def test_a_model_without_mlps_refuses_chunks() -> None:
     assert {parameter.get("mlp") for parameter in found["parameters"]} == {None}
 
 
-def test_a_reference_is_in_no_chunks() -> None:
+def test_reference_has_no_mlp_chunks() -> None:
     """It is not checkpointed, and may be a model without such an MLP."""
     keys = {"model_type": "mixtral", **keys_of("mixtral")}
     policy = Model(from_config=keys, gradient_checkpointing=True, mlp_chunks=2)

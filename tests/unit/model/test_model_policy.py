@@ -58,7 +58,7 @@ def test_noise_is_uniform_within_alpha_over_the_root_of_length_and_width() -> No
         assert not noise[row, length:].any()
 
 
-def test_noise_of_one_whole_row_equals_that_of_transformers() -> None:
+def test_noise_of_one_row_equals_transformers() -> None:
     from transformers.integrations.neftune import neftune_post_forward_hook
 
     embedding = torch.nn.Embedding(10, 16).train()
@@ -71,7 +71,7 @@ def test_noise_of_one_whole_row_equals_that_of_transformers() -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-def test_noise_is_added_in_training_alone_and_without_it_nothing_changes() -> None:
+def test_noise_is_added_only_in_training() -> None:
     ids, positions, targets = batch()
     (policy,) = stages(1)
     scale = torch.full(ids.shape, 5 / 9**0.5)
@@ -91,7 +91,7 @@ def test_noise_is_added_in_training_alone_and_without_it_nothing_changes() -> No
 
 
 @pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text", "gpt2", "opt"])
-def test_noise_leaves_what_else_a_model_makes_of_its_tokens(kind: str) -> None:
+def test_noise_does_not_change_other_uses_of_token_ids(kind: str) -> None:
     """Noise of 0 changes nothing, where layers look tokens up a second time too."""
     policy = Policy(small_model(kind)).train()
     ids, positions, targets = batch()
@@ -109,7 +109,7 @@ def test_log_probabilities_by_hand() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_equals_the_logits_of_the_model() -> None:
+def test_log_probabilities_equal_the_logits() -> None:
     ids, positions, targets = batch()
     (policy,) = stages(1)
     found = logps_of(policy, ids, positions, targets)
@@ -133,7 +133,7 @@ def test_stages_equal_the_whole_model_forward_and_backward(number: int, checkpoi
         assert torch.equal(gradients[name], p.grad), name
 
 
-def test_checkpointing_recomputes_every_layer_of_the_stage() -> None:
+def test_checkpointing_recomputes_every_layer() -> None:
     calls = {True: 0, False: 0}
     for checkpointing in calls:
         (policy,) = stages(1, checkpointing)
@@ -146,7 +146,7 @@ def test_checkpointing_recomputes_every_layer_of_the_stage() -> None:
     assert calls == {False: 1, True: 2}
 
 
-def test_a_stage_holds_only_its_own() -> None:
+def test_stage_holds_only_its_layers() -> None:
     first, second = stages(2)
     assert {
         name.split(".layers.")[-1].split(".")[0] for name in first.named_trained() if ".layers." in name
@@ -157,7 +157,7 @@ def test_a_stage_holds_only_its_own() -> None:
     assert "model.embed_tokens.weight" not in second.named_trained()
 
 
-def test_positions_that_begin_again_are_rows_of_their_own() -> None:
+def test_restarting_positions_are_separate_rows() -> None:
     """As packing will need: no attention across the border, given by position_ids alone."""
     ids, positions, targets = batch()
     (policy,) = stages(1)

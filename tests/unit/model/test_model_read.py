@@ -74,7 +74,7 @@ def assert_equal(found: nn.Module, expected: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_as_transformers_own_loader_reads_it(kind: str, tmp_path: Path) -> None:
+def test_weights_equal_transformers_loader(kind: str, tmp_path: Path) -> None:
     save(tmp_path, kind)
     found = read(tmp_path).causal_lm
     attention = found.config._attn_implementation
@@ -88,7 +88,7 @@ def test_as_transformers_own_loader_reads_it(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_ranges_together_are_the_whole(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_ranges_together_equal_the_whole(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Of three ranks, in another type than the files have; each parameter is given once."""
     save(tmp_path, kind, torch.bfloat16)
     whole = {name: p.flatten() for name, p in read(tmp_path, dtype).causal_lm.named_parameters()}
@@ -116,7 +116,7 @@ def shares(folder: Path, dtype: torch.dtype, rank: int, ranks: int = 3) -> dict[
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_folder_of_the_base_model(tied: bool, tmp_path: Path) -> None:
+def test_base_model_folder_is_loaded(tied: bool, tmp_path: Path) -> None:
     """It has no head, and names without the prefix."""
     whole = save(tmp_path / "whole", tie_word_embeddings=tied)
     whole.base_model.save_pretrained(tmp_path / "base")
@@ -127,7 +127,7 @@ def test_a_folder_of_the_base_model(tied: bool, tmp_path: Path) -> None:
             read(tmp_path / "base")
 
 
-def test_names_that_transformers_does_not_know(tmp_path: Path) -> None:
+def test_unknown_tensor_names(tmp_path: Path) -> None:
     save(tmp_path)
     change(tmp_path, lambda held: {f"wrapped.{name}": value for name, value in held.items()})
     with pytest.raises(MissingInputError, match="model.embed_tokens.weight is missing"):
@@ -163,7 +163,7 @@ NORM = "model.norm.weight"
     ],
     ids=["missing", "left over", "shape", "nothing", "quantized"],
 )
-def test_what_is_not_this_model_is_an_error(
+def test_weights_of_another_model_are_an_error(
     how: Callable[[dict[str, Tensor]], dict[str, Tensor]], words: str, tmp_path: Path
 ) -> None:
     save(tmp_path)
@@ -187,7 +187,7 @@ def with_value(value: float) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_weight_that_is_not_finite_is_named_with_its_file(value: str, tied: bool, tmp_path: Path) -> None:
+def test_nonfinite_weight_is_named_with_its_file(value: str, tied: bool, tmp_path: Path) -> None:
     save(tmp_path, tie_word_embeddings=tied)
     change(tmp_path, with_value(float(value)))
     words = rf"model\.safetensors: {EMBEDDING} has the value {value} at \[70, 5\], read as float32"
@@ -195,8 +195,8 @@ def test_a_weight_that_is_not_finite_is_named_with_its_file(value: str, tied: bo
         read(tmp_path)
 
 
-def test_each_rank_looks_at_what_it_reads(tmp_path: Path) -> None:
-    """Row 70 of 96 stands in the last third."""
+def test_each_rank_checks_the_weights_it_reads(tmp_path: Path) -> None:
+    """Row 70 of 96 is in the last third."""
     save(tmp_path)
     change(tmp_path, with_value(math.nan))
     for rank in (0, 1):
@@ -205,7 +205,7 @@ def test_each_rank_looks_at_what_it_reads(tmp_path: Path) -> None:
         shares(tmp_path, torch.bfloat16, 2)
 
 
-def test_a_weight_that_is_too_large_for_fp16_is_told(tmp_path: Path) -> None:
+def test_weight_too_large_for_fp16_is_reported(tmp_path: Path) -> None:
     save(tmp_path)
     change(tmp_path, with_value(1e5))
     assert float(read(tmp_path).causal_lm.get_parameter(EMBEDDING).detach()[70, 5]) == 1e5
@@ -213,7 +213,7 @@ def test_a_weight_that_is_too_large_for_fp16_is_told(tmp_path: Path) -> None:
         read(tmp_path, torch.float16)
 
 
-def test_a_converted_and_a_pickled_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+def test_nonfinite_converted_and_pickled_weights_are_named(tmp_path: Path) -> None:
     model = save(tmp_path / "mixture", "mixtral")
 
     def changed(held: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -237,7 +237,7 @@ def test_a_converted_and_a_pickled_weight_that_is_not_finite_is_named(tmp_path: 
         read(tmp_path / "pickled")
 
 
-def test_what_transformers_leaves_aside_is_no_error(tmp_path: Path) -> None:
+def test_tensors_that_transformers_ignores_are_no_error(tmp_path: Path) -> None:
     """Old folders hold the rotary table of each layer."""
     whole = save(tmp_path)
     change(tmp_path, lambda held: held | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
@@ -245,7 +245,7 @@ def test_what_transformers_leaves_aside_is_no_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_a_tied_head_that_stands_in_the_file_too(equal: bool, tmp_path: Path) -> None:
+def test_tied_head_stored_in_the_file(equal: bool, tmp_path: Path) -> None:
     whole = save(tmp_path, tie_word_embeddings=True)
     embedding = whole.get_input_embeddings().weight.detach()
     head = embedding.clone() if equal else embedding + 1
@@ -257,14 +257,14 @@ def test_a_tied_head_that_stands_in_the_file_too(equal: bool, tmp_path: Path) ->
             read(tmp_path)
 
 
-def test_a_tied_head_alone_is_enough(tmp_path: Path) -> None:
+def test_tied_head_without_embedding_is_enough(tmp_path: Path) -> None:
     whole = save(tmp_path, tie_word_embeddings=True)
     name = "model.embed_tokens.weight"
     change(tmp_path, lambda held: {"lm_head.weight" if n == name else n: t for n, t in held.items()})
     assert_equal(read(tmp_path).causal_lm, whole)
 
 
-def test_a_shard_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_shard_is_an_error(tmp_path: Path) -> None:
     save(tmp_path)
     first = sorted(tmp_path.glob("model-*.safetensors"))[0]
     first.rename(tmp_path / "elsewhere")
@@ -322,7 +322,7 @@ def test_a_link_may_lead_only_to_the_folder_or_the_hubs_cache(tmp_path: Path) ->
         link.unlink()
 
 
-def test_a_file_that_is_torn(tmp_path: Path) -> None:
+def test_truncated_file_is_an_error(tmp_path: Path) -> None:
     save(tmp_path)
     first = sorted(tmp_path.glob("model-*.safetensors"))[0]
     first.write_bytes(first.read_bytes()[:-10])
@@ -349,7 +349,7 @@ class Payload:
 
 
 @pytest.mark.parametrize("shape", [(3, 16), None], ids=["another shape", "missing"])
-def test_experts_that_cannot_be_converted_are_one_sentence(
+def test_unconvertible_experts_give_one_sentence(
     shape: tuple[int, int] | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """transformers prints a table with a traceback."""
@@ -366,7 +366,7 @@ def test_experts_that_cannot_be_converted_are_one_sentence(
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-def test_a_pickle_in_the_place_of_weights_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickle_in_place_of_weights_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     whole = save(tmp_path / "model", tie_word_embeddings=True)
     for file in (tmp_path / "model").glob("model*"):
@@ -380,7 +380,7 @@ def test_a_pickle_in_the_place_of_weights_is_not_run(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("model_type", ["llama", "evil"])
-def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path, model_type: str) -> None:
+def test_remote_code_is_not_executed(tmp_path: Path, model_type: str) -> None:
     save(tmp_path)
     code = {"AutoConfig": "evil.EvilConfig", "AutoModelForCausalLM": "evil.EvilModel"}
     config = json.loads((tmp_path / "config.json").read_text()) | {"auto_map": code, "model_type": model_type}
@@ -391,9 +391,7 @@ def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path, model_type: str
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_conversion_that_is_not_understood_is_left_to_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_conversion_is_left_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.core_model_loading import MergeModulelist
 
     whole = save(tmp_path, "mixtral")
@@ -409,7 +407,7 @@ def test_a_conversion_that_is_not_understood_is_left_to_transformers(
         assert_equal(read(tmp_path).causal_lm, whole)
 
 
-def test_a_stage_reads_its_own_tensors_alone(tmp_path: Path) -> None:
+def test_stage_reads_only_its_tensors(tmp_path: Path) -> None:
     """A file that only the other stage needs may be lost."""
     save(tmp_path, tie_word_embeddings=False)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
@@ -424,7 +422,7 @@ def test_a_stage_reads_its_own_tensors_alone(tmp_path: Path) -> None:
     assert "lm_head.weight" not in first.named_trained()
 
 
-def test_a_hub_id_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_id_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = save(tmp_path / "made")
     folder, commit = tmp_path / "hub" / "models--someone--small", "0" * 40
     shutil.copytree(tmp_path / "made", folder / "snapshots" / commit)
@@ -438,7 +436,7 @@ def test_a_hub_id_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tensors_go_back_into_a_file_as_transformers_saves_them(kind: str, tmp_path: Path) -> None:
+def test_tensors_are_written_as_transformers_saves_them(kind: str, tmp_path: Path) -> None:
     model = save(tmp_path, kind)
     saved = {
         name: value for path in tmp_path.glob("*.safetensors") for name, value in load_file(path).items()

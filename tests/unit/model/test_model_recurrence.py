@@ -156,7 +156,7 @@ def test_packed_equals_alone(kind: str, attention: str, checkpointing: bool) -> 
 
 
 @pytest.mark.parametrize("kind", tiered(KINDS, USUAL))
-def test_neighbors_change_nothing(kind: str) -> None:
+def test_other_segments_change_nothing(kind: str) -> None:
     """All rows of a pack but one are replaced, token by token: its log-probabilities do not move at all. And
     their embeddings get no gradient from it, not the smallest."""
     model = small(kind)
@@ -236,7 +236,7 @@ def test_padded_rows_equal_single_ones(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear"])
-def test_bf16_is_as_near_as_rows_alone(kind: str) -> None:
+def test_bf16_packed_is_as_accurate_as_single_rows(kind: str) -> None:
     """Packed rows in bf16 are no farther from float32 than the same rows alone in bf16."""
     rows, model = drawn(), small(kind).bfloat16()
     with torch.no_grad():
@@ -260,7 +260,7 @@ def test_segments_are_read_from_the_positions_too(attention: str) -> None:
     assert len(varlen_on_cpu.calls) - before == (2 if attention == VARLEN else 0)
 
 
-def test_what_is_given_to_the_recurrent_layers() -> None:
+def test_arguments_of_recurrent_layers() -> None:
     """Rows of one number of chunks are in one batch; padding repeats the row's last token."""
     found = segment_rows(Segments((2, 70, 3)), torch.device("cpu"))
     assert found is not None
@@ -279,7 +279,7 @@ def test_what_is_given_to_the_recurrent_layers() -> None:
     assert recurrent_keywords(model, positions().expand(2, -1), None) == {}, "padded rows"
 
 
-def test_transformers_own_classes_stay_as_they_are() -> None:
+def test_transformers_classes_are_unchanged() -> None:
     """Another model of the class, not made packable, computes by transformers' own functions."""
     changed, own = small("qwen3_5_text"), small("qwen3_5_text")
     attend_per_segment(changed, "auto", max_length=256)
@@ -328,21 +328,21 @@ def test_other_recurrences_are_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("minimax", "linear_attention"), ("qwen4_exp_text", "indexed_attention")]
+    ("kind", "message"), [("minimax", "linear_attention"), ("qwen4_exp_text", "indexed_attention")]
 )
-def test_other_layers_are_refused(kind: str, said: str) -> None:
+def test_other_layers_are_refused(kind: str, message: str) -> None:
     """Another linear attention, and another layer beside a gated delta rule."""
-    with pytest.raises(SpecError, match=f"has layers of type {said}, which see"):
+    with pytest.raises(SpecError, match=f"has layers of type {message}, which see"):
         check_can_pack(CONFIG_MAPPING[kind](), 64)
 
 
-def test_whether_a_model_has_recurrent_layers() -> None:
+def test_recurrent_models_are_recognized() -> None:
     assert recurrence.mix_per_segment(small("qwen3_5_text"))
     assert not recurrence.mix_per_segment(AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**SMALL)))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next", "bailing_hybrid"])
-def test_the_plan_counts_what_the_backward_of_a_recurrent_layer_needs(kind: str, tmp_path: Path) -> None:
+def test_plan_counts_backward_memory_of_recurrent_layers(kind: str, tmp_path: Path) -> None:
     """Compared with the storages that autograd really saves in a layer on the CPU, without its parameters."""
     keys = SMALL | {"hidden_size": 128, "intermediate_size": 256, "layer_types": ["linear_attention"] * 3}
     keys |= {"linear_key_head_dim": 32, "linear_value_head_dim": 64, "linear_head_dim": 64}

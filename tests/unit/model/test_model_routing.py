@@ -171,7 +171,7 @@ EACH = [
 
 
 @pytest.mark.parametrize(("kind", "loss"), EACH)
-def test_the_gradient_is_that_of_the_paper_however_the_step_is_cut(kind: str, loss: str) -> None:
+def test_balance_gradient_equals_the_paper_for_any_split_of_the_step(kind: str, loss: str) -> None:
     rows, policy = step_of(), policy_of(kind)
     tokens = plain.count(rows)
     expected, balance = by_hand(kind, loss, rows)
@@ -203,7 +203,7 @@ def test_packed_rows_have_the_gradient_of_padded_ones(loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_prompt_that_two_answers_share_counts_for_both(loss: str) -> None:
+def test_shared_prompt_counts_for_both_answers(loss: str) -> None:
     policy = build_model(model_of("mixtral"), FACTS, 3, torch.float32)
     expected, balance = trained(policy, answers(), loss, 2, 1)
     attend_per_segment(policy.causal_lm, "auto", 64, torch.device("cpu"))
@@ -214,7 +214,7 @@ def test_a_prompt_that_two_answers_share_counts_for_both(loss: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
-def test_split_rows_have_the_gradient_and_the_counts_of_whole_ones(
+def test_split_rows_have_gradients_and_counts_of_whole_rows(
     kind: str, loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of padded, packed and preference rows in one step; layers are computed again in the backward pass."""
@@ -242,7 +242,7 @@ def test_split_rows_have_the_gradient_and_the_counts_of_whole_ones(
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_gradient_is_that_of_finite_differences(loss: str) -> None:
+def test_balance_gradient_equals_finite_differences(loss: str) -> None:
     rows, policy, step = step_of(), policy_of("qwen3_moe"), 2e-4
     alone = 10**15  # tokens, so that the next-token loss is 0
     found, _ = trained(policy, [padded(rows)], loss, len(rows), alone)
@@ -294,7 +294,7 @@ def test_rows_without_padding_are_counted_where_the_routers_are() -> None:
     assert {found.number.device.type, found.weights.device.type} == {"meta"}
 
 
-def test_nothing_is_counted_or_added_outside_of_a_step() -> None:
+def test_nothing_is_counted_outside_of_a_step() -> None:
     policy, batch = policy_of("mixtral"), padded(step_of())
     assert policy.routing is not None
     policy.zero_grad()
@@ -308,7 +308,7 @@ def test_nothing_is_counted_or_added_outside_of_a_step() -> None:
     assert policy.routing.pop(torch.device("cpu"))[:, :-1].sum() > 0
 
 
-def test_a_frozen_router_is_not_trained_and_its_balance_reaches_what_is_before_it() -> None:
+def test_frozen_router_passes_the_balance_gradient_on() -> None:
     policy = build_model(model_of("mixtral", freeze_router=True), FACTS, 3, torch.float32)
     frozen = [name for name, p in policy.causal_lm.named_parameters() if not p.requires_grad]
     assert frozen == [f"model.layers.{n}.mlp.gate.weight" for n in range(2)]
@@ -316,7 +316,7 @@ def test_a_frozen_router_is_not_trained_and_its_balance_reaches_what_is_before_i
     assert not set(frozen) & set(found) and found["model.embed_tokens.weight"].any()
 
 
-def test_what_only_a_mixture_can_do_is_refused_for_a_dense_model() -> None:
+def test_expert_options_are_refused_for_a_dense_model() -> None:
     llama = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     for experts, message in (
         ({"freeze_router": True}, "model.experts.freeze_router: a llama model has no experts"),
@@ -345,7 +345,7 @@ class Odd(nn.Module):
         return logits, weights, chosen
 
 
-def test_a_router_s_affinities_are_found_by_trying_it() -> None:
+def test_router_affinities_are_probed() -> None:
     assert affinity_of(Odd().to("meta"), 16) is None
     assert affinity_of(nn.Linear(16, 4, device="meta"), 16) is None
 

@@ -33,7 +33,7 @@ in_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_IN
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(INTERPRETED, reason="this starts itself")
-def test_the_kernel_passes_these_tests_and_the_heads() -> None:
+def test_softmax_kernel_passes_the_tests_of_the_head() -> None:
     """In a process of its own, since Triton reads the variable when it is imported. Without the test that
     finds logits by the width of the vocabulary, which aligned rows do not have."""
     files = [Path(__file__), HERE / "test_model_head.py"]
@@ -55,7 +55,7 @@ class Wrong(Softmax):
         return super().gradient(*given) * 1.03
 
 
-def test_where_there_is_no_kernel_torchs_operations_are_taken_and_the_line_says_why() -> None:
+def test_fallback_to_torch_operations_is_explained() -> None:
     plain = Softmax()
     assert choose_softmax(plain, torch.bfloat16, CPU) == SoftmaxChoice(plain)
     if not torch.cuda.is_available():
@@ -64,7 +64,7 @@ def test_where_there_is_no_kernel_torchs_operations_are_taken_and_the_line_says_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_kernel_that_is_apart_is_not_used(dtype: torch.dtype) -> None:
+def test_kernel_with_wrong_numbers_is_not_used(dtype: torch.dtype) -> None:
     plain, same, wrong = Softmax(smoothing=0.1), Softmax(smoothing=0.1), Wrong(smoothing=0.1)
     assert choose_exact(plain, same, dtype, CPU).softmax is same
     found = choose_exact(plain, wrong, dtype, CPU)
@@ -77,12 +77,12 @@ def test_a_kernel_that_is_apart_is_not_used(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("words", "borders"), [(128, [0, 128]), (136, [0, 136]), (131, [0, 128, 131]), (3, [0, 3])]
 )
-def test_words_beyond_the_last_multiple_stand_apart(words: int, borders: list[int]) -> None:
+def test_remainder_of_the_vocabulary_is_computed_separately(words: int, borders: list[int]) -> None:
     found = list(pieces(words, 1, 10**6, tile=64))
     assert [piece.start for piece in found] + [words] == borders and found[-1].stop == words
 
 
-def test_pieces_begin_at_multiples() -> None:
+def test_chunks_begin_at_multiples() -> None:
     found = list(pieces(1000, 10, 8 * 10 * 200, tile=64))
     assert [i for piece in found for i in range(piece.start, piece.stop)] == list(range(1000))
     assert all(piece.start % 64 == 0 for piece in found) and len(found) == 5
@@ -90,7 +90,7 @@ def test_pieces_begin_at_multiples() -> None:
 
 
 @pytest.mark.parametrize("words", [64, 72, 77, 5])
-def test_products_in_parts(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
+def test_matmul_in_parts(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
     monkeypatch.setitem(products.TILE, "cpu", 64)
     hidden, weight, bias = torch.randn(9, 12), torch.randn(words, 12), torch.randn(words)
     found = product(hidden, weight, bias)
@@ -100,7 +100,7 @@ def test_products_in_parts(monkeypatch: pytest.MonkeyPatch, words: int) -> None:
 
 
 @pytest.mark.parametrize("add", [False, True])
-def test_a_product_may_be_narrower_than_what_it_is_written_to(add: bool) -> None:
+def test_matmul_output_may_be_wider_than_the_product(add: bool) -> None:
     left, right, out = torch.randn(9, 12).bfloat16(), torch.randn(12, 7).bfloat16(), torch.ones(9, 7)
     multiply(left, right, out, add)
     torch.testing.assert_close(out, (left @ right).float() + (1.0 if add else 0.0))
@@ -119,7 +119,7 @@ def both(shaping: Shaping, smoothing: float) -> tuple[Softmax, Softmax]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("shaping", SHAPINGS, ids=str)
-def test_the_kernel_is_taken(shaping: Shaping, smoothing: float, dtype: torch.dtype) -> None:
+def test_kernel_is_used(shaping: Shaping, smoothing: float, dtype: torch.dtype) -> None:
     plain, kernel = both(shaping, smoothing)
     assert choose_exact(plain, kernel, dtype, CPU).softmax is kernel, largest_differences(
         plain, kernel, dtype, CPU
@@ -129,7 +129,7 @@ def test_the_kernel_is_taken(shaping: Shaping, smoothing: float, dtype: torch.dt
 @in_the_interpreter
 @pytest.mark.parametrize("words", [1, 37, 4096, 4097])
 @pytest.mark.parametrize("shaping", SHAPINGS, ids=str)
-def test_the_kernel_against_float64(shaping: Shaping, words: int) -> None:
+def test_kernel_equals_float64(shaping: Shaping, words: int) -> None:
     """Values, sums and gradients, of the first rows alone, and of words that have no probability."""
     plain, kernel = both(shaping, 0.0)
     torch.manual_seed(2)
@@ -147,7 +147,7 @@ def test_the_kernel_against_float64(shaping: Shaping, words: int) -> None:
 @in_the_interpreter
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's
 @pytest.mark.parametrize("hole", [float("nan"), float("inf")])
-def test_what_is_not_a_number_stays_so_in_its_row(hole: float) -> None:
+def test_nan_stays_in_its_row(hole: float) -> None:
     plain, kernel = both(Shaping(), 0.0)
     given, targets = torch.randn(3, 50), torch.tensor([1, 2, 3])
     given[1, 7] = hole

@@ -48,7 +48,7 @@ def resized(held: Tensor, first: int, stop: int) -> Tensor:
         ("gpt_neox", ["gpt_neox.embed_in.weight", "lm_head.weight"]),
     ],
 )
-def test_more_tokens_than_the_model_has(
+def test_vocabulary_larger_than_the_embedding(
     kind: str, names: Sequence[str], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     before = save(tmp_path, kind, dtype).eval()
@@ -63,7 +63,7 @@ def test_more_tokens_than_the_model_has(
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "first_new", "rows", "said"),
+    ("vocab_size", "first_new", "rows", "message"),
     [
         (96, None, None, ""),
         (80, None, None, ""),
@@ -73,21 +73,21 @@ def test_more_tokens_than_the_model_has(
         (97, None, (96, 97), "resized from 96 to 97 tokens: 1 new row starts from the mean of the first 96"),
     ],
 )
-def test_which_rows_are_new(
-    vocab_size: int, first_new: int | None, rows: tuple[int, int] | None, said: str, tmp_path: Path
+def test_new_rows_are_found(
+    vocab_size: int, first_new: int | None, rows: tuple[int, int] | None, message: str, tmp_path: Path
 ) -> None:
     before = save(tmp_path, tie_word_embeddings=True).get_input_embeddings().weight.detach()
     facts = replace(FACTS, vocab_size=vocab_size, first_new=first_new)
     found = new_rows(Model(name_or_path=str(tmp_path)), facts)
     assert (None if found is None else (found.first, found.stop)) == rows
-    assert said in str(found or "")
+    assert message in str(found or "")
     embedding = built(tmp_path, facts).causal_lm.get_input_embeddings()
     assert torch.equal(embedding.weight, resized(before, *rows) if rows else before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab_size", "first_new"), [(101, None), (95, 93), (99, 90)])
-def test_ranges_together_are_the_whole(
+def test_ranges_together_equal_the_whole(
     dtype: torch.dtype, vocab_size: int, first_new: int | None, tmp_path: Path
 ) -> None:
     """To the last bit, whatever range a rank keeps."""
@@ -115,7 +115,7 @@ def shares(folder: Path, facts: TokenFacts, dtype: torch.dtype, rank: int, ranks
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_stages_hold_the_same(tmp_path: Path, tied: bool) -> None:
+def test_stages_hold_the_same_new_rows(tmp_path: Path, tied: bool) -> None:
     save(tmp_path, tie_word_embeddings=tied)
     whole = built(tmp_path, LARGER).named_trained()
     model = Model(name_or_path=str(tmp_path))
@@ -137,7 +137,7 @@ def test_a_folder_without_safetensors(tmp_path: Path) -> None:
     assert torch.equal(found.get_input_embeddings().weight, expected)
 
 
-def test_a_folder_that_has_other_rows_than_its_config_says(tmp_path: Path) -> None:
+def test_embedding_size_must_match_the_config(tmp_path: Path) -> None:
     save(tmp_path, tie_word_embeddings=True)
     name = "model.embed_tokens.weight"
     change(tmp_path, lambda held: held | {name: held[name][:95]})
@@ -146,7 +146,7 @@ def test_a_folder_that_has_other_rows_than_its_config_says(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("equal", [True, False])
-def test_a_tied_head_that_stands_in_the_file_too(equal: bool, tmp_path: Path) -> None:
+def test_tied_head_stored_in_the_file(equal: bool, tmp_path: Path) -> None:
     embedding = save(tmp_path, tie_word_embeddings=True).get_input_embeddings().weight.detach()
     head = embedding.clone() if equal else embedding + 1
     change(tmp_path, lambda held: held | {"lm_head.weight": head})
@@ -158,7 +158,7 @@ def test_a_tied_head_that_stands_in_the_file_too(equal: bool, tmp_path: Path) ->
             built(tmp_path, LARGER)
 
 
-def test_as_transformers_reads_what_was_resized(tmp_path: Path) -> None:
+def test_resized_model_equals_transformers(tmp_path: Path) -> None:
     save(tmp_path / "before")
     found = built(tmp_path / "before", LARGER).causal_lm
     config = resolve_config(Model(name_or_path=str(tmp_path / "before")), LARGER)

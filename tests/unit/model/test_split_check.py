@@ -16,7 +16,7 @@ TITLE = "parallel.sequence_parallel: "
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys", "size", "said"),
+    ("kind", "keys", "size", "message"),
     [
         (
             "llama", {"num_attention_heads": 6, "hidden_size": 48}, 4,
@@ -29,24 +29,24 @@ TITLE = "parallel.sequence_parallel: "
         ("phi3", LONGROPE, 2, "rows of a phi3 model cannot be split: .*rotate all packed rows"),
     ],
 )  # fmt: skip
-def test_heads_and_rope(kind: str, keys: dict[str, Any], size: int, said: str) -> None:
+def test_heads_and_rope(kind: str, keys: dict[str, Any], size: int, message: str) -> None:
     config = small_config(kind, **keys)
-    with pytest.raises(SpecError, match=TITLE + said):
+    with pytest.raises(SpecError, match=TITLE + message):
         check_can_split(config, size, max_length=64)
     check_can_split(config, 2, max_length=16)
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         ("mamba", "recurrent layers"),
         ("llama4_text", "layers of type chunked_attention"),
         ("bloom", "takes no"),
     ],
 )
-def test_what_cannot_be_packed_cannot_be_split(kind: str, said: str) -> None:
+def test_unpackable_models_are_refused_for_sequence_parallel(kind: str, message: str) -> None:
     config = CONFIG_MAPPING[kind](num_hidden_layers=1, hidden_size=16, vocab_size=32)
     with pytest.raises(
-        SpecError, match=f"{TITLE}rows of a {kind} model cannot be split: .*{said}.*; set it to 1"
+        SpecError, match=f"{TITLE}rows of a {kind} model cannot be split: .*{message}.*; set it to 1"
     ):
         check_can_split(config, 2, max_length=16)

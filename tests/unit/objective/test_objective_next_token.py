@@ -18,7 +18,7 @@ def micro_batch(targets: torch.Tensor) -> MicroBatch:
     return make_micro_batch(torch.zeros_like(targets), torch.zeros_like(targets), targets)
 
 
-def test_by_hand() -> None:
+def test_values_by_hand() -> None:
     logps = torch.tensor([[-1.0, -2.0, -4.0], [-8.0, -16.0, -32.0]])
     targets = torch.tensor([[5, NO_TARGET, 1], [NO_TARGET, 0, NO_TARGET]])
     (total,) = next_token().sums(logps, micro_batch(targets))
@@ -29,7 +29,7 @@ def test_by_hand() -> None:
     assert next_token().scales({"tokens": 0}) == (0.0,), "by which a memory probe's gradient is 0"
 
 
-def test_equals_cross_entropy_however_the_rows_are_cut() -> None:
+def test_loss_equals_cross_entropy_for_any_micro_batches() -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, 7, 11, requires_grad=True)
     targets = torch.randint(0, 11, (4, 7))

@@ -57,7 +57,7 @@ WORKED = {
 
 
 @pytest.mark.parametrize("name", WORKED)
-def test_by_hand(name: str) -> None:
+def test_values_by_hand(name: str) -> None:
     dpo, expected = WORKED[name]
     assert found(dpo, ONE, NUMBERS)["loss"] == pytest.approx(expected, abs=1e-6)
 
@@ -96,7 +96,7 @@ def test_the_metrics_by_hand() -> None:
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_a_margin_within_rounding_is_a_tie_and_not_won(loss_type: Any) -> None:
+def test_margin_within_rounding_is_a_tie(loss_type: Any) -> None:
     """Of answers of 100 and 80 tokens, one float32 rounding of the sums apart from the reference, or for the
     losses without one from each other; then ten."""
     pairs = pairs_of([[100, 80]], [[-800.0, -640.0]])
@@ -105,14 +105,14 @@ def test_a_margin_within_rounding_is_a_tie_and_not_won(loss_type: Any) -> None:
         assert found(Dpo(loss_type=loss_type), [[-800.0 + apart, -640.0]], pairs)["rewards/accuracies"] == won
 
 
-def test_certain_answers_round_by_their_tokens() -> None:
+def test_rounding_grows_with_tokens() -> None:
     pairs = pairs_of([[1000, 1000]], [[-0.01, -0.02]])
     for apart, won in ((1e-4, 0.0), (1e-3, 1.0)):
         assert found(Dpo(), [[-0.01 + apart, -0.02]], pairs)["rewards/accuracies"] == won
 
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "robust", "hinge", "apo_zero", "ipo"])
-def test_where_policy_and_reference_are_one(loss_type: Any) -> None:
+def test_equal_policy_and_reference(loss_type: Any) -> None:
     expected = {"sigmoid": LN2, "robust": LN2, "hinge": 1.0, "apo_zero": 1.0, "ipo": 25.0}
     logps = [[-4321.125, -3999.75], [-1.5, -2.5]]
     figures = found(Dpo(loss_type=loss_type), logps, pairs_of([[900, 800], [3, 4]], logps))
@@ -124,7 +124,7 @@ EXTREME = [[-1e5, -1e-7], [-1e-7, -1e5], [0.0, 0.0], [-0.0, -3.0], [-3.0, 0.0]]
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
-def test_far_out_values_keep_loss_and_gradient_finite(loss_type: Any) -> None:
+def test_extreme_values_keep_loss_and_gradient_finite(loss_type: Any) -> None:
     """Answers as good as certain, and as good as impossible."""
     dpo = Dpo(loss_type=loss_type, beta=1.0, sft_weight=0.0 if loss_type == "orpo" else 0.5)
     logps = torch.tensor(EXTREME, dtype=torch.float64, requires_grad=True)
@@ -147,7 +147,7 @@ def test_a_micro_batch_without_pairs_keeps_the_graph(loss_type: Any) -> None:
         assert not sums.any() and not gradient.any()
 
 
-def test_answers_of_packed_and_of_padded_rows_are_the_same() -> None:
+def test_packed_and_padded_answers_are_equal() -> None:
     torch.manual_seed(0)
     lengths = (5, 3, 4, 6)
     targets = [torch.full((n,), 7) for n in lengths]
@@ -170,8 +170,8 @@ def test_answers_of_packed_and_of_padded_rows_are_the_same() -> None:
     assert torch.equal(answer_logps(row[:, :10], cut), expected[:1])
 
 
-def test_the_answers_of_a_packed_row_take_as_many_kernels_however_many_they_are() -> None:
-    """And each is, with its gradient, what its own values alone add up to, whatever stands beside it."""
+def test_kernels_do_not_depend_on_the_number_of_answers() -> None:
+    """Each answer's sum and gradient depend on its own values alone, whatever is beside it in the row."""
     torch.manual_seed(0)
     taken = []
     for number in (2, 40):
@@ -196,7 +196,7 @@ def test_the_answers_of_a_packed_row_take_as_many_kernels_however_many_they_are(
     assert taken[0] == taken[1]
 
 
-def test_without_a_reference_it_does_not_train_on_something_else() -> None:
+def test_missing_reference_is_an_error() -> None:
     with pytest.raises(ValueError, match="needs the reference"):
         found(Dpo(), ONE, pairs_of([[4, 5]]))
 
@@ -250,7 +250,7 @@ def published(dpo: Dpo, logps: Tensor, pairs: Answers) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_published_formula(name: str) -> None:
+def test_loss_equals_the_published_formula(name: str) -> None:
     """In value and in gradient."""
     logps, pairs = random_pairs()
     mine, theirs = (logps.clone().requires_grad_() for _ in range(2))
