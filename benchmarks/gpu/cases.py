@@ -66,7 +66,7 @@ MODELS: dict[str, dict[str, Any]] = {
 class Case:
     """`seconds`: the limit of its process group; `key`: of the spec, and `needs`: a module, without which the
     case is not run; `gib`: memory of a GPU that must be free; `gpus`: how many there must be; `beside`: cases
-    of the same work, whose losses it must have and over which its speed is given; `mode`: of the stand-in GPU,
+    of the same work, whose losses it must have and over which its speed is; `mode`: of the stand-in GPU,
     for a rehearsal."""
 
     name: str

@@ -1,5 +1,5 @@
 """One rank of real engines whose rank 1 is slowed from outside after a while: rank 0 prints, per case, what
-its watch said and at which step. Started by test_lagging.py with two ranks.
+the messages of its watch, with their steps. Started by test_lagging.py with two ranks.
 
     python lagging_worker.py HEALTHY SLOWED [WORD …]     steps before and after; WORD: cases whose name has it
 

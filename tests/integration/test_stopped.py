@@ -50,7 +50,7 @@ class Typed:
                     number
                 ):
                     return each
-        raise LookupError(f"rank {number}: {self.said.read_text()}")
+        raise LookupError(f"rank {number}: {self.output.read_text()}")
 
     def launch(self) -> psutil.Process:
         return next(each for each in self.processes() if "deepspeed.launcher.launch" in each.cmdline())
@@ -68,7 +68,7 @@ class Typed:
         fault()
         code = self.process.wait(LATE)
         alive = psutil.wait_procs(all_of_it, timeout=LATE)[1]
-        assert not alive, f"{alive} live on: {self.said.read_text()}"
+        assert not alive, f"{alive} live on: {self.output.read_text()}"
         return time.monotonic() - began, code
 
 

@@ -72,7 +72,7 @@ def run(*command: str, mode: str = "fast", **settings: Any) -> subprocess.Comple
 
 
 def answer(module: str, *words: str, mode: str = "fast", **settings: Any) -> Any:
-    """Return what the module reports with `inside.report`; without a report fail the test, with its output."""
+    """Return what the module reports with `inside.report`; without one fail the test, with its output."""
     done = run("-m", module, *words, mode=mode, **settings)
     reports = [line.removeprefix(PREFIX) for line in done.stdout.splitlines() if line.startswith(PREFIX)]
     if done.returncode or not reports:

@@ -1,5 +1,5 @@
 """Runs over the stand-in GPU: a layer's experts and its activations in host memory (numbers mode), and what
-is said on a GPU that is too old (`old`)."""
+is printed on a GPU that is too old (`old`)."""
 
 from __future__ import annotations
 

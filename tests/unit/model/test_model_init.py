@@ -46,7 +46,7 @@ def weights(policy: Policy) -> dict[str, Tensor]:
 def test_stages_initialize_as_the_whole_model(stages: int) -> None:
     whole = weights(build())
     parts = [weights(build(stage, stages)) for stage in range(stages)]
-    assert sum(len(part) for part in parts) == len(whole), "every parameter stands in one stage"
+    assert sum(len(part) for part in parts) == len(whole), "every parameter is in one stage"
     together = {name: value for part in parts for name, value in part.items()}
     assert together.keys() == whole.keys()
     assert all(torch.equal(together[name], value) for name, value in whole.items())
