@@ -1,4 +1,4 @@
-"""One rank of real engines whose rank 1 is slowed from outside after a while: rank 0 prints, per case, what
+"""One rank of real engines whose rank 1 is slowed from outside after a while: rank 0 prints, per case,
 the messages of its watch, with their steps. Started by test_lagging.py with two ranks.
 
     python lagging_worker.py HEALTHY SLOWED [WORD …]     steps before and after; WORD: cases whose name has it
