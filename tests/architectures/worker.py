@@ -69,6 +69,7 @@ from tests.architectures.cases import ARCHITECTURES, VOCABULARY
 from tests.make import forward, make_micro_batch
 from tests.parity import pairs, plain
 from tests.parity.worker import DECAY, assemble, keep_gradients, merge, micro_batch, relative
+from tests.specs import minimal_spec
 
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
 MODES = {"zero2": 2, "zero3": 3, "split": 2}
@@ -207,23 +208,22 @@ def packed(rows: list[plain.Row]) -> MicroBatch:
 
 
 def make_spec(folder: Path, mode: str, attention: str = "auto") -> Spec:
-    return Spec.model_validate(
-        {
-            "name": "architectures",
-            "task": "pretrain",
-            "model": {
-                "name_or_path": str(folder),
-                "gradient_checkpointing": mode != "zero2",
-                "attention": attention.replace("refused", "auto"),
-            },
-            "data": {"train": [{"path": "builtin:quickstart"}], "packing": attention != "refused"},
-            "parallel": {"zero_stage": MODES[mode], "sequence_parallel": 2 if mode == "split" else 1},
-            "train": {
-                "micro_batch_size": 2, "accumulation_steps": 2, "precision": "fp32", "max_grad_norm": MAX_NORM
-            },
-            "optim": {"name": "adamw", "learning_rate": 1.0, "weight_decay": DECAY, "eps": EPS},
-        }
-    )  # fmt: skip
+    return minimal_spec(
+        model={
+            "name_or_path": str(folder),
+            "gradient_checkpointing": mode != "zero2",
+            "attention": attention.replace("refused", "auto"),
+        },
+        data={"packing": attention != "refused"},
+        parallel={"zero_stage": MODES[mode], "sequence_parallel": 2 if mode == "split" else 1},
+        train={
+            "micro_batch_size": 2,
+            "accumulation_steps": 2,
+            "precision": "fp32",
+            "max_grad_norm": MAX_NORM,
+        },
+        optim={"name": "adamw", "learning_rate": 1.0, "weight_decay": DECAY, "eps": EPS},
+    )
 
 
 def judge(folder: Path, outcomes: Mapping[str, Outcome | str], steps: list[plain.Step]) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from dsft.spec.schema import Dpo, Model, Spec
 from dsft.tasks.preference import PairSet, score_pairs
 from tests.examples import dataset_of
 from tests.process_groups import own_groups
+from tests.specs import minimal_spec
 
 VOCABULARY, SEED, PAD, PAIRS = 128, 11, 7, 12
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -153,16 +154,12 @@ def make_spec(case: Case, world: World) -> Spec:
     model: dict[str, Any] = {"from_config": case.model or LLAMA}
     if case.lora:
         model["lora"] = LORA | {"path": saved_adapter(world)}
-    return Spec.model_validate(
-        {
-            "name": "first",
-            "task": "dpo",
-            "model": model,
-            "data": {"train": [{"path": "pairs.jsonl"}], "packing": case.form != "padded", "max_length": 64},
-            "parallel": {"zero_stage": case.zero_stage, "pipeline_stages": case.stages},
-            "train": {"micro_batch_size": 2, "global_batch_size": PAIRS, "precision": case.precision},
-            "optim": {"learning_rate": 1e-3},
-        }
+    return minimal_spec(
+        "dpo",
+        model=model,
+        data={"train": [{"path": "pairs.jsonl"}], "packing": case.form != "padded", "max_length": 64},
+        parallel={"zero_stage": case.zero_stage, "pipeline_stages": case.stages},
+        train={"micro_batch_size": 2, "global_batch_size": PAIRS, "precision": case.precision},
     )
 
 

@@ -38,8 +38,8 @@ from dsft.run.loop import Progress, Record, Schedule, fit
 from dsft.run.trainer import watch_hosts
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
-from dsft.spec.schema import Spec
 from tests.make import make_micro_batch
+from tests.specs import minimal_spec
 from tests.trainers import PlainTrainer
 
 SECONDS = 1.0  # that a verdict rests on, in place of 10
@@ -135,15 +135,12 @@ def main(healthy: int, slowed: int, words: list[str]) -> None:
 
 
 def outcome(case: Case, world: World, healthy: int, slowed: int) -> dict[str, Any]:
-    spec = Spec.model_validate(
-        {
-            "name": "lagging", "task": "pretrain", "model": {"from_config": LLAMA},
-            "data": {"train": [{"path": "builtin:quickstart"}]},
-            "parallel": {"zero_stage": case.zero_stage},
-            "train": {"micro_batch_size": ROWS, "accumulation_steps": 4, "precision": "fp32", "max_steps": 1},
-            "optim": {"learning_rate": 1e-4},
-        }
-    )  # fmt: skip
+    spec = minimal_spec(
+        model={"from_config": LLAMA},
+        parallel={"zero_stage": case.zero_stage},
+        train={"micro_batch_size": ROWS, "accumulation_steps": 4, "precision": "fp32", "max_steps": 1},
+        optim={"learning_rate": 1e-4},
+    )
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     keep, cut = sharding_for(config, world), balanced([1] * 4, 1)
     policy = build_model(spec.model, FACTS, 1, torch.float32, world.stage, cut, keep)

@@ -35,6 +35,7 @@ from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from dsft.system.process import end
 from tests.parity.worker import assemble, micro_batch
+from tests.specs import minimal_spec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FIRST, NEW = 65, 73
@@ -119,16 +120,10 @@ def of_stages(model: Any, facts: TokenFacts, expected: Any, rank: int) -> float:
 
 
 def make_spec(folder: str, precision: str, offload: str, trainable: list[str] | None) -> Spec:
-    return Spec.model_validate(
-        {
-            "name": "loading",
-            "task": "pretrain",
-            "model": {"name_or_path": folder, "trainable": trainable},
-            "data": {"train": [{"path": "builtin:quickstart"}]},
-            "parallel": {"zero_stage": 3, "offload_optimizer": {"device": offload}},
-            "train": {"micro_batch_size": 1, "accumulation_steps": 1, "precision": precision},
-            "optim": {"learning_rate": 1e-3},
-        }
+    return minimal_spec(
+        model={"name_or_path": folder, "trainable": trainable},
+        parallel={"zero_stage": 3, "offload_optimizer": {"device": offload}},
+        train={"precision": precision},
     )
 
 

@@ -37,6 +37,7 @@ from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from dsft.system.process import end
 from tests.make import make_micro_batch
+from tests.specs import minimal_spec
 
 VOCABULARY = 256
 FACTS = TokenFacts(VOCABULARY, None, None, None)
@@ -76,21 +77,16 @@ class LivePeak(TorchDispatchMode):
 
 
 def make_spec(split: int, tokens: int, chunks: int) -> Spec:
-    return Spec.model_validate(
-        {
-            "name": "long",
-            "task": "pretrain",
-            "model": {
-                "from_config": LLAMA | {"max_position_embeddings": tokens},
-                "gradient_checkpointing": True,
-                "mlp_chunks": chunks,
-            },
-            "data": {"train": [{"path": "builtin:quickstart"}], "packing": True, "max_length": tokens},
-            "parallel": {"zero_stage": 1, "sequence_parallel": split},
-            "train": {"micro_batch_size": 1, "accumulation_steps": 1, "precision": "fp32"},
-            "optim": {"learning_rate": 1e-3},
-            "cluster": {"hosts": {"here": split}, "accelerator": {"name": "cpu"}},
-        }
+    return minimal_spec(
+        model={
+            "from_config": LLAMA | {"max_position_embeddings": tokens},
+            "gradient_checkpointing": True,
+            "mlp_chunks": chunks,
+        },
+        data={"packing": True, "max_length": tokens},
+        parallel={"zero_stage": 1, "sequence_parallel": split},
+        train={"precision": "fp32"},
+        cluster={"hosts": {"here": split}, "accelerator": {"name": "cpu"}},
     )
 
 

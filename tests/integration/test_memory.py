@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import on_the_cpu, torchrun
+from tests.launching import forked, on_the_cpu
 from tests.selected import selected, tiered
 
 pytest.importorskip("deepspeed")
@@ -27,7 +27,7 @@ def measured(request: pytest.FixtureRequest) -> Found:
     whole of a mixture of experts, with a limit below a layer's experts and with one above."""
     types = selected(request, "precision")
     with on_the_cpu():
-        done = torchrun(Path(__file__).with_name("memory_worker.py"), 2, types)
+        done = forked(Path(__file__).with_name("memory_worker.py"), 2, types)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
     found = {name: [line for line in lines if line["case"].startswith(name)] for name in types}

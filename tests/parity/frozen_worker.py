@@ -55,6 +55,7 @@ from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from tests.make import make_micro_batch
 from tests.process_groups import own_groups
+from tests.specs import minimal_spec
 
 VOCABULARY, SEED = 96, 7
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -101,16 +102,15 @@ def spec_of(
     model: dict[str, Any] | None = None,
     parts: int = 1,
 ) -> Spec:
-    return Spec.model_validate({
-        "name": "reference",
-        "task": "dpo",
-        "model": {"from_config": LLAMA, **(model or {})},
-        "data": {"train": [{"path": "none.jsonl"}], "max_length": 32},
-        "train": {"micro_batch_size": 2, "accumulation_steps": 2, "precision": precision, "seed": SEED},
-        "optim": {"name": "adamw", "learning_rate": 1e-2},
-        "parallel": {"zero_stage": zero_stage, "pipeline_stages": stages, "sequence_parallel": parts},
-        "dpo": {"reference": "live", **dpo},
-    })  # fmt: skip
+    return minimal_spec(
+        "dpo",
+        model={"from_config": LLAMA, **(model or {})},
+        data={"train": [{"path": "none.jsonl"}], "max_length": 32},
+        train={"micro_batch_size": 2, "accumulation_steps": 2, "precision": precision, "seed": SEED},
+        optim={"name": "adamw", "learning_rate": 1e-2},
+        parallel={"zero_stage": zero_stage, "pipeline_stages": stages, "sequence_parallel": parts},
+        dpo={"reference": "live", **dpo},
+    )
 
 
 def micro_batch(seed: int, rows: int = 2, length: int = 13) -> MicroBatch:

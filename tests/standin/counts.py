@@ -33,8 +33,8 @@ from dsft.run.loop import Progress, Schedule, fit
 from dsft.run.trainer import watch_hosts
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
-from dsft.spec.schema import Spec
 from tests.make import make_micro_batch
+from tests.specs import minimal_spec
 from tests.standin import inside
 from tests.standin.step_worker import Counting
 from tests.trainers import PlainTrainer
@@ -72,20 +72,15 @@ class Rows:
 
 def step(world: World, layers: int, micro_batches: int, segments: int, checkpointing: bool) -> dict[str, int]:
     """What one step asks of the device, and the bytes that its operations but AdamW's read and write."""
-    spec = Spec.model_validate(
-        {
-            "name": "counts", "task": "pretrain", "data": {"train": [{"path": "builtin:quickstart"}]},
-            "model": {
-                "from_config": LLAMA | {"num_hidden_layers": layers}, "gradient_checkpointing": checkpointing,
-                "kernels": "torch",
-            },
-            "parallel": {"zero_stage": 2}, "optim": {"learning_rate": 1e-3},
-            "train": {
-                "micro_batch_size": 1, "accumulation_steps": micro_batches, "precision": "bf16",
-                "max_steps": 1,
-            },
-        }
-    )  # fmt: skip
+    spec = minimal_spec(
+        model={
+            "from_config": LLAMA | {"num_hidden_layers": layers},
+            "gradient_checkpointing": checkpointing,
+            "kernels": "torch",
+        },
+        parallel={"zero_stage": 2},
+        train={"accumulation_steps": micro_batches, "precision": "bf16", "max_steps": 1},
+    )
     config, facts = deepspeed_config(spec, batch_sizes(spec.train, 1)), TokenFacts(VOCABULARY, 1, 2, None)
     policy = build_model(spec.model, facts, 1, torch.bfloat16, sharding=sharding_for(config, world))
     attend_per_segment(policy.causal_lm, "auto", TOKENS, world.device)

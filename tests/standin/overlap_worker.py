@@ -23,7 +23,7 @@ from dsft.engine import reduction
 from dsft.engine.initialize import import_muon
 from dsft.plan.ds_config import deepspeed_config
 from dsft.spec.batch import batch_sizes
-from dsft.spec.schema import Spec
+from tests.specs import minimal_spec
 from tests.standin import inside
 
 WIDTH, BUCKET, MICRO_BATCHES = 16, 512, 2
@@ -55,20 +55,20 @@ class Rows(nn.Module):
 
 
 def config_of(zero_stage: int, precision: str, reduce_dtype: str | None, place: str) -> dict[str, Any]:
-    spec = Spec.model_validate(
-        {
-            "name": "overlap", "task": "pretrain", "model": {"from_config": {"model_type": "llama"}},
-            "data": {"train": [{"path": "builtin:quickstart"}]},
-            "parallel": {
-                "zero_stage": zero_stage, "offload_optimizer": {"device": place}, "allow_torch_adam": True,
-            },
-            "train": {
-                "micro_batch_size": 1, "accumulation_steps": MICRO_BATCHES, "precision": precision,
-                "reduce_dtype": reduce_dtype, "max_steps": 1, "max_grad_norm": 0,
-            },
-            "optim": {"learning_rate": 1e-3},
-        }
-    )  # fmt: skip
+    spec = minimal_spec(
+        parallel={
+            "zero_stage": zero_stage,
+            "offload_optimizer": {"device": place},
+            "allow_torch_adam": True,
+        },
+        train={
+            "accumulation_steps": MICRO_BATCHES,
+            "precision": precision,
+            "reduce_dtype": reduce_dtype,
+            "max_steps": 1,
+            "max_grad_norm": 0,
+        },
+    )
     config = deepspeed_config(spec, batch_sizes(spec.train, 2))
     config["zero_optimization"]["reduce_bucket_size"] = BUCKET
     return config

@@ -38,8 +38,9 @@ from dsft.run.loop import Progress, Record, Schedule, fit
 from dsft.run.trainer import watch_hosts
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
-from dsft.spec.schema import Dpo, Spec
+from dsft.spec.schema import Dpo
 from tests.make import make_micro_batch
+from tests.specs import minimal_spec
 from tests.standin import inside
 from tests.trainers import PlainTrainer
 
@@ -109,18 +110,11 @@ class Counting:
 
 
 def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[str, Any]:
-    spec = Spec.model_validate(
-        {
-            "name": "steps", "task": "pretrain", "model": {"from_config": LLAMA},
-            "data": {"train": [{"path": "builtin:quickstart"}]},
-            "parallel": {"zero_stage": zero_stage},
-            "train": {
-                "micro_batch_size": 1, "accumulation_steps": MICRO_BATCHES, "precision": "bf16",
-                "max_steps": 1,
-            },
-            "optim": {"learning_rate": 1e-3},
-        }
-    )  # fmt: skip
+    spec = minimal_spec(
+        model={"from_config": LLAMA},
+        parallel={"zero_stage": zero_stage},
+        train={"accumulation_steps": MICRO_BATCHES, "precision": "bf16", "max_steps": 1},
+    )
     config = deepspeed_config(spec, batch_sizes(spec.train, 1))
     policy = build_model(spec.model, FACTS, 1, torch.bfloat16, sharding=sharding_for(config, world))
     attend_per_segment(policy.causal_lm, "auto", LENGTH)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dsft.plan.memory.offload import allocator
-from dsft.spec.schema import Spec
+from tests.specs import minimal_spec
 from tests.standin.gpu import answer, torch_version
 
 pytestmark = pytest.mark.standin
@@ -18,16 +18,14 @@ LAYERS, EXPERTS = 6, 16
 
 @pytest.fixture(scope="module")
 def answered() -> Any:
-    spec = Spec.model_validate(
-        {
-            "name": "x", "task": "pretrain", "optim": {"learning_rate": 1e-3}, "train": {"max_steps": 1},
-            "model": {
-                "from_config": {"model_type": "llama"}, "gradient_checkpointing": True,
-                "activation_offload": True,
-            },
-            "data": {"train": [{"path": "builtin:quickstart"}]},
-        }
-    )  # fmt: skip
+    spec = minimal_spec(
+        train={"max_steps": 1},
+        model={
+            "from_config": {"model_type": "llama"},
+            "gradient_checkpointing": True,
+            "activation_offload": True,
+        },
+    )
     return answer(WORKER, mode="numbers", **allocator(spec, {}, torch_version()))
 
 

@@ -13,6 +13,7 @@ from dsft.engine.optimizer import check_groups, parameter_groups
 from dsft.errors import SpecError
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Optim, OptimGroup, Spec
+from tests.specs import minimal_spec
 
 TRAINED = {
     "model.layers.0.up_proj.weight": nn.Parameter(torch.zeros(2, 2)),
@@ -33,15 +34,11 @@ class TwoStages:
 
 
 def spec(zero_stage: int, *groups: OptimGroup) -> Spec:
-    return Spec.model_validate(
-        {
-            "name": "x", "task": "pretrain", "model": {"from_config": {"model_type": "llama"}},
-            "data": {"train": [{"path": "a.jsonl"}]},
-            "train": {"micro_batch_size": 1, "accumulation_steps": 1},
-            "parallel": {"zero_stage": zero_stage, "pipeline_stages": 2},
-            "optim": {"learning_rate": 2.0, "groups": [group.model_dump() for group in groups]},
-        }
-    )  # fmt: skip
+    return minimal_spec(
+        data={"train": [{"path": "a.jsonl"}]},
+        parallel={"zero_stage": zero_stage, "pipeline_stages": 2},
+        optim={"learning_rate": 2.0, "groups": [group.model_dump() for group in groups]},
+    )
 
 
 def test_first_matching_group_wins_and_only_matrices_decay() -> None:

@@ -11,21 +11,18 @@ from dsft.dist.world import World
 from dsft.engine import ops
 from dsft.errors import BuildError
 from dsft.spec.schema import Spec
+from tests.specs import minimal_spec
 
 NOWHERE = cast(World, None)
 CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/disk"}
 
 
 def spec(optimizer: str = "adamw", **parallel: Any) -> Spec:
-    return Spec.model_validate(
-        {
-            "name": "x", "task": "pretrain", "model": {"from_config": {"model_type": "llama"}},
-            "data": {"train": [{"path": "a.jsonl"}]},
-            "train": {"micro_batch_size": 1, "accumulation_steps": 1},
-            "parallel": {"zero_stage": 3, **parallel},
-            "optim": {"name": optimizer, "learning_rate": 1.0},
-        }
-    )  # fmt: skip
+    return minimal_spec(
+        data={"train": [{"path": "a.jsonl"}]},
+        parallel={"zero_stage": 3, **parallel},
+        optim={"name": optimizer, "learning_rate": 1.0},
+    )
 
 
 @pytest.fixture

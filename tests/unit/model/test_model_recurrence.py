@@ -31,10 +31,11 @@ from dsft.model.policy import Policy, target_logps
 from dsft.model.recurrence import CHUNK, recurrent_layers, segment_rows
 from dsft.plan.census import census_from
 from dsft.plan.memory.layer import activations
-from dsft.spec.schema import Model, Spec
+from dsft.spec.schema import Model
 from tests import varlen_on_cpu
 from tests.make import logps_of
 from tests.selected import tiered
+from tests.specs import minimal_spec
 
 LENGTHS = (7, 70, CHUNK, 1, 13)  # one of them of two chunks
 TOKENS = sum(LENGTHS)
@@ -351,11 +352,9 @@ def test_plan_counts_backward_memory_of_recurrent_layers(kind: str, tmp_path: Pa
     model = Model(name_or_path=str(tmp_path))
     counted = census_from(take_census(model, TokenFacts(100, 1, 2, 0), cuts=False))
     for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        spec = Spec.model_validate({
-            "name": "small", "task": "sft", "model": model, "data": {"train": [{"path": "rows.jsonl"}]},
-            "train": {"micro_batch_size": 1, "accumulation_steps": 1, "precision": precision},
-            "optim": {"learning_rate": 1e-3},
-        })  # fmt: skip
+        spec = minimal_spec(
+            "sft", model=model, data={"train": [{"path": "rows.jsonl"}]}, train={"precision": precision}
+        )
         layer = AutoModelForCausalLM.from_config(config, dtype=dtype).model.layers[0]
         hidden = torch.randn(1, 4 * CHUNK, 128, dtype=dtype, requires_grad=True)
         kept: dict[int, Tensor] = {}
