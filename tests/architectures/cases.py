@@ -190,7 +190,8 @@ USUAL = (
     "qwen3_5_text",  # a convolution and a gated delta rule in place of attention
     "qwen3_moe",  # a mixture of experts, whose weights are joined on reading
 )
-"""What differs most from each other; the others are tried with -m long."""
+"""What differs most from each other and from the models of tests/parity (Llama, Qwen 2 and 3, Gemma 2 and 3,
+DeepSeek-V3, mixtures); the others are tried with -m long."""
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
