@@ -179,13 +179,9 @@ USUAL = (
     "apertus",  # its activation has parameters; norms of queries and keys
     "cohere2",  # LayerNorm without bias, attention beside the MLP, scaled logits, layers without positions
     "falcon",  # keys and values of one head in one matrix with the queries; packed rows are refused
-    "gemma2",  # soft caps, a window in every other layer, norms of 1 + weight, scaled and tied embedding
     "gemma3n_text",  # embeddings of each layer, layers that share keys and values; cannot be cut
     "gpt2",  # learned positions, biases, weights the other way round, tied embedding
     "granite_swa",  # multipliers, a window in every other layer; packed rows by its own attention
-    "llama",  # what most others vary: RMSNorm, RoPE, grouped keys and values, a gated MLP
-    "minicpm3",  # attention through low-rank projections
-    "olmo2",  # norms behind attention and MLP
     "phi3",  # queries, keys and values, and gate and up, in one matrix each; a window
     "qwen3_5_text",  # a convolution and a gated delta rule in place of attention
     "qwen3_moe",  # a mixture of experts, whose weights are joined on reading
