@@ -105,7 +105,7 @@ def test_op_is_built_once_and_logged(
     assert builder.name in OpBuilder._loaded_ops, "DeepSpeed finds it loaded, and takes no lock"
 
 
-def test_another_torch_or_deepspeed_has_another_folder(
+def test_build_folder_depends_on_torch_and_deepspeed(
     extensions: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     version = f"torch{torch.__version__}-deepspeed{deepspeed.__version__}"
@@ -125,51 +125,41 @@ def test_another_torch_or_deepspeed_has_another_folder(
     assert build_folder().parent == tmp_path / "torch_extensions"
 
 
-def test_no_compiler(
-    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+def without_locks(*_: object, **__: object) -> None:
+    raise NotImplementedError("FileSystem does not appear to support flock")
+
+
+NO_WORDS = '="g++ \'x" is not a list of shell words (No closing quotation); correct its quotes'
+CAUSES: dict[str, tuple[dict[str, str], tuple[str, ...] | None, type[Exception], tuple[str, ...]]] = {
+    "no compiler": ({}, ("ninja",), BuildError, ("'c++' is not on PATH (CXX is not set); install one",)),
+    "no compiler of CXX": ({"CXX": "g++-99"}, None, BuildError, ("'g++-99' is not on PATH (CXX names it)",)),
+    "CXX": ({"CXX": "g++ 'x"}, None, BuildError, (f"CXX{NO_WORDS}",)),
+    "CFLAGS": ({"CFLAGS": "g++ 'x"}, None, BuildError, (f"CFLAGS{NO_WORDS}",)),
+    "LDFLAGS": ({"LDFLAGS": "g++ 'x"}, None, BuildError, (f"LDFLAGS{NO_WORDS}",)),
+    "no ninja": ({}, ("c++",), BuildError, ("ninja is missing",)),
+    "no file locks": (
+        {}, None, StorageError, ("does not appear to support flock", "set TORCH_EXTENSIONS_DIR"),
+    ),
+}  # fmt: skip
+"""Cause: variables, the programs on PATH (None: all), the error, and words of its message."""
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_cause_of_a_failed_build_is_named(
+    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
-    path_with(monkeypatch, tmp_path / "bin", "ninja")
-    message = refusal(Small(tmp_path), lines)
-    assert "the compiler 'c++' is not on PATH (CXX is not set); install one" in message
-
-
-def test_missing_compiler_of_cxx(
-    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "g++-99")
-    assert "the compiler 'g++-99' is not on PATH (CXX names it)" in refusal(Small(tmp_path), lines)
-    assert compiler_version() == "g++-99"
-
-
-@pytest.mark.parametrize("name", ["CXX", "CFLAGS", "LDFLAGS"])
-def test_invalid_shell_words_in_a_variable(
-    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv(name, "g++ 'x")
-    message = refusal(Small(tmp_path), lines)
-    assert (
-        f'{name}="g++ \'x" is not a list of shell words (No closing quotation); correct its quotes' in message
-    )
-    assert compiler_version()
-
-
-def test_a_disk_that_cannot_lock(
-    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def acquire(*_: object, **__: object) -> None:
-        raise NotImplementedError("FileSystem does not appear to support flock")
-
-    monkeypatch.setattr("dsft.engine.ops.FileLock.acquire", acquire)
-    message = refusal(Small(tmp_path), lines, StorageError)
-    assert "does not appear to support flock" in message and "set TORCH_EXTENSIONS_DIR" in message
-
-
-def test_no_ninja(
-    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path_with(monkeypatch, tmp_path / "bin", "c++")
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # beside the real one ninja stands
-    assert "ninja is missing" in refusal(Small(tmp_path), lines)
+    variables, programs, kind, words = CAUSES[cause]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if programs is not None:
+        path_with(monkeypatch, tmp_path / "bin", *programs)
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # ninja is beside the real one
+    if cause == "no file locks":
+        monkeypatch.setattr("dsft.engine.ops.FileLock.acquire", without_locks)
+    message = refusal(Small(tmp_path), lines, kind)
+    assert [part for part in words if part not in message] == [], message
+    assert cause != "no compiler of CXX" or compiler_version() == "g++-99"
+    assert compiler_version(), "it is part of the folder's name whatever is wrong"
 
 
 def test_missing_header_is_in_the_message(extensions: Path, tmp_path: Path, lines: list[str]) -> None:
@@ -177,14 +167,14 @@ def test_missing_header_is_in_the_message(extensions: Path, tmp_path: Path, line
     assert "no_such_libaio.h: No such file or directory" in message and "libaio: libaio-dev" in message
 
 
-def test_no_cuda_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cuda_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     found = lacking_tool(["async_io"], with_cuda=True)
     assert found is not None and found[0] == "CUDA's compiler nvcc was not found"
     assert lacking_tool(["cpu_adam"], with_cuda=True) is None, "it is compiled without"
 
 
-def test_the_compilers_last_lines_are_shown(extensions: Path, tmp_path: Path, lines: list[str]) -> None:
+def test_last_lines_of_the_compiler_are_shown(extensions: Path, tmp_path: Path, lines: list[str]) -> None:
     pragmas = "".join(f'#pragma message "line {number}"\n' for number in range(30))
     message = refusal(Small(tmp_path, f"{pragmas}frobnicate x;\n"), lines)
     assert "'frobnicate' does not name a type" in message.replace("\u2018", "'").replace("\u2019", "'")
@@ -194,7 +184,7 @@ def test_the_compilers_last_lines_are_shown(extensions: Path, tmp_path: Path, li
     assert log.parent.parent == build_folder() and log.name == LOG and "line 0" in log.read_text()
 
 
-def test_a_compiler_that_is_killed(
+def test_killed_compiler(
     extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = tmp_path / "g++"
@@ -204,9 +194,7 @@ def test_a_compiler_that_is_killed(
     assert "Killed" in refusal(Small(tmp_path), lines)
 
 
-def test_a_folder_that_cannot_be_written(
-    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_folder_not_writable(tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_text("")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(file / "extensions"))
@@ -222,9 +210,7 @@ def test_folder_that_cannot_be_examined_is_an_error(
         load_everywhere(Small(tmp_path), Alone(), lines.append)  # type: ignore[arg-type]
 
 
-def test_a_lock_that_a_killed_build_left_is_removed(
-    extensions: Path, tmp_path: Path, lines: list[str]
-) -> None:
+def test_stale_build_lock_is_removed(extensions: Path, tmp_path: Path, lines: list[str]) -> None:
     builder = Small(tmp_path)
     lock = build_folder() / builder.name / "lock"
     lock.parent.mkdir(parents=True)
@@ -267,7 +253,7 @@ def test_building_process_is_waited_for_until_its_lock_ends(
     assert builder.name in OpBuilder._loaded_ops
 
 
-def test_ops_that_came_with_deepspeeds_package(
+def test_prebuilt_ops_of_the_deepspeed_package(
     extensions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As DS_BUILD_OPS writes them down when it is installed."""
