@@ -44,7 +44,10 @@ def test_gradients_equal_the_cpu(tried: Any) -> None:
 
 @pytest.mark.parametrize(
     ("allocator", "reserved"),
-    [("", 16 << 30), ("expandable_segments:True", 820 * (20 << 20))],  # the latter in pieces of 20 MiB
+    [
+        pytest.param("", 16 << 30, marks=pytest.mark.long),
+        ("expandable_segments:True", 820 * (20 << 20)),  # in pieces of 20 MiB
+    ],
 )
 def test_memory_beyond_the_host_is_counted(allocator: str, reserved: int) -> None:
     found = answer(WORKER, "memory", gib=24, PYTORCH_ALLOC_CONF=allocator)

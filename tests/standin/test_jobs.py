@@ -37,8 +37,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "lora": ("model.lora={rank: 4, alpha: 8}",),
 }  # fmt: skip
 """Runs of tests/integration/runs.py's spec. The quickstart, its resumed half and DPO stand beside them."""
-ALWAYS = ("zero1", "zero2-packed", "dpo")
-"""DPO begins with what zero1 has trained."""
+ALWAYS = ("zero2-packed", "dpo")
+"""DPO begins with what zero2-packed has trained."""
 KEYS = ("train/loss", "train/grad_norm", "eval/loss")
 
 
@@ -59,17 +59,17 @@ def jobs(folder: Path, names: Collection[str]) -> list[dict[str, Any]]:
     small = str(write_spec(folder))
     for name, overrides in CASES.items():
         add(name, small, *SMALL, *overrides)
-    export = folder / "zero1" / "small" / "export"
+    export = folder / "zero2-packed" / "small" / "export"
     spec = folder / "dpo.yaml"
     spec.write_text(DPO.format(supervised=export, folder=folder, steps=4, middle=2))
-    write_pairs(folder / "zero1" / "small" / "pairs.jsonl")
+    write_pairs(export.with_name("pairs.jsonl"))
     add("dpo", str(spec), "dpo={reference: live}", "train.eval_every=2")
     return made
 
 
 def done(folder: Path, variables: dict[str, str], names: Collection[str]) -> Path:
     """Run the jobs in a process with these variables."""
-    (folder / "zero1" / "small").mkdir(parents=True)
+    (folder / "zero2-packed" / "small").mkdir(parents=True)
     file = folder / "jobs.json"
     file.write_text(json.dumps(jobs(folder, names)))
     command = [sys.executable, "-m", "tests.standin.jobs_worker", str(file)]
