@@ -97,12 +97,12 @@ def test_module_has_the_environment_and_ends_with_its_input(
                 await asyncio.sleep(0.01)
         return found, [*channel.other_output, *channel.errors]
 
-    found, said = asyncio.run(talk())
+    found, output_lines = asyncio.run(talk())
     assert found["environ"]["WANDB_API_KEY"] == given["WANDB_API_KEY"]
     assert str(tmp_path) in found["path"]
     assert not {"RANK", "SLURM_PROCID"} & set(found["environ"]) and found["environ"]["SLURM_JOB_ID"] == "7"
     assert found["environ"]["PATH"].startswith(f"{Path(sys.executable).parent}{os.pathsep}")
-    assert said == ['{"a": "banner"} and half a line', "printed by the module"]
+    assert output_lines == ['{"a": "banner"} and half a line', "printed by the module"]
     assert wait_gone(found["pid"])
 
 
