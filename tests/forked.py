@@ -81,7 +81,8 @@ def respond(answer: dict[str, int]) -> None:
 
 
 def child(work: Callable[[], int]) -> int:
-    """A process of its own session that does `work` and ends with its exit code, or with this process."""
+    """Return a process of its own session that does `work` and ends with its exit code, or with this
+    process."""
     from dsft.system.process import die_with
 
     parent, pid = os.getpid(), os.fork()

@@ -113,8 +113,8 @@ def _forked(
 
 
 def allowed(seconds: float) -> float:
-    """A bound on how long something may take, on this machine as it is now: `seconds` where it is quiet, and
-    in proportion longer where an empty loop takes longer because other processes use the cores."""
+    """Return a bound on how long something may take, on this machine as it is now: `seconds` where it is
+    quiet, and in proportion longer where an empty loop takes longer because other processes use the cores."""
     began = time.perf_counter()
     for _ in range(_TURNS):
         pass
@@ -200,7 +200,7 @@ def end_group(leader: int) -> None:
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on now."""
+    """Return a port of this machine that nothing listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

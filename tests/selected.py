@@ -15,7 +15,8 @@ def tiered(values: Iterable[Any], always: Collection[Any]) -> list[Any]:
 
 
 def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
-    """The values of `parameter` in this file's tests that were selected and are not skipped, each once."""
+    """Return the values of `parameter` in this file's tests that were selected and are not skipped, each
+    once."""
     found: dict[Any, None] = {}
     for item in request.session.items:
         values = item.callspec.params if hasattr(item, "callspec") else {}

@@ -32,7 +32,7 @@ def _segments(
 
 
 def _checked(query: Tensor, borders: tuple[Tensor, Tensor], longest: tuple[int, int], window: Any) -> Any:
-    """What the kernel on a GPU trusts without looking."""
+    """Return what the kernel on a GPU trusts without looking."""
     for part, most in zip(borders, longest, strict=True):
         assert part.dtype == torch.int32 and part[0] == 0
         assert 0 <= int(part.diff().min()) <= int(part.diff().max()) <= most

@@ -239,7 +239,7 @@ def keys_of(kind: str) -> dict[str, Any]:
 
 
 def deeper(kind: str) -> dict[str, Any]:
-    """What makes the small model one of four layers, which can be cut in unequal parts."""
+    """Return what makes the small model one of four layers, which can be cut in unequal parts."""
     keys = keys_of(kind)
     times = 4 // keys["num_hidden_layers"]
     lists = {name: value * times for name, value in keys.items() if name.endswith("layer_types")}

@@ -202,7 +202,7 @@ class Reasons:
 
 
 def tasks_markdown() -> str:
-    """A row for each task and kind of training, then what shows each cell, then the reasons."""
+    """Return a row for each task and kind of training, then what shows each cell, then the reasons."""
     rows = [(task, trained) for task in TASK_OPTIONS for trained in TRAINED]
     return _crossed(rows, lambda row: "; ".join(one.title for one in row))
 
@@ -242,7 +242,7 @@ def _cell(row: Sequence[Option], column: Option, reasons: Reasons, cases: Sequen
 
 
 def architectures_markdown() -> str:
-    """A row for all architectures with the same cells; then those that are refused altogether."""
+    """Return a row for all architectures with the same cells; then those that are refused altogether."""
     reasons, rows, refused = Reasons(), dict[tuple[str, ...], list[str]](), dict[str, list[str]]()
     columns = (*TRAINED, TASK_OPTIONS[1], *OPTIONS)
     for kind in kinds():
@@ -272,7 +272,7 @@ def _of_kind(kind: str, config: Keys, column: Option, reasons: Reasons) -> str:
 
 
 def wholes_markdown() -> str:
-    """The text models inside the multimodal models that tests/architectures/test_wholes.py trains."""
+    """Return the text models inside the multimodal models that tests/architectures/test_wholes.py trains."""
     lines = ["| multimodal model type | text model | |", "|---|---|---|"]
     for kind, keys in sorted(WHOLES.items()):
         whole = CONFIG_MAPPING[kind.split()[0]](**keys)

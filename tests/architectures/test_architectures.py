@@ -30,7 +30,7 @@ Found = tuple[dict[str, Any], str]
 
 
 def launch(kinds: Sequence[str]) -> Found:
-    """Results by architecture, and what the processes wrote."""
+    """Return results by architecture, and what the processes wrote."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for kind in kinds:
@@ -104,7 +104,7 @@ def test_table_in_docs_lists_these_architectures() -> None:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The largest of the three figures, rounded up to one digit."""
+    """Return the largest of the three figures, rounded up to one digit."""
     lines = [
         "| architecture | ZeRO 2 | packed | ZeRO 3 | packed | export | pipeline | split | packed |",
         "|---|---|---|---|---|---|---|---|---|",

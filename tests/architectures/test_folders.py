@@ -100,7 +100,7 @@ def test_compared_digests_do_not_depend_on_rows(kind: str) -> None:
 
 
 def exported(policy: Policy, folder: Path, given: Path) -> Path:
-    """What a run of no step would leave."""
+    """Return what a run of no step would leave."""
     causal_lm, model_folder = policy.causal_lm, folder / "model"
     causal_lm.config.save_pretrained(model_folder)
     write_beside(model_folder, persistent_buffers(causal_lm))

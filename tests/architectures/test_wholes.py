@@ -327,7 +327,7 @@ def folder_of(folder: Path, kind: str, tied: bool) -> PreTrainedModel:
 
 
 def saved(policy: Policy, model: Model, folder: Path, precision: str = "bf16") -> Path:
-    """What a run would leave."""
+    """Return what a run would leave."""
     files = files_around(model.name_or_path, policy.causal_lm.config)
     assert files["preprocessor_config.json"] == b'{"crop": 3}'
     trained = policy.named_trained()
@@ -341,7 +341,7 @@ def saved(policy: Policy, model: Model, folder: Path, precision: str = "bf16") -
 
 
 def trained(kind: str, given: Path, policy: Policy) -> set[str]:
-    """The names in the files of the text model's parameters, by their values, and of its experts."""
+    """Return the names in the files of the text model's parameters, by their values, and of its experts."""
     values = [p.detach() / 2 for p in policy.causal_lm.parameters()]
     return {
         key

@@ -104,7 +104,8 @@ def main(folder: Path, kinds: list[str]) -> None:
 
 
 def train(folder: Path, kind: str, mode: str, steps: list[plain.Step], world: World) -> Outcome | str:
-    """What came of it, or why there is nothing; a rank that fails inside the engine ends the launch."""
+    """Return what came of it, or why there is nothing; a rank that fails inside the engine ends the
+    launch."""
     try:
         is_split = mode == "split"
         if is_split:
@@ -346,7 +347,8 @@ def exported(folder: Path, mode: str, model: PreTrainedModel, final: Tensors) ->
 
 
 def whole(model: PreTrainedModel, weights: Tensors) -> Tensors:
-    """A state dict of `model` with `weights`, which names a tied tensor once, and what is trained alone."""
+    """Return a state dict of `model` with `weights`, which names a tied tensor once, and what is trained
+    alone."""
     first = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     every = [(n, p) for n, p in model.named_parameters(remove_duplicate=False) if p.requires_grad]
     return model.state_dict() | {name: weights[first[id(parameter)]] for name, parameter in every}

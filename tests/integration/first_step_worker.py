@@ -179,7 +179,7 @@ def saved_adapter(world: World) -> str:
 
 
 def pair(number: int, shared: bool, prompt_token: int = 3) -> Example:
-    """A prompt of 3 to 6 tokens, answers of 4 to 30."""
+    """Return a prompt of 3 to 6 tokens, answers of 4 to 30."""
     draw = np.random.default_rng(number)
     prompt = [1, prompt_token, *draw.integers(10, VOCABULARY, 1 + number % 4)]
     chosen, rejected = (draw.integers(10, VOCABULARY, n) for n in draw.integers(4, 31, 2))

@@ -109,7 +109,7 @@ def resize(model: Any) -> None:
 
 
 def of_stages(model: Any, facts: TokenFacts, expected: Any, rank: int) -> float:
-    """The largest difference of this rank's stage of two, where it has one."""
+    """Return the largest difference of this rank's stage of two, where it has one."""
     if rank > 1:
         return 0.0
     policy = build_model(

@@ -128,7 +128,7 @@ def measure(world: World, tokens: int, length: int, chunks: int, sent: list[int]
 
 
 def count_exchanges(size: int) -> list[int]:
-    """Where each later all-to-all adds the bytes that this rank sends to the others."""
+    """Return where each later all-to-all adds the bytes that this rank sends to the others."""
     sent: list[int] = []
     plain = torch.distributed.all_to_all_single
 

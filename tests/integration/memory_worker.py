@@ -75,7 +75,7 @@ def make_spec(precision: str, stage: int, offload: bool) -> Spec:
 
 
 def live_bytes() -> int:
-    """Bytes of the distinct storages behind all tensors that Python holds, gradients included."""
+    """Return bytes of the distinct storages behind all tensors that Python holds, gradients included."""
     gc.collect()
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
@@ -96,8 +96,8 @@ SENT = {  # collective -> the argument that is whole on a rank, how often a ring
 
 
 def count_collectives() -> list[int]:
-    """Where each later collective adds the bytes that this rank, one of two, sends. To be called before
-    DeepSpeed joins the ranks, since it keeps the functions."""
+    """Return where each later collective adds the bytes that this rank, one of two, sends. To be called
+    before DeepSpeed joins the ranks, since it keeps the functions."""
     sent: list[int] = []
 
     def counted(plain: Callable[..., Any], argument: str, times: int) -> Callable[..., Any]:
@@ -115,8 +115,9 @@ def count_collectives() -> list[int]:
 
 
 def measure(spec: Spec, sent: list[int], make: Callable[[], nn.Module] = dense) -> dict[str, Any]:
-    """Largest bytes seen between the backward and the update, and by the plan; whether forgetting the steps
-    frees the moments; bytes sent in the last of two steps, and by the plan. sent: of `count_collectives`."""
+    """Return the largest bytes seen between the backward and the update, and by the plan; whether forgetting
+    the steps frees the moments; bytes sent in the last of two steps, and by the plan. sent: of
+    `count_collectives`."""
     ranks = layout_of(spec.parallel, torch.distributed.get_world_size())
     before = live_bytes()
     config = deepspeed_config(spec, batch_sizes(spec.train, ranks.data_parallel))

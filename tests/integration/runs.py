@@ -57,8 +57,8 @@ def write_spec(folder: Path, tied: bool = False) -> Path:
 
 
 def write_model(folder: Path, *, pickled: bool = False, **keys: object) -> Path:
-    """A small pretrained Llama with its tokenizer, as transformers saves it; `pickled`: with its weights in
-    pytorch_model.bin; keys: of its config, in place of LLAMA's."""
+    """Return a small pretrained Llama with its tokenizer, as transformers saves it; `pickled`: with its
+    weights in pytorch_model.bin; keys: of its config, in place of LLAMA's."""
     import torch
 
     from dsft.data.tokenizer.load import open_tokenizer
@@ -89,7 +89,7 @@ def train(
 
 
 def trained(spec: Path, *overrides: str, nproc: int = 2) -> str:
-    """The run's output; it must have ended well."""
+    """Return the run's output; it must have ended well."""
     result = train(spec, *overrides, nproc=nproc)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -125,5 +125,6 @@ def records(folder: Path, key: str) -> dict[int, float]:
 
 
 def shows_traceback(stderr: str) -> bool:
-    """Whether dsft's own code failed with one. The launchers add theirs when a rank ends with an error."""
+    """Return whether dsft's own code failed with one. The launchers add theirs when a rank ends with an
+    error."""
     return f'File "{ROOT / "dsft"}' in stderr

@@ -81,7 +81,7 @@ class Typed:
 
     @property
     def arguments(self) -> list[str]:
-        """What follows the command's name."""
+        """Return what follows the command's name."""
         more = [*SHORT, *(["model.lora={rank: 2}"] if ADAPTER in self.words else [])] if self.trains else []
         return [*self.words[2:], *more]
 
@@ -113,7 +113,7 @@ def words_of(command: str) -> tuple[str, ...]:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working folder with a model, rows and specs under the names of the pages."""
+    """Yield a working folder with a model, rows and specs under the names of the pages."""
     folder = tmp_path
     monkeypatch.chdir(folder)
     for name in ("specs", "data", "models", "runs"):

@@ -28,7 +28,7 @@ METRICS = ("train/loss", "train/grad_norm", "eval/loss")
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder."""
+    """Return a model's folder."""
     return write_model(tmp_path_factory.mktemp("base"))
 
 
@@ -38,7 +38,7 @@ def of(base: Path) -> str:
 
 @pytest.fixture(scope="module")
 def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run with adapters under ZeRO 2 on two ranks; it saved at steps 4, 8 and 10."""
+    """Return the folder of a run with adapters under ZeRO 2 on two ranks; it saved at steps 4, 8 and 10."""
     folder = tmp_path_factory.mktemp("adapted")
     output = trained(write_spec(folder), of(base), LORA, "parallel.zero_stage=2", "checkpoint.keep_last=null")
     assert f"for peft's PeftModel.from_pretrained over {base}" in output and "--merged" in output

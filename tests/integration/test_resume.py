@@ -22,14 +22,15 @@ METRICS = ("train/loss", "train/grad_norm", "eval/loss")
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of a tied model on a pipeline of two stages that saved at steps 4, 8 and 10."""
+    """Return the folder of a run of a tied model on a pipeline of two stages that saved at steps 4, 8 and
+    10."""
     folder = tmp_path_factory.mktemp("pipeline")
     trained(write_spec(folder, tied=True), *PIPELINE, "checkpoint.keep_last=null")
     return folder
 
 
 def copy_stopped_at_4(stopped: Path, folder: Path) -> Path:
-    """A folder in which that run is as it was after its first checkpoint."""
+    """Return a folder in which that run is as it was after its first checkpoint."""
     run = folder / "runs" / "small"
     shutil.copytree(stopped / "runs" / "small", run)
     for later in ("step-8", "step-10"):
@@ -96,7 +97,7 @@ def check_goes_on(stopped: Path, folder: Path, nproc: int, layout: tuple[str, ..
 
 
 def exported(folder: Path) -> Tensor:
-    """Logits of the run's export."""
+    """Return logits of the run's export."""
     model = AutoModelForCausalLM.from_pretrained(folder / "runs" / "small" / "export")
     with torch.no_grad():
         logits: Tensor = model(torch.arange(3, 40)[None]).logits

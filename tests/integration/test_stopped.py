@@ -62,7 +62,7 @@ class Typed:
             time.sleep(0.05)
 
     def end_after(self, fault: Callable[[], object]) -> tuple[float, int]:
-        """Seconds to the end of the last process, and the command's exit code."""
+        """Return seconds to the end of the last process, and the command's exit code."""
         all_of_it = self.processes()
         began = time.monotonic()
         fault()

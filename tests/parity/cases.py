@@ -235,7 +235,7 @@ class Case:
 
     @property
     def on_disk(self) -> bool:
-        """Whether `offloads` are in files on a disk, not in host memory."""
+        """Return whether `offloads` are in files on a disk, not in host memory."""
         return "nvme" in self.mode
 
     @property
@@ -243,7 +243,7 @@ class Case:
         return self.chunked and self.zero_stage == 3
 
     def bounds(self) -> dict[str, float]:
-        """Largest differences allowed; worker.py defines each figure."""
+        """Return the largest differences allowed; worker.py defines each figure."""
         if self.precision != "fp32":
             return BF16_BOUNDS
         if self.optimizer == "adamw_default_eps":

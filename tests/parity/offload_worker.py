@@ -58,7 +58,7 @@ def in_host_memory() -> dict[str, Any]:
 
 
 def copies(world: World, offload: bool, kept: str = "fp32", by_dsft: bool = False) -> tuple[float, float]:
-    """How far the two copies are apart after STEPS in bf16 at ZeRO 1, and how far the first came."""
+    """Return how far the two copies are apart after STEPS in bf16 at ZeRO 1, and how far the first came."""
     torch.manual_seed(0)
     engine: Any = deepspeed.initialize(
         model=pipeline(),

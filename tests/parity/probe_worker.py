@@ -61,7 +61,8 @@ def main(output: Path, names: list[str]) -> None:
 
 
 def run(case: Case, world: World, probed: bool) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What this rank owns after the steps, with each step's loss, norm, draw and DeepSpeed's counters."""
+    """Return what this rank owns after the steps, with each step's loss, norm, draw and DeepSpeed's
+    counters."""
     spec = make_spec(case)
     spec.model.from_config["attention_dropout"] = 0.1  # type: ignore[index]
     dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16

@@ -130,7 +130,7 @@ class Case:
         tie(self.engine, ties, self.world.shard_rank)
 
     def step(self, index: int) -> Tensor:
-        """The mean loss of one global batch, this rank's share of it summed over data ranks."""
+        """Return the mean loss of one global batch, this rank's share of it summed over data ranks."""
         generator = torch.Generator().manual_seed(1000 + index)
         rows = torch.randint(0, CONFIG["vocab_size"], (ROWS, LENGTH), generator=generator)
         size = ROWS // self.world.layout.data_parallel // 2
@@ -264,7 +264,7 @@ def load_case(folder: Path, words: str) -> dict[str, Any]:
 
 
 def difference(one: CheckpointReader, other: CheckpointReader, kind: Any) -> float:
-    """The largest difference of any element, relative to its tensor's largest."""
+    """Return the largest difference of any element, relative to its tensor's largest."""
     return max(distance(a, b) for a, b in tensors(one, other, kind))
 
 

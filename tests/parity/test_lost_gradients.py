@@ -84,8 +84,8 @@ def is_named(
     noise: float = 0.0,
     momentum: float = 0.0,
 ) -> bool:
-    """Whether a parameter is named all of whose samples have this value and this gradient, of whose `owned`
-    ones the step has changed the first."""
+    """Return whether a parameter is named all of whose samples have this value and this gradient, of whose
+    `owned` ones the step has changed the first."""
     gradients, before = (torch.full((1, SAMPLES), x, dtype=torch.float64) for x in (gradient, value))
     before[:, owned:] = torch.nan
     after: dict[Kind, torch.Tensor] = {

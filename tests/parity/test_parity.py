@@ -34,7 +34,7 @@ Launch = Callable[[Sequence[str]], tuple[dict[str, Any], str]]
 
 
 def launch(ranks: int, names: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """Results by case, up to the first that fails, and then why."""
+    """Return results by case, up to the first that fails, and then why."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.json")
         try:
@@ -49,8 +49,8 @@ def launch(ranks: int, names: Sequence[str]) -> tuple[dict[str, Any], str]:
 
 
 def try_each(names: Sequence[str], launch: Launch) -> dict[str, Any]:
-    """A result of each case, or its error. A case that fails may leave ranks in a collective and so ends
-    its launch; those after it go into another."""
+    """Return a result of each case, or its error. A case that fails may leave ranks in a collective and so
+    ends its launch; those after it go into another."""
     found: dict[str, Any] = {}
     without_result = 0
     while left := [name for name in names if name not in found]:

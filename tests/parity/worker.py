@@ -306,8 +306,8 @@ def from_exact(
 
 
 def known(step: int, task: Task, expected: plain.Outcome) -> dict[str, Tensor]:
-    """The gradient of the first step, which `expect` has; {} for others, and for losses that keep something
-    of their last step, with which the engine's metrics of that step are compared."""
+    """Return the gradient of the first step, which `expect` has; {} for others, and for losses that keep
+    something of their last step, with which the engine's metrics of that step are compared."""
     return expected.first if step == 0 and isinstance(task.losses, FunctionType) else {}
 
 
@@ -336,8 +336,8 @@ class Task:
 def expect(
     case: Case, model: nn.Module, task: Task, steps: list[Any], held_out: plain.Step[Any]
 ) -> tuple[plain.Outcome, float]:
-    """The plain loop's training, and its held-out loss after it; made once for all cases that it knows as
-    one."""
+    """Return the plain loop's training, and its held-out loss after it; made once for all cases that it
+    knows as one."""
     key = dataclasses.replace(
         case, mode="plain", ranks=case.groups, stages=1, sequence_parallel=1, checkpointing=False,
         mlp_chunks=1, packed=False, chunked=False, shared=False, torch_adam=False, unplanned=False,
@@ -405,7 +405,7 @@ def balanced(case: Case, losses: plain.Losses[Any], sequences: int) -> plain.Los
 
 
 def live(case: Case, spec: Spec, world: World) -> Annotate:
-    """A second engine, which under ZeRO 3 keeps nothing whole either."""
+    """Return a second engine, which under ZeRO 3 keeps nothing whole either."""
     config = reference_config(spec)
     if case.zero_stage == 3:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
@@ -536,7 +536,7 @@ def plain_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain_settings(name: str, rate: float) -> dict[str, float]:
-    """What GROUPS say, by hand."""
+    """Return what GROUPS say, by hand."""
     if ".mlp." in name:
         return {"lr": 3 * rate, "weight_decay": 0.0}
     if name.endswith("norm.weight"):
@@ -570,7 +570,7 @@ def micro_batch(rows: list[plain.Row]) -> MicroBatch:
 
 
 def packed_micro_batch(rows: list[plain.Row]) -> MicroBatch:
-    """The same rows, one after the other; no row at all: the two tokens without a target."""
+    """Return the same rows, one after the other; no row at all: the two tokens without a target."""
     alone = [micro_batch([row]) for row in rows] or [micro_batch([])]
     return make_micro_batch(
         torch.cat([batch.tokens.input_ids for batch in alone], 1),
@@ -628,7 +628,7 @@ def cut_logits(policy: Policy) -> None:
 
 
 def count_gathers(policy: Policy) -> Counter[str]:
-    """How often ZeRO 3 gathers the head's weight from here on, in forward and in backward."""
+    """Return how often ZeRO 3 gathers the head's weight from here on, in forward and in backward."""
     (weight,) = (module.weight for module in policy.modules() if isinstance(module, Head))
     found: Counter[str] = Counter()
 
@@ -644,7 +644,8 @@ def count_gathers(policy: Policy) -> Counter[str]:
 
 
 def keep_gradients(engine: Any) -> list[dict[str, Tensor]]:
-    """The reduced gradients as they stand before the optimizer's step, per step, by name; a collective."""
+    """Return the reduced gradients as they are before the optimizer's step, per step, by name; a
+    collective."""
     kept: list[dict[str, Tensor]] = []
     optimizer, trained = engine._engine.optimizer, engine._trained
     step = optimizer.step
@@ -668,7 +669,8 @@ def full_gradient(parameter: Any) -> Tensor:
 
 
 def assemble(world: World, engine: Any) -> dict[str, Tensor]:
-    """The fp32 values over all ranks, from what each says it owns; every element must come exactly once."""
+    """Return the fp32 values over all ranks, from what each says it owns; every element must come exactly
+    once."""
     values = ((f.name, f.start, f.data) for f in engine.owned_fragments() if f.kind == "value")
     return put_together(world, values, engine.shapes())
 

@@ -183,8 +183,9 @@ class Bounds(TorchDispatchMode):
 
 
 def shapes() -> dict[str, Any]:
-    """What is called by model and layout, in training with checkpointing; the line of the start; how many
-    plans rows of many shapes need, and what bounds segments of many lengths have; what padded rows call."""
+    """Return what is called by model and layout, in training with checkpointing; the line of the start;
+    how many plans rows of many shapes need, and what bounds segments of many lengths have; what padded
+    rows call."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # as `join` does
     policy = policy_of(2, 4, torch.bfloat16)
     found: dict[str, Any] = {"cuDNN fails": attend_per_segment(policy.causal_lm, "auto", TOKENS, GPU)}

@@ -71,7 +71,8 @@ class Rows:
 
 
 def step(world: World, layers: int, micro_batches: int, segments: int, checkpointing: bool) -> dict[str, int]:
-    """What one step asks of the device, and the bytes that its operations but AdamW's read and write."""
+    """Return what one step asks of the device, and the bytes that its operations but AdamW's read and
+    write."""
     spec = minimal_spec(
         model={
             "from_config": LLAMA | {"num_hidden_layers": layers},
@@ -100,7 +101,8 @@ def step(world: World, layers: int, micro_batches: int, segments: int, checkpoin
 
 
 def modules() -> dict[str, tuple[int, Callable[..., Any], list[torch.Tensor]]]:
-    """What Liger's kernels replace, by name: elements that it computes, the function and its inputs."""
+    """Return what Liger's kernels replace, by name: elements that it computes, the function and its
+    inputs."""
     heads, width = (4, 2), HIDDEN // 4
 
     def made(*shape: int) -> torch.Tensor:

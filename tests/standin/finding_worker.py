@@ -31,7 +31,7 @@ def waited_for(weights: Any, rows: Any, mask: Any) -> Any:
 
 
 def tried(planted: Any) -> dict[str, Any]:
-    """The error's first line or None, where the host waited, what was counted, the gradient's sum."""
+    """Return the error's first line or None, where the host waited, what was counted, the gradient's sum."""
     torch.manual_seed(0)
     weights = torch.randn(8, 16).cuda().requires_grad_()
     rows, mask = torch.randn(4, 8).cuda(), (torch.arange(16) % 3 == 0).cuda().expand(4, 16)

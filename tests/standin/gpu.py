@@ -24,7 +24,7 @@ PREFIX = "stand-in: "
 
 
 def torch_version() -> str:
-    """The version that is installed for the tests: constraints.txt's, or STANDIN_TORCH."""
+    """Return the version that is installed for the tests: constraints.txt's, or STANDIN_TORCH."""
     if chosen := os.environ.get("STANDIN_TORCH"):
         return chosen
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
@@ -32,20 +32,21 @@ def torch_version() -> str:
 
 
 def folder() -> Path:
-    """Where scripts/standin installs; DSFT_STANDIN names another place."""
+    """Return where scripts/standin installs; DSFT_STANDIN names another place."""
     return Path(os.environ.get("DSFT_STANDIN", ROOT / ".cache" / "standin")) / torch_version()
 
 
 def why_not() -> str | None:
-    """Why no test can run on the stand-in GPU; None where one can."""
+    """Return why no test can run on the stand-in GPU; None where one can."""
     if (folder() / "lib").is_dir():
         return None
     return f"needs the stand-in GPU with torch {torch_version()}: scripts/standin installs it (530 MB)"
 
 
 def environ(mode: str = "fast", *, devices: int = 1, gib: float | None = None, **more: str) -> dict[str, str]:
-    """The variables of a process over the stand-in GPU. `mode`: `fast` (kernels compute nothing, memory costs
-    nothing) or `numbers` (right numbers); `gib`: memory of each device; `more`: other variables."""
+    """Return the variables of a process over the stand-in GPU. `mode`: `fast` (kernels compute nothing,
+    memory costs nothing) or `numbers` (right numbers); `gib`: memory of each device; `more`: other
+    variables."""
     made = {name: value for name, value in os.environ.items() if name not in ("DS_ACCELERATOR", "CUDA_HOME")}
     place = folder()
     for name, first in (

@@ -43,7 +43,8 @@ def report(value: Any) -> None:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """What was asked of the device within: {"launches": 98, "stream_syncs": 1, ...}, filled at the end."""
+    """Yield what was asked of the device within: {"launches": 98, "stream_syncs": 1, ...}, filled at the
+    end."""
     found: Counter[str] = Counter()
     before = list(_counts())
     try:
@@ -77,9 +78,10 @@ class Moved(TorchDispatchMode):
 
 @contextmanager
 def waits(*, within: str = "") -> Iterator[Counter[str]]:
-    """Where the host waits for the device: {"dsft/run/loop.py:187 train": 2}, each place being the innermost
-    frame of a file whose path contains `within`. What torch's own check finds: copies to the host and from
-    pageable memory, .item(), nonzero; cudaDeviceSynchronize and waiting for events it does not."""
+    """Yield where the host waits for the device: {"dsft/run/loop.py:187 train": 2}, each place being the
+    innermost frame of a file whose path contains `within`. What torch's own check finds: copies to the
+    host and from pageable memory, .item(), nonzero; cudaDeviceSynchronize and waiting for events it does
+    not."""
     found: Counter[str] = Counter()
 
     def note(message: Any, *_: Any, **__: Any) -> None:
@@ -111,8 +113,8 @@ def _short(filename: str) -> str:
 
 @contextmanager
 def peak() -> Iterator[dict[str, int]]:
-    """Bytes of torch's allocator: at the beginning (`before`), the most within (`allocated`, `reserved`), at
-    the end (`after`); filled at the end."""
+    """Yield bytes of torch's allocator: at the beginning (`before`), the most within (`allocated`,
+    `reserved`), at the end (`after`); filled at the end."""
     found = {"before": torch.cuda.memory_allocated()}
     torch.cuda.reset_peak_memory_stats()
     try:
@@ -128,8 +130,8 @@ def peak() -> Iterator[dict[str, int]]:
 def attention_kernel(
     dtype: torch.dtype, heads: tuple[int, int], length: int, head_dim: int = 128, *, masked_keys: int = 0
 ) -> str:
-    """The kernel that scaled_dot_product_attention chooses in training for one row of `length` tokens with
-    `heads` of queries and of keys: causal, or with a mask over `masked_keys` keys."""
+    """Return the kernel that scaled_dot_product_attention chooses in training for one row of `length`
+    tokens with `heads` of queries and of keys: causal, or with a mask over `masked_keys` keys."""
     (hq, hk), keys = heads, masked_keys or length
     q = torch.empty(1, length, hq, head_dim, device="cuda", dtype=dtype, requires_grad=True).transpose(1, 2)
     k = torch.empty(1, keys, hk, head_dim, device="cuda", dtype=dtype, requires_grad=True).transpose(1, 2)

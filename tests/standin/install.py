@@ -45,7 +45,7 @@ def base(name: str) -> str:
 
 
 def needed(torch: Path) -> Iterator[tuple[str, str]]:
-    """The NVIDIA libraries that torch's libraries name, and whose they are: (library, file name)."""
+    """Yield the NVIDIA libraries that torch's libraries name, and whose they are: (library, file name)."""
     for library in sorted((torch / "lib").glob("*.so")):
         for name in re.findall(r"\(NEEDED\).*\[(.+)\]", run("readelf", "-dW", str(library))):
             if base(name) in LIBRARIES:
@@ -63,7 +63,7 @@ def undefined(torch: Path) -> Iterator[tuple[str, str]]:
 
 
 def owner(name: str) -> str | None:
-    """The library of a function: the one with the longest beginning that fits."""
+    """Return the library of a function: the one with the longest beginning that fits."""
     if name.startswith(("cuda_", "cudnn_")):
         return None
     pairs = [(begin, library) for library, begins in LIBRARIES.items() for begin in begins]
@@ -72,7 +72,7 @@ def owner(name: str) -> str | None:
 
 
 def defined(compiled: Path) -> set[str]:
-    """The names that a compiled file gives to others."""
+    """Return the names that a compiled file gives to others."""
     return {line.split()[-1] for line in run("nm", "-g", "--defined-only", str(compiled)).splitlines()}
 
 
@@ -91,7 +91,7 @@ def versions(torch: Path) -> dict[str, int]:
 
 
 def stub(library: str, name: str) -> str:
-    """A function in C that answers in place of one that is not written in `runtime/`."""
+    """Return a function in C that answers in place of one that is not written in `runtime/`."""
     count = "counted(PRODUCTS); " if PRODUCTS.search(name) else ""
     return f"int {name}(void) {{ {count}return {REFUSED.get(library, 0)}; }}\n"
 
@@ -143,7 +143,7 @@ def run(*command: str) -> str:
 
 
 def fetched(requirement: str, folder: Path) -> Path:
-    """The wheel of a package, without what it depends on."""
+    """Return the wheel of a package, without what it depends on."""
     pip = (sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary=:all:")
     run(*pip, "-d", str(folder), requirement)
     [wheel] = folder.glob("*.whl")
@@ -157,7 +157,7 @@ def unpack(requirement: str, folder: Path) -> None:
 
 
 def headers(torch: Path, folder: Path) -> Path:
-    """The folder with CUDA's headers for this torch, from the package of CUDA's runtime (2 MB)."""
+    """Return the folder with CUDA's headers for this torch, from the package of CUDA's runtime (2 MB)."""
     cuda = versions(torch)["CUDA"]
     major, minor = cuda // 1000, cuda % 1000 // 10
     unpack(f"nvidia-cuda-runtime{'-cu12' if major == 12 else ''}~={major}.{minor}.0", folder)

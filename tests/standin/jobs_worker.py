@@ -30,7 +30,7 @@ def stopped(run: Path, at: Path) -> None:
 
 
 def work(job: dict[str, Any]) -> int:
-    """The exit code of a job."""
+    """Return the exit code of a job."""
     if "from" in job:
         stopped(Path(job["from"]), Path(job["run"]))
     streams = {"stdout": job["log"], "stderr": job["log"]}

@@ -42,7 +42,8 @@ def mixture(choice: str, dtype: torch.dtype) -> Any:
 
 
 def experts(choice: str, dtype: torch.dtype) -> dict[str, Any]:
-    """What a layer of 16 experts asks of the device, forward and backward, and the line of a run's start."""
+    """Return what a layer of 16 experts asks of the device, forward and backward, and the line of a run's
+    start."""
     model = mixture(choice, dtype)
     layer, rows = model.model.layers[0].mlp.cuda(), torch.randn(1, 64, 64, dtype=dtype).cuda()
     with counted() as found:
@@ -82,13 +83,13 @@ def offloaded(value: bool | int, offload: bool) -> dict[str, Any]:
 
 
 def pinned() -> bool:
-    """Whether a block of pinned memory is used again for a larger one."""
+    """Return whether a block of pinned memory is used again for a larger one."""
     place = torch.empty(70 << 20, dtype=torch.uint8, pin_memory=True).data_ptr()
     return torch.empty(120 << 20, dtype=torch.uint8, pin_memory=True).data_ptr() == place
 
 
 def messages(call: Any) -> list[str]:
-    """What a call returns, or the error that it ends with, in lines."""
+    """Return what a call returns, or the error that it ends with, in lines."""
     try:
         return str(call()).splitlines()
     except DsftError as error:

@@ -123,7 +123,8 @@ class Noted:
         optimizer.reduce_independent_p_g_buckets_and_remove_grads = taken
 
     def reused(self) -> int:
-        """How many gradients were put where one was that is larger than a bucket, without a wait for it."""
+        """Return how many gradients were put where one was that is larger than a bucket, without a wait
+        for it."""
         sent, filled, large = 0, 0, {}
         found = 0
         for address, elements, waits in self.gradients:

@@ -69,7 +69,7 @@ def packed(draw: torch.Generator, *, of_pairs: bool, number: int = SEGMENTS) -> 
 
 
 def on_device(batch: MicroBatch) -> int:
-    """How many tensors of a micro-batch are on the device."""
+    """Return how many tensors of a micro-batch are on the device."""
     held = [batch.tokens, *(vars(part) for part in (batch.segments, batch.answers) if part)]
     return len({id(one) for one in tree_leaves(held) if isinstance(one, torch.Tensor) and one.is_cuda})
 
@@ -146,7 +146,7 @@ def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[st
 
 
 def bytes_beside_autograd(engine: Any, policy: Policy, step: GlobalStep) -> int:
-    """The bytes that a step moves beside its forward and backward passes and AdamW."""
+    """Return the bytes that a step moves beside its forward and backward passes and AdamW."""
     with inside.Moved() as whole:
         engine.step(step.micro_batches, step.counts, 1e-3)
     with GatheredParameters(list(policy.parameters())), inside.Moved() as passes:

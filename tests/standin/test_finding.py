@@ -17,7 +17,7 @@ WORKER = "tests.standin.finding_worker"
 
 @pytest.fixture(scope="module")
 def tried() -> Any:
-    """What was found in each pass, by its name."""
+    """Return what was found in each pass, by its name."""
     return answer(WORKER, "passes", mode="numbers")
 
 

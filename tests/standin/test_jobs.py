@@ -82,7 +82,7 @@ def done(folder: Path, variables: dict[str, str], names: Collection[str]) -> Pat
 def both(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, Path]]:
-    """The folders of all selected runs on the stand-in GPU and on the CPU."""
+    """Yield the folders of all selected runs on the stand-in GPU and on the CPU."""
     names = selected(request, "name")
     names += ["quickstart", "resumed"] if len(names) > len(ALWAYS) else []
     places = {"gpu": environ("numbers"), "cpu": dict(os.environ)}
@@ -95,7 +95,8 @@ def both(
 
 
 def run_of(folder: Path, name: str) -> Path:
-    """The folder of a job's run; fails the test, with what the job wrote, where it did not end well."""
+    """Return the folder of a job's run; fails the test, with what the job wrote, where it did not end
+    well."""
     if json.loads((folder / "codes.json").read_text())[name]:
         pytest.fail(
             f"{name} on {folder.name}:\n{(folder / f'{name}.log').read_text()[-6000:]}", pytrace=False

@@ -321,7 +321,7 @@ def test_other_output_layer_is_left_to_the_model() -> None:
 
 
 def with_norms(monkeypatch: pytest.MonkeyPatch, precision: str, forward: Any) -> Scores:
-    """An engine whose norms compute by `forward`, as if it were a kernel."""
+    """Return an engine whose norms compute by `forward`, as if it were a kernel."""
 
     def fused(module: Any) -> tuple[str, Any]:
         return ("norms", forward) if isinstance(module, LlamaRMSNorm) else ("", None)

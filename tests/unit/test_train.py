@@ -32,7 +32,7 @@ def started_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The jobs that `main` would run, each with the environment of its moment."""
+    """Return the jobs that `main` would run, each with the environment of its moment."""
     found: list[Any] = []
     module: Any = ModuleType("dsft.run")
     module.Job = lambda **named: SimpleNamespace(**named)

@@ -31,8 +31,8 @@ MASKED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index
 
 
 def on_cpu(value: Any) -> Any:
-    """A CPU tensor over a device tensor's memory, with its shape and strides; the CPU in place of the
-    device."""
+    """Return a CPU tensor over a device tensor's memory, with its shape and strides; the CPU in place of
+    the device."""
     if isinstance(value, torch.device):
         return CPU
     if isinstance(value, torch.Generator):
@@ -53,7 +53,7 @@ def is_cuda(value: Any) -> bool:
 
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The operation's results on the CPU."""
+    """Return the operation's results on the CPU."""
     args, kwargs = tree_map(on_cpu, args), tree_map(on_cpu, kwargs)
     if kwargs.get("pin_memory"):
         kwargs["pin_memory"] = False
@@ -172,9 +172,9 @@ def scores(q: Any, k: Any, allowed: Any, scale: float | None) -> Any:
 
 
 def attend(q: Any, k: Any, v: Any, allowed: Any, scale: float | None) -> tuple[Any, Any]:
-    """The output [..., n, d] in q's dtype and the logarithm of each row's sum [..., n] in fp32. With fewer
-    heads of keys and values than of queries (dimension -3), each serves the queries' heads that follow one
-    another."""
+    """Return the output [..., n, d] in q's dtype and the logarithm of each row's sum [..., n] in fp32.
+    With fewer heads of keys and values than of queries (dimension -3), each serves the queries' heads that
+    follow one another."""
     groups = q.shape[-3] // k.shape[-3]
     k, v = (x.repeat_interleave(groups, -3) for x in (k, v))
     s = scores(q, k, allowed, scale)
@@ -213,8 +213,8 @@ def visible(n: int, m: int, causal: bool, window: tuple[Any, Any], last: bool = 
 
 
 def named(func: Any, values: tuple[Any, ...], more: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation by their names, with its defaults: signatures grow from version to
-    version."""
+    """Return the arguments of an operation by their names, with its defaults: signatures grow from version
+    to version."""
     arguments = func._schema.arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
     a = given | dict(zip((a.name for a in arguments), values, strict=False)) | more
@@ -256,8 +256,8 @@ def dense_backward(func: Any) -> Callable[..., Any]:
 
 
 def pieces(a: dict[str, Any]) -> list[tuple[slice, slice, Any]]:
-    """The queries and the keys of each sequence, and which see which: sequences stand behind one another, or,
-    where their bounds are not given, are the rows of a batch."""
+    """Return the queries and the keys of each sequence, and which see which: sequences are behind one
+    another, or, where their bounds are not given, are the rows of a batch."""
     bounds = []
     for tensor, cumulative in (("query", "cum_seq_q"), ("key", "cum_seq_k")):
         x, at = a[tensor], a[cumulative]

@@ -36,7 +36,7 @@ IDS = torch.tensor([[1, 259, 2, 260]])
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A model of 259 tokens."""
+    """Return a model of 259 tokens."""
     folder = tmp_path / "base"
     llama = make_llama(request.param)
     llama.resize_token_embeddings(259, mean_resizing=False)

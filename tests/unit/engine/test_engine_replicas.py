@@ -43,12 +43,12 @@ class Model(nn.Module):
 
 
 def compared(models: list[Model]) -> list[str]:
-    """What each data-parallel rank raises after a step, "" for none; `models`: by rank."""
+    """Return what each data-parallel rank raises after a step, "" for none; `models`: by rank."""
     return raised_by([replicated(model, []) for model in models])
 
 
 def raised_by(held: list[dict[str, Tensor]], stages: int = 1) -> list[str]:
-    """What each rank raises; `held`: its tensors, by rank."""
+    """Return what each rank raises; `held`: its tensors, by rank."""
     layout = Layout(len(held), stages)
     digests = [
         (f"node{rank}", {name: int(digest(value)) for name, value in tensors.items()})

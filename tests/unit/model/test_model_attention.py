@@ -674,7 +674,7 @@ def test_older_varlen_attn_gives_the_same_or_is_refused() -> None:
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, borders: Tensor, of_keys: Tensor, longest: int, _: int, **keywords: Any
 ) -> Tensor:
-    """The package flash-attn's function, by torch's."""
+    """Return the package flash-attn's function, by torch's."""
     given.append(keywords)
     assert keywords.pop("causal") and not keywords.pop("dropout_p")
     keywords.pop("softcap")

@@ -40,8 +40,8 @@ def make(
     rows_at_once: int = 4,
     **settings: Any,
 ) -> tuple[Head, Tensor, Tensor]:
-    """A head whose logits spread over some units, hidden states (3, 7, HIDDEN) and targets, a third of them
-    absent and those of one row all."""
+    """Return a head whose logits spread over some units, hidden states (3, 7, HIDDEN) and targets, a third
+    of them absent and those of one row all."""
     torch.manual_seed(1)
     head = Head(HIDDEN, VOCABULARY, bias, dtype=dtype)
     nn.init.normal_(head.weight)

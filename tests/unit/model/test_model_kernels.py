@@ -81,7 +81,7 @@ def model(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 
 def results(made: PreTrainedModel) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits of two rows, and every parameter's gradient."""
+    """Return logits of two rows, and every parameter's gradient."""
     rows = torch.randint(0, 61, (2, 7), generator=torch.Generator().manual_seed(1))
     made.zero_grad()
     logits = made(input_ids=rows, use_cache=False).logits.float()

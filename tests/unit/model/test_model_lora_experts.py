@@ -82,7 +82,7 @@ class Saved:
 
 
 def trained(model: Model) -> tuple[Policy, CheckpointReader]:
-    """A model whose adapters have values, and its checkpoint."""
+    """Return a model whose adapters have values, and its checkpoint."""
     made = policy_of(model)
     torch.manual_seed(1)
     with torch.no_grad():
@@ -99,7 +99,7 @@ def logits(causal_lm: Any) -> Tensor:
 
 
 def plain(kind: str) -> PreTrainedModel:
-    """The model without adapters, of transformers' own class."""
+    """Return the model without adapters, of transformers' own class."""
     base = policy_of(Model(from_config=config_of(kind))).causal_lm
     made: PreTrainedModel = AutoModelForCausalLM.from_config(base.config).eval()
     made.load_state_dict(base.state_dict())

@@ -53,7 +53,7 @@ def trained(model: PreTrainedModel, chunks: int, rows: int = ROWS) -> Found:
 
 
 def apart(whole: Found, cut: Found) -> float:
-    """Largest difference of a gradient, relative to its tensor's largest value."""
+    """Return the largest difference of a gradient, relative to its tensor's largest value."""
     assert whole[1].keys() == cut[1].keys()
     return max(
         float((cut[1][name] - one).abs().max() / one.abs().max().clamp(min=1e-9))

@@ -18,7 +18,7 @@ from tests.unit.model.test_model_init import FACTS, LLAMA
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
-    """Two rows of 9 tokens, with holes between the targets."""
+    """Return two rows of 9 tokens, with holes between the targets."""
     torch.manual_seed(0)
     ids = torch.randint(0, 96, (2, 9))
     targets = ids.roll(-1, dims=1)

@@ -48,7 +48,7 @@ KINDS = (
 def save(
     folder: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, **keys: object
 ) -> PreTrainedModel:
-    """A model whose every tensor is random, biases and norms too."""
+    """Return a model whose every tensor is random, biases and norms too."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**(SMALL | keys))).to(dtype)
     for parameter in model.parameters():

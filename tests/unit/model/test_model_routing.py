@@ -122,8 +122,8 @@ def trained(
     tokens: int,
     total: Callable[[Tensor], Tensor] = torch.clone,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The gradient of the next-token loss with the balance loss, and what is counted. total: adds up over
-    ranks."""
+    """Return the gradient of the next-token loss with the balance loss, and what is counted. total: adds
+    up over ranks."""
     routing = policy.routing
     assert routing is not None
     cpu = torch.device("cpu")

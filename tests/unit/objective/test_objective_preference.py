@@ -220,9 +220,9 @@ def random_pairs() -> tuple[Tensor, Answers]:
 
 
 def published(dpo: Dpo, logps: Tensor, pairs: Answers) -> Tensor:
-    """The mean preference loss as the reference implementations write it: eric-mitchell's `preference_loss`
-    (sigmoid, cDPO, IPO on averages), princeton-nlp's simpo_loss, xfactlab's odds_ratio_loss, the APO and rDPO
-    papers' equations."""
+    """Return the mean preference loss as the reference implementations write it: eric-mitchell's
+    `preference_loss` (sigmoid, cDPO, IPO on averages), princeton-nlp's simpo_loss, xfactlab's
+    odds_ratio_loss, the APO and rDPO papers' equations."""
     assert pairs.reference is not None
     average = (
         1 / pairs.num_targets.double() if dpo.loss_type in ("ipo", "simpo", "orpo") else torch.ones(12, 2)
