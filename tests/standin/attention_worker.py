@@ -2,11 +2,10 @@
 
 `kernels`: what torch chooses for one segment; `cudnn`: the same with cuDNN switched on; `models`: what whole
 models call; `launches`: what a layer launches, of the sizes of a Llama of 1.3 billion parameters; `shapes`:
-what rows of one length call, and others. With the word `shapes`, only that."""
+what rows of one length call, and others; `on Ampere`: the same of compute capability 8.0."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import pairwise, product
 from typing import Any
@@ -21,7 +20,7 @@ from dsft.model.attention import attend_padded, attend_per_segment
 from dsft.model.older import checkpoint_activations
 from dsft.model.policy import Policy
 from tests.make import forward, make_micro_batch
-from tests.standin.inside import attention_kernel, counted, report, waits
+from tests.standin.inside import attention_kernel, counted, in_fork, report, waits
 
 attention_choice.differ = lambda _: False  # kernels that compute nothing give no numbers
 GPU = torch.device("cuda", 0)
@@ -225,13 +224,6 @@ def shapes() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["shapes"]:
-        report(shapes())
-    else:
-        result = {
-            "cudnn": kernels(True),
-            "kernels": kernels(False),
-            "models": models(),
-            "launches": launches(),
-        }
-        report(result | {"shapes": shapes()})
+    on_ampere = in_fork(shapes, STANDIN_CAPABILITY="8.0")
+    chosen = {"cudnn": kernels(True), "kernels": kernels(False)}
+    report(chosen | {"models": models(), "launches": launches(), "shapes": shapes(), "on Ampere": on_ampere})

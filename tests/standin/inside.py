@@ -6,11 +6,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import os
 import re
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,29 @@ def _counts() -> Any:
 def report(value: Any) -> None:
     """Print `value` as JSON for the test that started this process."""
     print(PREFIX + json.dumps(value), flush=True)
+
+
+def in_fork(work: Callable[[], Any], **variables: str) -> Any:
+    """Return what `work` returns (of what JSON has) in a fork of this process with these variables. To be
+    called before this process uses CUDA, which knows no fork."""
+    receive, send = os.pipe()
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            os.environ |= variables
+            with os.fdopen(send, "w") as file:
+                json.dump(work(), file)
+            code = 0
+        except BaseException:  # noqa: B902  as the interpreter would print it
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    os.close(send)
+    with os.fdopen(receive) as file:
+        text = file.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    return json.loads(text)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """Runs over the stand-in GPU: a layer's experts and its activations in host memory (numbers mode), and what
-is printed on a GPU that is too old (`old`)."""
+is printed on a GPU that is too old."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dsft.model.experts import choose_experts, described
 from dsft.model.kernels import choose_kernels
 from dsft.spec.schema import Model
 from tests.standin.gpu import folder
-from tests.standin.inside import counted, peak, report, waits
+from tests.standin.inside import counted, in_fork, peak, report, waits
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYERS, TOKENS = 6, 1024
@@ -113,12 +113,13 @@ def old() -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["old"]:
-        report(old())
-    else:
-        cases = [(choice, name) for choice in ("auto", "eager") for name in TYPES]
-        report(
-            {"experts": {f"{choice} {name}": experts(choice, TYPES[name]) for choice, name in cases}}
-            | {"kept": offloaded(True, False), "all": offloaded(True, True), "half": offloaded(2, True)}
-            | {"pinned": pinned(), "input": 4 * TOKENS * int(LLAMA["hidden_size"])}
-        )
+    on_old = in_fork(
+        old, STANDIN_CAPABILITY="7.5", STANDIN_SEGMENTS_REFUSED="1",
+        PYTORCH_ALLOC_CONF="expandable_segments:True",
+    )  # fmt: skip
+    cases = [(choice, name) for choice in ("auto", "eager") for name in TYPES]
+    report(
+        {"experts": {f"{choice} {name}": experts(choice, TYPES[name]) for choice, name in cases}}
+        | {"kept": offloaded(True, False), "all": offloaded(True, True), "half": offloaded(2, True)}
+        | {"pinned": pinned(), "input": 4 * TOKENS * int(LLAMA["hidden_size"]), "old": on_old}
+    )

@@ -89,8 +89,8 @@ def test_plans_and_bounds_of_segments_are_few(report: Any) -> None:
     assert report["shapes"]["bounds"] == [128, 256, 512, 1024, 2048, 4096]
 
 
-def test_other_gpus_do_not_try_cudnn() -> None:
-    found = answer(WORKER, "shapes", STANDIN_CAPABILITY="8.0")
+def test_other_gpus_do_not_try_cudnn(report: Any) -> None:
+    found = report["on Ampere"]
     for model in BY_CUDNN:
         assert "cuDNN" not in found[model].pop("line")
         for seen in found[model].values():
