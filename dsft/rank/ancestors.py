@@ -32,7 +32,8 @@ LAUNCHERS = {
     "-m deepspeed.launcher.launch": "deepspeed's launch.py", "deepspeed": "deepspeed",
     "-m deepspeed.launcher.runner": "deepspeed", "torchrun": "torchrun",
     "-m torch.distributed.run": "torchrun", "-m torch.distributed.launch": "torchrun", "mpirun": "mpirun",
-    "mpiexec": "mpiexec", "orted": "orted", "prted": "prted", "slurmstepd": "slurmstepd",
+    "mpiexec": "mpiexec", "orterun": "mpirun", "prterun": "mpirun", "orted": "orted", "prted": "prted",
+    "slurmstepd": "slurmstepd",
 }  # fmt: skip
 """What each launcher is called in messages, by its program."""
 
@@ -43,14 +44,24 @@ def watch(stopping: Stopping) -> list[str]:
     Once one of them has ended, the run is asked to stop; this process exits with 69 if it has not saved and
     ended within SAVES seconds, or PATIENCE seconds where it had been asked to stop before.
     """
-    above = psutil.Process().parents()
+    above = parents()
     names = [launcher_of(each) for each in above]
     above = above[: max((place for place, name in enumerate(names, 1) if name), default=0)]
     if above and names[0] in ("deepspeed's launch.py", "torchrun"):
         die_with(above[0].pid)  # works even while Python is blocked; their main thread starts the ranks
     if above:
         threading.Thread(target=_watch, args=(above, stopping), name="ancestors", daemon=True).start()
-    return [name or each.name() for each, name in zip(above, names, strict=False)]
+    return [name or "no launcher" for name in names[: len(above)]]
+
+
+def parents() -> list[psutil.Process]:
+    """Return this process's ancestors, the nearest first, up to one that this user may not see (under
+    hidepid, proc(5)) or that is just ending."""
+    found = [psutil.Process()]
+    with suppress(psutil.Error):
+        while (above := found[-1].parent()) is not None:
+            found.append(above)
+    return found[1:]
 
 
 def _watch(above: Sequence[psutil.Process], stopping: Stopping) -> None:

@@ -24,6 +24,7 @@ import psutil
 
 from dsft.errors import WorldError
 from dsft.generate.hostfile import parse, render
+from dsft.rank.ancestors import parents
 from dsft.rank.launched import Launched, counted
 from dsft.remote import is_this_machine
 from dsft.spec.layout import divided_group, hosts_of_ranks, worlds
@@ -200,7 +201,7 @@ def _started() -> Iterator[dict[str, int]]:
 
 def _parents() -> Iterator[tuple[list[str], str]]:
     """Yield the command and working folder of each ancestor of this process."""
-    for parent in psutil.Process().parents():
+    for parent in parents():
         try:
             yield parent.cmdline(), parent.cwd()
         except psutil.Error:  # another user's process, or one that has just ended

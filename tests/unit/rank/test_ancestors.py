@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dsft.rank.ancestors import lives
+from dsft.rank.ancestors import launcher_of, lives, parents, watch
+from dsft.rank.stopping import Stopping
 from tests.launching import LATE, ROOT, allowed
 
 LEVEL = """
@@ -162,7 +163,7 @@ def test_ranks_end_at_once_with_the_process_that_started_them(tree: Tree) -> Non
 def test_end_of_slurmstepd_ends_ranks(tree: Tree) -> None:
     step = tree.start([*tree.slurm, *tree.shell(tree.rank())])
     rank, watched = tree.ready()
-    assert watched == ["bash", "slurmstepd"]
+    assert watched == ["launcher", "slurmstepd"]
     step.kill()
     within(2, lambda: ended(rank))
 
@@ -199,3 +200,33 @@ def test_zombie_does_not_live() -> None:
     assert not lives(process)
     child.wait()
     assert not lives(process)
+
+
+@pytest.mark.parametrize("error", [psutil.AccessDenied, psutil.NoSuchProcess])
+def test_ancestors_that_cannot_be_read_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, error: type[psutil.Error]
+) -> None:
+    """Those of other users under hidepid, and one that is just ending."""
+    nearest, original = os.getppid(), psutil.Process.parent
+
+    def parent(process: psutil.Process) -> psutil.Process | None:
+        if process.pid == nearest:
+            raise error(process.pid)
+        return original(process)
+
+    monkeypatch.setattr(psutil.Process, "parent", parent)
+    assert [each.pid for each in parents()] == [nearest]
+    assert watch(Stopping()) == []
+
+
+@pytest.mark.parametrize("name", ["mpirun", "prterun", "orterun"])
+def test_mpirun_is_known_by_its_names(tmp_path: Path, name: str) -> None:
+    """Open MPI 4 calls it orterun, and that of Open MPI 5 runs prterun."""
+    (tmp_path / name).symlink_to("/bin/sleep")
+    process = subprocess.Popen([str(tmp_path / name), "60"])
+    try:
+        within(LATE, lambda: psutil.Process(process.pid).name() == name)
+        assert launcher_of(psutil.Process(process.pid)) == "mpirun"
+    finally:
+        process.kill()
+        process.wait()
