@@ -27,7 +27,7 @@ from dsft.spec.findings import Finding
 from dsft.spec.layout import Layout, batch_on, layout_of
 from dsft.spec.load import refusals
 from dsft.spec.rules import value_at, warnings
-from dsft.spec.schema import Dpo, Parallel, Spec
+from dsft.spec.schema import SECTIONS, Parallel, Spec
 
 Device = Literal["none", "cpu", "nvme"]
 DEVICES: tuple[Device, ...] = ("none", "cpu", "nvme")
@@ -288,7 +288,7 @@ def changed(section: Any, values: Mapping[str, Any]) -> Any:
     """Return a copy of the spec, or of a section of it, with the values at these dotted keys."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
-        inner = getattr(section, name) or Dpo()  # of all sections on the way only dpo may be null
+        inner = getattr(section, name) or SECTIONS[name]()  # on the way only a task's section may be null
         section = section.model_copy(update={name: changed(inner, {rest: value}) if rest else value})
     return section
 

@@ -194,8 +194,9 @@ def problems(config: Mapping[str, Any], section: str = "") -> Iterator[tuple[str
     for key, value in config.items():
         name = f"{section}.{key}" if section else key
         if "." in key or name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            hint = f"did you mean {close[0]}?" if close else "leave it out"
+            beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
+            close = difflib.get_close_matches(key, beside, n=1)
+            hint = f"did you mean {beside[close[0]]}?" if close else "leave it out"
             hint = "sections are nested, {…}" if "." in key else hint
             yield name, f"DeepSpeed does not know this key; {hint}"
         elif name in REMOVED:

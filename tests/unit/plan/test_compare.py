@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from dsft.errors import SpecError
 from dsft.plan.build import Plan, build_plan
 from dsft.plan.census import Census, Parameter
-from dsft.plan.compare import Candidate, Comparison, compare
+from dsft.plan.compare import Candidate, Comparison, changed, compare
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.show_compare import comparison_mapping, comparison_parts
 from dsft.plan.tables import rendered
 from dsft.spec.load import load_spec
-from dsft.spec.schema import Spec
+from dsft.spec.schema import SECTIONS, Reference, Spec
 
 LAYERS = 4
 
@@ -226,3 +226,15 @@ def test_a_layout_that_is_nearly_too_large_is_tight() -> None:
         assert ("Tight: over 95%" in page) == any(
             c.best and c.best.is_tight for c in compared(made)[1].fitting
         )
+
+
+def test_keys_of_a_section_that_is_null_are_of_the_tasks_own_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(Reference):
+        weight: float = 1.0
+
+    class Other(Spec):
+        own: Own | None = None
+
+    monkeypatch.setitem(SECTIONS, "own", Own)
+    spec = Other.model_validate(document({"a": 2}))
+    assert changed(spec, {"own.reference": "live"}).own == Own(reference="live")

@@ -173,7 +173,7 @@ def test_unknown_and_removed_keys_are_named() -> None:
     config = {
         "zero_optimisation": {"stage": 3},
         "elasticity": {},
-        "zero_optimization": {"stages": 3, "offload_optimizer": {"devise": "cpu"}},
+        "zero_optimization": {"stages": 3, "foo": 1, "offload_optimizer": {"devise": "cpu"}},
         "aio": {"thread_count": 1, "num_threads": 1},
         "xyzzy": 1,
         "zero_optimization.stage": 3,
@@ -183,6 +183,7 @@ def test_unknown_and_removed_keys_are_named() -> None:
         "zero_optimisation: DeepSpeed does not know this key; did you mean zero_optimization?",
         "elasticity: DeepSpeed has removed this feature; leave it out",
         "zero_optimization.stages: DeepSpeed does not know this key; did you mean zero_optimization.stage?",
+        "zero_optimization.foo: DeepSpeed does not know this key; leave it out",
         "zero_optimization.offload_optimizer.devise: DeepSpeed does not know this key; did you mean "
         "zero_optimization.offload_optimizer.device?",
         "aio.thread_count: DeepSpeed calls it intra_op_parallelism; write that, or leave it out",
