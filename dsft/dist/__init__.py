@@ -1,5 +1,5 @@
-"""The process group, what ranks agree on through it, and the exchange of one sequence's parts. With `engine` the
-only package that imports torch.distributed or deepspeed, of which it needs the accelerator."""
+"""The process group, what ranks agree on through it, and the exchange of a sequence's parts between ranks.
+Only this package and `engine` import torch.distributed and deepspeed; this one uses deepspeed's accelerator."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Decide what each parameter is stored as in memory: for the census, the plan and the reader of weights."""
+"""Describe how a parameter is stored in memory: for the census, the plan and the reader of weights."""
 
 from __future__ import annotations
 

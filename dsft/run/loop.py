@@ -77,8 +77,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Schedule:
-    """When to log, evaluate and save, in optimizer steps; None: never. learning_rate: from applied steps to
-    the rate; evaluates: whether rows are held out."""
+    """When to log, evaluate and save, in optimizer steps; None: never. learning_rate: the rate by the number
+    of applied steps; evaluates: whether rows are held out."""
 
     total_steps: int
     log_every: int
@@ -107,12 +107,13 @@ class Trainer(Protocol):
         """Fill in what the objective needs beside the policy's log-probabilities."""
 
     def record(self, window: Window, progress: Progress, *, saves: bool, pauses: bool) -> str:
-        """Report what a window has trained. Return the rows of a step that was not applied, if the loss scale
-        alone is not to blame. saves: a checkpoint follows; pauses: the next step does not follow at once."""
+        """Report the metrics of a window. Return the rows of a step that was not applied, as messages name
+        them; "" if all were applied, or if in fp16 only the loss scale was too high. saves: a checkpoint
+        follows; pauses: the next step does not follow at once."""
 
     def checkpoint(self, progress: Progress, *, evaluates: bool, saves: bool) -> str | None:
-        """Evaluate the held-out rows, then commit a checkpoint with their loss, as far as asked for. Since a
-        save takes long, return the reason to stop that a rank has after it, or None."""
+        """Evaluate the held-out rows if `evaluates`, then commit a checkpoint, with their loss, if `saves`.
+        Return the reason for which a rank has been asked to stop by the end of a save, or None."""
 
 
 @dataclass
@@ -121,6 +122,7 @@ class Window:
 
     last      the last step's result, and its learning rate
     skipped   a step that was not applied, and its annotated micro-batches
+    squared   as in `GlobalStep`
     computed  this rank's positions, padding included
     sources   figures by metric name, where the data has several sources
     """
@@ -243,8 +245,8 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 @dataclass(kw_only=True)
 class Recorder:
-    """Makes a record of each window and reports it, before that of a later step begins. On a GPU a record is
-    read once the next step is launched, so that the device is not idle while the host writes.
+    """Makes a record of each window, and reports it before it makes the next one. On a GPU a record is read
+    once the next step is launched, so that the device is not idle while the host writes.
 
     skipped   names, by the ranks that computed them, the rows of a step that was not applied; called with the
               step, its batch, its micro-batches and the loss of its window. A collective

@@ -1,4 +1,5 @@
-"""Train a model: give the loop what it needs of a run, and name the rows of a step that was not applied."""
+"""Implement the loop's `Trainer` for a run: report, evaluate, save, agree on a stop, and name the rows of a
+step that was skipped."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ SHOWN = 8
 
 
 class Trainer:
-    """The loop's `Trainer` of a real run. Its methods are collectives, and so is building it."""
+    """A `dsft.run.loop.Trainer`. Its constructor and its methods are collectives."""
 
     def __init__(self, run: Run, inputs: Inputs, model: Model, task: Task, progress: Progress) -> None:
         self.run, self.inputs, self.model, self.progress = run, inputs, model, progress
@@ -95,7 +96,7 @@ class Trainer:
 
     @contextmanager
     def step(self, done: int) -> Iterator[Callable[[], str | None]]:
-        """See `dsft.run.loop.Trainer.step`. The record of the step before is reported at the end."""
+        """See `dsft.run.loop.Trainer.step`. At its end the record of the step before is reported."""
         agree_on_stop = self._agree_on_stop()
         try:
             with self.trace(done + 1) if self.trace else nullcontext(), self.watch.counted():
@@ -178,8 +179,8 @@ class Trainer:
         return rows
 
     def _agree_on_stop(self) -> Callable[[], str | None]:
-        """Begin to agree on a stop over all ranks. The function returned gives the highest of REASONS that
-        any rank has, or None."""
+        """Begin to agree on a stop over all ranks. The function returned waits for the answer: of the reasons
+        that ranks have, the last one in REASONS, or None."""
         reason = self.run.stopping.reason
         agreed = self.agreement.begin(0 if reason is None else 1 + REASONS.index(reason))
 

@@ -37,8 +37,8 @@ class Inputs:
     rows         the new rows of the embeddings; None where there are none
     around       the config of the multimodal model whose text model is trained; None for a text model
     files        of a training run: the SHA-256 of each weight file, by `dsft.setup.identity.file_digests`
-    built_from   and `build_identity`
-    software     and `software_identity`, with the kind of device
+    built_from   of a training run: by `build_identity`
+    software     of a training run: by `software_identity`, with the kind of device
     total_steps  from the run's first step to its last
     """
 

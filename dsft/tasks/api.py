@@ -61,27 +61,29 @@ class Model:
 
 
 class Task:
-    """A task. Its methods but `for_probe` are called in the order in which they stand here, and are
-    collectives. Until the model is built, `run.spec` has the keys of `model` that the plan decides."""
+    """A task. Its methods are called in the order in which they are defined here, and all but `for_probe` are
+    collectives. In the first three the spec has the values of `model` that the plan has decided; in the
+    others it is as the user has written it."""
 
     def objective(self, spec: Spec) -> Objective:
         """Return the objective that the engine minimizes."""
         raise NotImplementedError
 
     def before_policy(self, run: Run, inputs: Inputs, memory: MemoryFile) -> Any:
-        """Do what has to be done while the policy is not in memory yet, and return what `annotator` needs of
-        it."""
+        """Do what must be done while the policy is not in memory yet. What it returns is passed to
+        `annotator` as `prepared`."""
         return None
 
     def annotator(
         self, run: Run, inputs: Inputs, policy: Policy, engine: Engine, prepared: Any
     ) -> Annotator | None:
-        """Return what fills in micro-batches, before any step or checkpoint has changed the policy. prepared:
-        from `before_policy`."""
+        """Return what fills in micro-batches; None if the objective needs nothing beside the policy. The
+        policy still has its initial values: no checkpoint has been loaded."""
         return None
 
     def for_probe(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch with any values in place of an annotator's, for the memory probe."""
+        """Return a micro-batch with arbitrary values in the fields that an annotator fills in, for the memory
+        probe."""
         return micro_batch
 
     def start_check(self, run: Run, inputs: Inputs, model: Model) -> Iterator[str]:

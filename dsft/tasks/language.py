@@ -1,4 +1,4 @@
-"""Supervised fine-tuning and pretraining: the next-token loss, which differ in their data only."""
+"""Supervised fine-tuning and pretraining: both minimize the next-token loss; only their data differ."""
 
 from __future__ import annotations
 

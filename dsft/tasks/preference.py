@@ -1,7 +1,7 @@
 """Preference training (dpo): the chosen and the rejected answer of each pair are compared.
 
-The values of each held-out pair go into one table, summed over the first ranks of all groups, so the metrics
-do not depend on which rank scored a pair.
+The values of all held-out pairs go into one table: each rank fills in those that it has scored, and the
+tables are added up, so that the metrics do not depend on which rank scored a pair.
 """
 
 from __future__ import annotations

@@ -35,11 +35,11 @@ FILE = "reference.json"
 
 
 class Referenced(Task):
-    """A task with a reference, of whose examples `answers.reference` is filled in where the loss needs it."""
+    """A task whose annotator fills in `answers.reference`, if the loss needs it."""
 
     def beta(self, spec: Spec) -> float:
-        """Return the reward per nat by which an answer is more probable under the policy than under the
-        reference. `start_check` judges rewards."""
+        """Return β: an answer's reward is β times the log-probability that the policy gives it minus that of
+        the reference. `start_check` compares rewards with 0."""
         raise NotImplementedError
 
     def before_policy(self, run: Run, inputs: Inputs, memory: MemoryFile) -> PrecomputedReference | None:

@@ -1,4 +1,4 @@
-"""Cut records of k answers to the same prompt to examples in which the answers stay comparable.
+"""Make examples of records with k answers to one prompt, cut so that the answers stay comparable.
 
 Each record is k consecutive rows of its source, which begin with the tokens of the prompt; for preference
 pairs they are the chosen and the rejected one. Its example has k segments: the prompt with each of the
@@ -64,10 +64,17 @@ def cut_answers(records: Records, ids: Ids, options: CutOptions) -> CutRows:
 
 
 def _examples(rows: TokenRows, columns: Sequence[NDArray[Any]], is_shared: bool) -> Examples:
-    """Return m records as examples. columns: the numbers that identify them, (m,): the record, the token of
-    its rows at which the prompt starts, the tokens of the prompt, whether the rows' first token (bos) is put
-    in front, as one of these; (m, k): tokens and targets of the answers. is_shared: segments after the first
-    have only the last token of the prompt, and continue the others in the first."""
+    """Return m records as examples. is_shared: segments after the first have only the last token of the
+    prompt, and continue the first segment's other ones.
+
+    columns, of which the digest of the examples is made:
+    ids      (m,) the record
+    start    (m,) the token of its rows at which the prompt begins
+    prompts  (m,) tokens of the prompt, with the one that `headed` puts in front
+    headed   (m,) whether the rows' first token (bos) is put in front
+    answers  (m, k) tokens of each answer
+    targets  (m, k) targets of each answer
+    """
     ids, start, prompts, headed, answers, targets = columns
     digest, each, positions = digest_of(rows, *columns), answers.shape[1], None
     start, headed = (np.repeat(column[:, None], each, axis=1) for column in (start, headed))
