@@ -208,8 +208,9 @@ class HostProcesses:
             place = {"RANK": str(number), "LOCAL_RANK": str(local), LOGS: str(logs)}
             process = self._start(output, place)
             self.ranks[number] = LocalRank(output, process)
-            descriptor = os.pidfd_open(process.pid)  # readable once the process has ended
-            self._loop.add_reader(descriptor, self._died, number, descriptor)
+            with suppress(OSError):  # Linux before 5.3 has none: `_until_ended` looks for ends too
+                descriptor = os.pidfd_open(process.pid)  # readable once the process has ended
+                self._loop.add_reader(descriptor, self._died, number, descriptor)
         self._connection.send({"started": {number: each.process.pid for number, each in self.ranks.items()}})
         for rank in self.ranks.values():
             rank.output.start()
@@ -229,11 +230,14 @@ class HostProcesses:
             preexec_fn=lambda: die_with(parent),  # safe: this process has no other threads yet
         )
 
-    def _died(self, number: int, descriptor: int) -> None:
-        self._loop.remove_reader(descriptor)
-        os.close(descriptor)
-        self._take_heartbeats()
+    def _died(self, number: int, descriptor: int | None = None) -> None:
+        if descriptor is not None:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
         rank = self.ranks[number]
+        if rank.ended:
+            return
+        self._take_heartbeats()
         rank.ended, code = True, rank.process.wait()
         last = rank.heartbeat.as_message() if rank.heartbeat else None
         lines = rank.output.last_lines() if code != 0 else []
@@ -295,6 +299,9 @@ class HostProcesses:
         """Wait for the ranks, then for the processes that they have started (W&B's service)."""
         while not all(rank.ended for rank in self.ranks.values()):
             await asyncio.sleep(TICK)
+            for number, rank in self.ranks.items():
+                if not rank.ended and rank.process.poll() is not None:
+                    self._died(number)
         if 0 in self.ranks:
             await asyncio.to_thread(self.ranks[0].output.last_lines)
             await asyncio.sleep(0)  # let the callbacks of its thread run
