@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dsft.spec.aliases import fields
 from dsft.spec.document import KeyPath, quote
-from dsft.spec.schema import Spec
 from dsft.spec.task import TASKS
+
+if TYPE_CHECKING:  # hosts are asked by a process without pydantic
+    from dsft.spec.schema import Spec
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def other_than(*values: Any) -> Test:
 
 def changed(key: str) -> Test:
     """Test whether the value is not the default of the key, nor in a section that is null."""
+    from dsft.spec.aliases import fields
+
     return other_than(None, fields()[key].default)
 
 

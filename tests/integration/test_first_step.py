@@ -35,7 +35,7 @@ def test_check_at_step_0() -> None:
         assert case["apart"][0] == case["apart"][1]
         cause = CAUSES.get(case["case"])
         if cause is None:
-            assert "the policy equals its reference" in first and " 0.693" in first, case
+            assert "the policy equals its reference" in first, case
             assert "allowed for rounding: 1e-05" in first or "bf16" in case["case"], case
             assert case["apart"][0] < (1.0 if "bf16" in case["case"] else 1e-4), case
         else:

@@ -197,5 +197,5 @@ def test_reference_has_no_mlp_chunks() -> None:
     """It is not checkpointed, and may be a model without such an MLP."""
     keys = {"model_type": "mixtral", **keys_of("mixtral")}
     policy = Model(from_config=keys, gradient_checkpointing=True, mlp_chunks=2)
-    spec = Spec.model_construct(model=policy, dpo=Dpo())
+    spec = Spec.model_construct(task="dpo", model=policy, dpo=Dpo())
     assert take_census(reference_model(spec), FACTS, cuts=False)["architecture"] == "MixtralForCausalLM"
