@@ -29,6 +29,7 @@ from dsft.errors import DsftError, MissingInputError, brief, printable
 from dsft.model.config import config_around, read_config
 from dsft.model.files import model_files
 from dsft.model.lora import own_names
+from dsft.model.quantize import load_bitsandbytes
 from dsft.model.read import load_whole
 from dsft.system.json_file import read_json
 from dsft.system.run_folder import named_export
@@ -175,6 +176,7 @@ def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
             f"{folder / ADAPTER_CONFIG} has no base_model_name_or_path; add the path of the base model, "
             "or export with the adapter merged."
         )
+    load_bitsandbytes()
     from peft import PeftModel  # needed for adapters only
 
     try:

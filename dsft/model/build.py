@@ -28,14 +28,16 @@ from dsft.model.lora import check_saved, fill_adapted, inject, with_adapters
 from dsft.model.mlp_chunks import chunk_mlps
 from dsft.model.older import checkpoint_activations
 from dsft.model.policy import Policy
+from dsft.model.quantize import quantize_linears, quantized_weights
 from dsft.model.read import ReadWeights, read_whole
 from dsft.model.routing import freeze_routers, routing_of
 from dsft.model.split_points import check_cut
 from dsft.model.stage import cut_to_stage
 from dsft.model.vocabulary import ExtendedReader, NewRows
-from dsft.model.weights import Sharding, TensorReader, Weights, plain
+from dsft.model.weights import PRECISIONS, Sharding, StorageOf, TensorReader, Weights, plain
 from dsft.model.whole import Whole, whole_of
 from dsft.plan.cut import Cut
+from dsft.plan.storage import Storage
 from dsft.spec.patterns import matches, unmatched
 from dsft.spec.schema import Model
 
@@ -78,6 +80,7 @@ def build_model(  # noqa: PLR0913, PLR0917  a model's section, and what a run kn
             layer.gradient_checkpointing = model.checkpoints(number)
     routing = routing_of(causal_lm, model.experts)
     choose_trained(causal_lm, model, whole)  # before the cut: patterns and names are the whole model's
+    storage_of = storages(causal_lm, dtype)
     kernels = choose_kernels(causal_lm, model.kernels, compiled=model.compile)
     if model.gradient_checkpointing and model.mlp_chunks is not None and model.mlp_chunks > 1:
         chunk_mlps(causal_lm, model.mlp_chunks, tokens)
@@ -92,9 +95,9 @@ def build_model(  # noqa: PLR0913, PLR0917  a model's section, and what a run kn
     if model.lora is not None:
         names = whole.name if whole else str
         adapters = with_adapters(causal_lm, model.lora, seed, dtype, sharding, names)
-        fill_adapted(weights, policy, plain(dtype), adapters)
+        fill_adapted(weights, policy, storage_of, adapters)
     else:
-        weights.fill(policy, plain(dtype), sharding)
+        weights.fill(policy, storage_of, sharding)
     return policy
 
 
@@ -124,8 +127,8 @@ def has_frozen(model: Model) -> bool:
 
 
 def choose_trained(causal_lm: PreTrainedModel, model: Model, whole: Whole | None = None) -> None:
-    """Add adapters or freeze parameters, as the spec says. whole: the multimodal model around it. Raises
-    SpecError for names that match nothing."""
+    """Add adapters, freeze parameters and quantize, as the spec says. whole: the multimodal model around it.
+    Raises SpecError for names that match nothing."""
     if model.lora is not None:
         names = whole.name if whole else str
         inject(causal_lm, model.lora, names)
@@ -134,6 +137,13 @@ def choose_trained(causal_lm: PreTrainedModel, model: Model, whole: Whole | None
         train_only(causal_lm, model.trainable)
     if model.experts.freeze_router:
         freeze_routers(causal_lm)
+    quantize_linears(causal_lm, model)
+
+
+def storages(causal_lm: nn.Module, dtype: torch.dtype) -> StorageOf:
+    """Return what each parameter on the meta device is stored as, in a model that computes in `dtype`."""
+    quantized, precision = quantized_weights(causal_lm), PRECISIONS[dtype]
+    return lambda parameter: Storage(precision, "nf4" if id(parameter) in quantized else "plain")
 
 
 def check_trainable(causal_lm: PreTrainedModel) -> None:

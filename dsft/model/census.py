@@ -15,6 +15,7 @@ from dsft.model.config import TokenFacts, on_meta, resolve_config, token_facts
 from dsft.model.experts import choose_experts, expert_layers
 from dsft.model.mlp_chunks import check_layers, mlps_of
 from dsft.model.names import plain_name
+from dsft.model.quantize import quantized_weights
 from dsft.model.recurrence import saved_bytes
 from dsft.model.split_check import query_heads
 from dsft.model.split_points import find_split_points
@@ -69,6 +70,7 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, 
         for number, p in enumerate(_of(causal_lm, name))
     }
     mlps = {id(p): plain_name(name) for name, mlp in mlps_of(causal_lm).items() for p in mlp.parameters()}
+    quantized = quantized_weights(causal_lm)
     found: dict[int, dict[str, Any]] = {}
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
         if id(parameter) in found:
@@ -83,6 +85,8 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, 
             "trained": parameter.requires_grad,
             "aliases": [],
         }
+        if id(parameter) in quantized:
+            found[id(parameter)]["form"] = "nf4"
         if id(parameter) in mlps:
             found[id(parameter)]["mlp"] = mlps[id(parameter)]
         if id(parameter) in recurrent:

@@ -24,6 +24,7 @@ from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.experts import NO_ADAPTERS, of_experts, routers
 from dsft.model.init import module_seed
 from dsft.model.names import ADAPTER, is_adapter, plain_name
+from dsft.model.quantize import load_bitsandbytes
 from dsft.model.vocabulary import vocabulary_names
 from dsft.model.weights import Sharding, StorageOf, Weights, check_finite
 from dsft.spec.patterns import no_match
@@ -50,6 +51,7 @@ def inject(causal_lm: PreTrainedModel, lora: Lora, names: Names = str) -> Any:
 
     Raises SpecError for a name that matches no module, or a module that can have no adapter.
     """
+    load_bitsandbytes()
     from peft import inject_adapter_in_model
 
     saved, problems = saved_modules(causal_lm, lora, names)

@@ -21,6 +21,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from dsft.errors import MissingInputError, brief
 from dsft.model.init import init_scope, initialize_module, mark_initialized
+from dsft.model.quantize import packed
 from dsft.model.weights import (
     DTYPES,
     NamedModule,
@@ -72,6 +73,9 @@ class ReadWeights:
 
     def _fill_parameter(self, old: Tensor, storage: Storage, slots: TensorSlots, sharding: Sharding) -> None:
         dtype = DTYPES[storage.precision]
+        if storage.form == "nf4":  # its scales need the whole tensor
+            slots.take(slots.put(old, packed(self.tensor(old, dtype))), sharding)
+            return
         start, stop = sharding.span(old.numel())
         part = torch.empty(stop - start, dtype=dtype)
         self._read(old, start, part)

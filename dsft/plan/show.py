@@ -23,6 +23,7 @@ from dsft.plan.mixture import active_line, gather_line
 from dsft.plan.reference import has_engine, in_stages, reference_entries, reference_line
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.plan.show_compare import MEMORY, comparison_mapping, comparison_parts
+from dsft.plan.storage import quantized_line
 from dsft.plan.tables import heading, printed, table
 from dsft.plan.traffic import bubble
 from dsft.spec.batch import has_wide_gradients
@@ -130,7 +131,7 @@ def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
     if plan.census.trained < plan.census.numel:
         share = plan.census.trained / plan.census.numel
         yield Text(f"{plan.census.trained:,} of them ({share:.3%}) are trained, the others frozen.")
-    yield from map(Text, _groups(plan))
+    yield from map(Text, [*quantized_line(plan.census.parameters, spec), *_groups(plan)])
     if plan.assumed:
         yield Text(
             "The spec has no cluster, so the number of processes is known only when a run starts. This plan "

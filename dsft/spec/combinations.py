@@ -38,6 +38,7 @@ COMPILE, BALANCE, WEIGHT = "model.compile", "model.experts.balance", "model.expe
 CHECKPOINTING, CHUNKS, ATTENTION = "model.gradient_checkpointing", "model.mlp_chunks", "model.attention"
 SPLIT, SCHEDULE, PRECISION = "parallel.sequence_parallel", "optim.lr_scheduler_type", "train.precision"
 DEVICE, PACKING, BUDGET = "cluster.accelerator.name", "data.packing", "data.max_tokens_per_micro_batch"
+QUANTIZE = "model.quantize"
 OPTIMIZER, PARAMETERS = "parallel.offload_optimizer", "parallel.offload_parameters"
 _OF_KIND = f"has no effect with {SCHEDULE} {{{SCHEDULE}}}; use"
 _PER_SEGMENT = "does not work with attention per segment, which would be recompiled for each packed row; use "
@@ -60,6 +61,18 @@ ROWS: tuple[Row, ...] = (
      "is not supported with model.compile; set it to none, or model.compile to false"),
     ("model.experts.freeze_router", bool, {"model.lora": given},
      "has no effect with model.lora, which trains no router; leave it out"),
+    # weights in 4 bits
+    (QUANTIZE, given, {"model.lora": missing},
+     "is for the frozen weights under adapters; add model.lora, or leave it out"),
+    (QUANTIZE, given, {"model.from_config": given},
+     "is for pretrained weights; give name_or_path in place of from_config, or leave it out"),
+    *((QUANTIZE, given, {key: bool}, f"is not supported with {key}; set that to false, or leave this out")
+      for key in (COMPILE, "model.lora.use_dora")),
+    *((QUANTIZE, given, {key: other_than(*values)},
+       f"is not supported with {key} {{{key}!r}}; set that to {values[0]}, or leave this out")
+      for key, values in (
+          (PRECISION, ("bf16", "fp32")), (SPLIT, (1,)), (f"{PARAMETERS}.device", ("none",)),
+      )),
     # sequence parallelism
     (f"{SPLIT}_across_hosts", bool, {SPLIT: (1,)},
      f"has no effect without {SPLIT}; set that to the number of ranks of a group, or leave this out"),

@@ -42,10 +42,9 @@ class NotOffered:
 
 NOT_OFFERED: tuple[NotOffered, ...] = (
     NotOffered(
-        "QLoRA or other training on quantized weights",
-        "train model.lora on the unquantized model, with parallel.zero_stage: 3 or "
-        "parallel.offload_optimizer if memory is short",
-        "4bit 8bit bnb quantization quantize quant qlora gptq awq hqq",
+        "QLoRA by other keys than model.quantize, or weights in GPTQ, AWQ, HQQ or int8",
+        "set model.lora and model.quantize: nf4, which quantizes an unquantized model as it is read",
+        "4bit 8bit bnb quantization quant qlora gptq awq hqq",
         METHODS,
         "qlora",
         "weight_quantization",

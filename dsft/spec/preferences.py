@@ -95,6 +95,10 @@ def _adapter(spec: Spec, own: Reference) -> Iterator[Finding]:
 def _own_reference(spec: Spec, own: Reference) -> Iterator[Finding]:
     """Check the keys of a reference with its own engine, before training (precomputed) or during it
     (live)."""
+    if spec.model.quantize is not None:
+        key = spec.own_key("reference")
+        message = f"is not supported with {key} {own.reference}; set that to adapter, or leave this out"
+        yield value_finding(spec, "model.quantize", message, key)
     if own.reference == "live":
         reason = "has no effect with reference live, which stores nothing"
         yield from _unused(spec, own, _OF_STORE, "reference", reason)

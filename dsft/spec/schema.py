@@ -124,6 +124,9 @@ class Model(Section):
     """Special tokens to add to the tokenizer; their embeddings start as the mean of all others."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights."""
+    quantize: Literal["nf4"] | None = None
+    """Store the frozen weights of linear layers in 4 bits (NF4 with double quantization, bitsandbytes), with
+    model.lora."""
     experts: Experts = Experts()
     """How a mixture of experts is computed, and how its routers are trained."""
     trainable: Strings | None = None

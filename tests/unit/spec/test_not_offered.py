@@ -85,7 +85,7 @@ def test_values_of_other_tools_name_the_specs_own() -> None:
 
 def test_values_of_keys_that_mean_something_else() -> None:
     assert suggestion("", "adapter", "QLoRA").startswith(
-        "dsft does not offer QLoRA or other training on quantized weights"
+        "dsft does not offer QLoRA by other keys than model.quantize"
     )
     assert suggestion("", "adapter", "lora") == "did you mean model.lora?"
     assert "; the tasks are sft, pretrain and dpo; sft reads" in suggestion("", "stage", "ppo")

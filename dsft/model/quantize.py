@@ -1,0 +1,145 @@
+"""Store the frozen weights of linear layers in 4 bits, by bitsandbytes: the type NF4 in blocks of 64, whose
+scales are quantized too (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
+
+What bitsandbytes has of a weight is one parameter here: its bytes, in the type that the model computes in
+(`nf4_bytes`). To DeepSpeed and a pipeline it is a parameter like any other, only smaller, and ZeRO 3 gathers
+4 bits. bitsandbytes is imported only for a model with such weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.model.experts import expert_layers
+from dsft.plan.storage import BLOCK, SCALES, nf4_bytes
+from dsft.spec.schema import Model
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose weight is stored in 4 bits. It is whole in the type of the parameter while its
+    product is computed, in the forward and again in the backward."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return (…, out) of inputs (…, in)."""
+        output: Tensor = _Product.apply(inputs, self)
+        return output
+
+    def dequantized(self) -> Tensor:
+        """Return the weight, (out, in)."""
+        functional, code = _bitsandbytes(), _code(self.weight.device)
+        numel, dtype = self.out_features * self.in_features, self.weight.dtype
+        values, scales, of_scales, offset = self.weight.detach().view(torch.uint8).split(nf4_bytes(numel))
+        floats = torch.cat([of_scales, offset]).view(torch.float32)  # copied: aligned for float32
+        nested = functional.QuantState(floats[:-1], code=code, blocksize=SCALES, dtype=torch.float32)
+        whole = functional.QuantState(
+            scales[: -(-numel // BLOCK)],
+            shape=torch.Size((self.out_features, self.in_features)),
+            blocksize=BLOCK,
+            quant_type="nf4",
+            dtype=dtype,
+            offset=floats[-1],
+            state2=nested,
+        )
+        found: Tensor = functional.dequantize_4bit(values.view(-1, 1), whole)
+        return found
+
+
+class _Product(torch.autograd.Function):
+    """The product with a frozen weight. Saves nothing: ZeRO 3 gathers the module again for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, linear: QuantizedLinear) -> Tensor:
+        ctx.linear = linear
+        return F.linear(inputs, linear.dequantized(), linear.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] @ ctx.linear.dequantized(), None
+
+
+def quantize_linears(causal_lm: PreTrainedModel, model: Model) -> None:
+    """Make the linear layers that model.quantize means `QuantizedLinear`s, and freeze their weights: all but
+    the output layer and those that are trained. `causal_lm` has its adapters, and is on the meta device. A
+    model without adapters, such as a reference, has no trained one. Raises SpecError for a model with none,
+    and for a mixture of experts."""
+    if model.quantize is None:
+        return
+    if expert_layers(causal_lm):
+        raise _error("is for linear layers, and the experts of a mixture are none; leave it out")
+    head = causal_lm.get_output_embeddings()
+    found = [
+        module
+        for name, module in causal_lm.named_modules()
+        if type(module) is nn.Linear and module is not head and ".lora_" not in name
+        if model.lora is None or not module.weight.requires_grad
+    ]
+    if not found:
+        kind = causal_lm.config.model_type
+        raise _error(f"is for linear layers, of which a {kind} model has none that is frozen; leave it out")
+    for module in found:
+        module.__class__ = QuantizedLinear
+        module.requires_grad_(False)
+
+
+def quantized_weights(causal_lm: nn.Module) -> frozenset[int]:
+    """Return the ids of the weights that are stored in 4 bits."""
+    return frozenset(id(m.weight) for m in causal_lm.modules() if isinstance(m, QuantizedLinear))
+
+
+def packed(weight: Tensor) -> Tensor:
+    """Return the elements, in the type of `weight` (out, in), that hold it in 4 bits."""
+    values, state = _bitsandbytes().quantize_4bit(
+        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+    )
+    parts = (values, state.absmax, state.state2.absmax, state.offset)
+    found = torch.zeros(sum(nf4_bytes(weight.numel())), dtype=torch.uint8)
+    for place, part in zip(found.split(nf4_bytes(weight.numel())), parts, strict=True):
+        part = part.reshape(-1).view(torch.uint8)
+        place[: len(part)] = part
+    return found.view(weight.dtype)
+
+
+def _bitsandbytes() -> Any:
+    found = load_bitsandbytes()
+    if found is None:
+        raise MissingInputError(
+            "model.quantize needs the package bitsandbytes, which cannot be imported; install it, or leave "
+            "model.quantize out."
+        )
+    return found
+
+
+@functools.cache
+def load_bitsandbytes() -> Any:
+    """Return the module bitsandbytes.functional, None where it cannot be imported. peft imports it too, so it
+    comes first: without torch.compile, which it wraps around functions that are not used here, and which
+    would import the compiler, a tenth of a rank's start; and without its warning, on some CPUs, that a kernel
+    for inference has to be downloaded."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    compile, torch.compile = torch.compile, lambda function, **options: function  # type: ignore[assignment]
+    try:
+        return importlib.import_module("bitsandbytes.functional")
+    except ImportError:
+        return None
+    finally:
+        torch.compile = compile
+
+
+@functools.cache
+def _code(device: torch.device) -> Tensor:
+    """Return the 256 values that a quantized scale can have."""
+    code: Tensor = _bitsandbytes().create_dynamic_map().to(device)
+    return code
+
+
+def _error(reason: str) -> SpecError:
+    return SpecError("The model cannot be quantized.", [Problem("model.quantize", f"nf4 {reason}")])

@@ -1,0 +1,221 @@
+"""One rank of the tests of weights in 4 bits: trains adapters on them in several layouts, and compares losses
+and gradients with a plain loop over transformers' own 4-bit model with peft's adapters.
+
+    python quantize_worker.py FOLDER CASES      CASES: a list of the keywords of `compare`, as JSON
+
+Rank 0 prints, per case, how far apart they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+import torch
+from deepspeed.utils import groups
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from dsft.dist.world import World
+from dsft.engine.build import build_engine
+from dsft.engine.join import join
+from dsft.engine.partition import sharding_for
+from dsft.model.attention import attend_per_segment
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts
+from dsft.model.quantize import QuantizedLinear
+from dsft.model.weights import DTYPES
+from dsft.objective.next_token import next_token
+from dsft.objective.preference import preference
+from dsft.plan.cut import balanced
+from dsft.plan.ds_config import deepspeed_config
+from dsft.rank.environment import detect
+from dsft.reference.refer import refer_to_start
+from dsft.spec.batch import batch_sizes
+from dsft.spec.layout import Layout
+from dsft.spec.schema import Spec
+from dsft.system.process import end
+from tests.parity import pairs, plain
+from tests.parity.worker import keep_gradients, merge, micro_batch, packed_micro_batch, relative
+from tests.process_groups import own_groups
+
+FACTS = TokenFacts(67, None, None, None)
+LORA = {"rank": 4, "alpha": 8.0}
+RATE, STEPS, LAYERS = 0.1, 3, 3
+LINEAR = nn.functional.linear
+
+
+def main(folder: str, cases: str) -> None:
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    launched = detect(os.environ)
+    world = join(launched, Layout(launched.world_size, 1))
+    for case in json.loads(cases):
+        layout = Layout(launched.world_size, case.get("stages", 1))
+        with own_groups():
+            found = compare(folder, dataclasses.replace(world, layout=layout), **case)
+        groups.mpu = None
+        gc.collect()
+        if world.rank == 0:
+            print("CASE " + json.dumps({"case": case} | found), flush=True)
+    world.close()
+
+
+def compare(  # noqa: PLR0913, PLR0917  a case
+    folder: str,
+    world: World,
+    zero: int = 0,
+    stages: int = 1,
+    packed: bool = False,
+    task: str = "pretrain",
+    checkpointing: bool = False,
+    precision: str = "fp32",
+) -> dict[str, Any]:
+    spec = make_spec(folder, zero, stages, task, checkpointing, precision)
+    config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
+    if zero == 3:  # else so small a model is kept whole on every rank
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    cut = balanced([1] * LAYERS, stages)
+    keep = sharding_for(config, world)
+    policy = build_model(spec.model, FACTS, 0, DTYPES[precision], world.stage, cut, keep)
+    if packed:
+        attend_per_segment(policy.causal_lm, "auto", 32)
+    is_dpo = spec.dpo is not None
+    objective = preference(spec.dpo) if spec.dpo else next_token(0.0)
+    weights = merge(world.gather({} if zero == 3 else packed_weights(policy.causal_lm)))
+    engine: Any = build_engine(policy, spec, config, world, objective)
+    gradients = keep_gradients(engine)
+    make = plain.make_pairs if is_dpo else plain.make_steps
+    steps: list[Any] = make(0, (2,) * STEPS, world.layout.data_parallel, FACTS.vocab_size)
+    model = plain_model(folder, spec)
+    if is_dpo:
+        reference = copy.deepcopy(model).requires_grad_(False)
+        losses: Any = plain.Preference(reference, "sigmoid", 0.1, 0.0)
+        pairs.referred(reference, steps)
+        batches = pairs.numbered(steps, world.data_rank, "packed" if packed else "padded")
+        refer, count = refer_to_start(policy, engine, spec), pairs.counts
+    else:
+        losses, in_batch = plain.next_token(), packed_micro_batch if packed else micro_batch
+        batches = [[in_batch(rows[world.data_rank]) for rows in step] for step in steps]
+        refer, count = (lambda batches: batches), counts
+    found: list[float] = []
+    for number, step in enumerate(steps):
+        run = functools.partial(engine.first_step, applied_steps=number) if number < 2 else engine.step
+        result = run(refer(batches[number]), count(step), RATE)
+        sums = world.sum(result.sums)
+        found.append(float(sums[0]) / count(step)[objective.terms[0].count])
+    gathered = [merge(world.gather(step)) for step in gradients]
+    engine._engine.destroy()
+    nn.functional.linear = LINEAR  # ZeRO 3 leaves its own, which the plain loop must not use
+    if world.rank:
+        return {}
+    outcome, expected = [], []
+    optimizer = torch.optim.SGD(plain.trained(model).values(), lr=RATE)
+    for step in steps:
+        outcome.append(plain.backward(model, losses, step))
+        expected.append({plain_name(name): g for name, g in plain.gradients(model).items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "losses": max(abs(a - b) / b for a, b in zip(found, outcome, strict=True)),
+        "gradients": max(relative(a, b) for a, b in zip(gathered, expected, strict=True)),
+        "moved": abs(outcome[0] - outcome[-1]),
+        "other_weights": different(weights, model) if weights else None,
+    }
+
+
+def packed_weights(causal_lm: nn.Module) -> dict[str, Tensor]:
+    return {
+        name.replace(".base_layer", ""): module.weight.detach().view(torch.uint8).clone()
+        for name, module in causal_lm.named_modules()
+        if isinstance(module, QuantizedLinear)
+    }
+
+
+def different(weights: dict[str, Tensor], model: Any) -> list[str]:
+    """The names of the weights whose bytes are not those of bitsandbytes."""
+    names, wrong = set(), []
+    for name, module in model.named_modules():
+        if type(module).__name__ != "Linear4bit" or "lora" in name or not name.endswith("base_layer"):
+            continue
+        plainly = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        names.add(plainly)
+        state = module.weight.quant_state
+        parts = [module.weight.data, state.absmax, state.state2.absmax, state.offset]
+        values, scales, *floats = [part.reshape(-1).view(torch.uint8) for part in parts]
+        expected = [values, scales, torch.zeros(-(len(values) + len(scales)) % 4, dtype=torch.uint8), *floats]
+        if not torch.equal(torch.cat(expected), weights[plainly]):
+            wrong.append(plainly)
+    assert names == weights.keys(), names ^ weights.keys()
+    return wrong
+
+
+def plain_model(folder: str, spec: Spec) -> Any:
+    """The same adapters on transformers' 4-bit model."""
+    dtype = DTYPES[spec.train.precision]
+    from peft import LoraConfig, get_peft_model  # after dsft has imported bitsandbytes
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, quantization_config=quantization, attn_implementation="eager"
+    )
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, lora)
+    ours = build_model(spec.model, FACTS, 0, dtype).named_trained()
+    theirs = {plain_name(name): p for name, p in plain.trained(adapted).items()}
+    assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
+    with torch.no_grad():
+        for name, parameter in theirs.items():
+            parameter.copy_(ours[name])
+    return adapted.train()
+
+
+def plain_name(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".default", "").replace(".base_layer", "")
+
+
+def counts(step: Any) -> dict[str, int]:
+    rows = plain.rows_of(step)
+    return {"tokens": plain.count(rows), "sequences": len(rows)}
+
+
+def make_spec(folder: str, zero: int, stages: int, task: str, checkpointing: bool, precision: str) -> Spec:
+    return Spec.model_validate(
+        {
+            "name": "quantize",
+            "task": task,
+            "dpo": {"reference": "adapter"} if task == "dpo" else None,
+            "model": {
+                "name_or_path": folder,
+                "lora": LORA,
+                "quantize": "nf4",
+                "gradient_checkpointing": checkpointing,
+            },
+            "data": {"train": [{"path": "builtin:quickstart"}]},
+            "parallel": {"zero_stage": zero, "pipeline_stages": stages},
+            "train": {
+                "micro_batch_size": 2,
+                "accumulation_steps": 2,
+                "precision": precision,
+                "max_grad_norm": 0.0,
+            },
+            "optim": {"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0},
+        }
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    end(0)

@@ -1,0 +1,122 @@
+"""Adapters on weights in 4 bits, in every layout that trains them: equal to a plain loop over transformers'
+4-bit model with peft, whose weights have the same bytes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from benchmarks.load import TINY
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts
+from dsft.spec.schema import Lora, Model
+from tests.integration.runs import TRAIN, records, shows_traceback, trained, write_model, write_spec
+from tests.launching import alone, forked
+from tests.make import logps_of
+
+ODD = TINY | {
+    "num_hidden_layers": 3,
+    "vocab_size": 67,
+    "hidden_size": 36,
+    "intermediate_size": 41,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+}
+"""Blocks of 64 elements across rows, and a last one that is not full."""
+
+
+def write_odd(folder: Path) -> None:
+    """A Llama that is sure of its answers, so that pairs have a gradient too."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **ODD), dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data *= 4.0 if parameter.ndim > 1 else 1.0
+    model.save_pretrained(folder, max_shard_size="10KB")
+
+
+ALONE: tuple[dict[str, Any], ...] = (
+    {"zero": 0},
+    {"zero": 2, "packed": True},
+    {"zero": 3},
+    {"zero": 1, "precision": "bf16"},
+    {"zero": 3, "precision": "bf16"},
+)
+ON_TWO: tuple[dict[str, Any], ...] = (
+    {"zero": 0, "packed": True},
+    {"zero": 1, "checkpointing": True},
+    {"zero": 2},
+    {"zero": 2, "task": "dpo"},
+    {"zero": 3, "packed": True, "checkpointing": True},
+    {"zero": 3, "task": "dpo"},
+    {"zero": 0, "stages": 2, "packed": True},
+    {"zero": 1, "stages": 2, "task": "dpo"},
+)
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(1, ALONE), (2, ON_TWO)])
+def test_adapters_on_4_bits_equal_a_plain_loop(
+    ranks: int, cases: tuple[dict[str, Any], ...], tmp_path: Path
+) -> None:
+    write_odd(tmp_path / "model")
+    worker = Path(__file__).with_name("quantize_worker.py")
+    done = forked(worker, ranks, [str(tmp_path / "model"), json.dumps(cases)])
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
+    assert len(found) == len(cases)
+    for case in found:
+        losses, gradients = (1e-5, 1e-5) if "precision" not in case["case"] else (5e-3, 0.1)
+        assert case["losses"] <= losses and case["gradients"] <= gradients, case
+        assert case["moved"] > 1e-4, case  # the adapters have learned, so A's gradients are not 0
+        assert not case["other_weights"], case
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_goes_on_in_another_layout_and_its_adapter_is_pefts(tmp_path: Path) -> None:
+    """Trained at ZeRO 2 on two ranks, and from step 4 on at ZeRO 3 on one."""
+    from peft import PeftModel
+
+    base = write_model(tmp_path / "base")
+    words = [f"model={{name_or_path: {base}}}", "model.lora={rank: 4, alpha: 8}", "model.quantize=nf4"]
+    words += ["checkpoint.keep_last=null"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    for folder in (whole, resumed):
+        folder.mkdir()
+    trained(write_spec(whole), *words, "parallel.zero_stage=2")
+    run = resumed / "runs" / "small"
+    shutil.copytree(whole / "runs" / "small", run)
+    for later in ("checkpoints/step-8", "checkpoints/step-10", "export"):
+        shutil.rmtree(run / later)
+    again = alone(TRAIN, [str(write_spec(resumed)), *words[:2], "parallel.zero_stage=3"])
+    assert again.returncode == 76 and not shows_traceback(again.stderr)
+    assert "model.quantize was 'nf4', now null" in " ".join(again.stderr.split())
+    assert "going on from step 4" in trained(write_spec(resumed), *words, "parallel.zero_stage=3", nproc=1)
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        assert records(run, key) == pytest.approx(records(whole / "runs" / "small", key), rel=1e-4), key
+
+    form = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    whole_model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=form)
+    whole_model.train()  # in evaluation bitsandbytes packs weights again on some CPUs, which fails below 64
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        before = whole_model(ids).logits
+        theirs = PeftModel.from_pretrained(whole_model, run / "export").train()(ids).logits
+        lora = Lora(rank=4, alpha=8, path=str(run / "export"))
+        model = Model(name_or_path=str(base), lora=lora, quantize="nf4")
+        ours = build_model(model, TokenFacts(theirs.shape[-1], None, None, None), 0, torch.float32)
+        targets = ids.roll(-1, 1)
+        logps = logps_of(ours.eval(), ids, ids.clone(), targets)
+    assert (theirs - before).abs().max() > 0.1
+    expected = theirs.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    torch.testing.assert_close(logps, expected, rtol=0, atol=1e-4)

@@ -1,0 +1,84 @@
+"""Weights in 4 bits: which are, that they are bitsandbytes' own, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import bitsandbytes.functional as reference
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.load import TINY, make_folder
+from dsft.errors import MissingInputError, SpecError
+from dsft.model import quantize
+from dsft.model.build import build_model
+from dsft.model.census import take_census
+from dsft.model.config import TokenFacts
+from dsft.model.quantize import QuantizedLinear, packed
+from dsft.plan.census import census_from
+from dsft.plan.storage import Storage
+from dsft.spec.schema import Lora, Model
+
+FACTS = TokenFacts(64, None, None, None)
+MIXTURE = {
+    "model_type": "mixtral",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+}
+LORA = Lora(rank=2, target_modules=("q_proj", "up_proj"), modules_to_save=("layers.1.mlp.down_proj",))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    make_folder(made, TINY)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(96, 64), (100, 72), (33, 5), (300, 512)])
+def test_a_layer_is_bitsandbytes_own(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    linear = nn.Linear(shape[1], shape[0], dtype=dtype).requires_grad_(False)
+    values, state = reference.quantize_4bit(linear.weight, compress_statistics=True, quant_type="nf4")
+    expected = reference.dequantize_4bit(values, state)
+    linear.weight = nn.Parameter(packed(linear.weight), False)
+    linear.__class__ = QuantizedLinear
+    assert isinstance(linear, QuantizedLinear) and torch.equal(linear.dequantized(), expected)
+    (stored,) = Storage("fp32" if dtype == torch.float32 else "bf16", "nf4").tensors(expected.numel())
+    assert linear.weight.shape == (stored.numel,) and linear.weight.element_size() == stored.width
+    inputs = torch.randn(2, 3, shape[1], dtype=dtype, requires_grad=True)
+    output = linear(inputs)
+    output.sum().backward()
+    assert torch.equal(output, nn.functional.linear(inputs, expected, linear.bias))
+    assert inputs.grad is not None
+    assert torch.equal(inputs.grad, torch.ones_like(output) @ expected)
+
+
+def test_frozen_linear_layers_are_quantized_and_nothing_else(folder: Path) -> None:
+    model = Model(name_or_path=str(folder), lora=LORA, quantize="nf4")
+    policy = build_model(model, FACTS, 0, torch.bfloat16)
+    names = {name for name, module in policy.named_modules() if isinstance(module, QuantizedLinear)}
+    assert len(names) == 4 * 7 - 1 and not any("lm_head" in n or ".lora_" in n for n in names)
+    assert not any(
+        p.requires_grad for n, p in policy.named_parameters() if n.removesuffix(".weight") in names
+    )
+    rows = census_from(take_census(model, FACTS)).parameters
+    assert {row.name for row in rows if row.form == "nf4"} == {
+        f"{name.removeprefix('causal_lm.').replace('.base_layer', '')}.weight" for name in names
+    }
+    saved = policy.get_submodule("causal_lm.model.layers.1.mlp.down_proj")
+    assert type(saved) is nn.Linear and saved.weight.requires_grad
+
+
+def test_a_mixture_and_a_missing_package_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixture = Model(from_config=MIXTURE, lora=Lora(rank=2), quantize="nf4")
+    with pytest.raises(SpecError, match=r"model\.quantize: nf4 is for linear layers, and the experts"):
+        take_census(mixture, FACTS, cuts=False)
+    monkeypatch.setattr(quantize, "load_bitsandbytes", lambda: None)
+    with pytest.raises(MissingInputError, match="needs the package bitsandbytes"):
+        packed(torch.ones(2, 64))

@@ -1,0 +1,52 @@
+"""The plan of a model whose frozen linear weights are stored in 4 bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dsft.plan.census import Census, Parameter
+from dsft.plan.memory.ranks import memory
+from dsft.plan.storage import Stored
+from dsft.plan.traffic import traffic
+from dsft.spec.layout import layout_of
+
+NUMEL = 1024 * 1024
+LINEAR = Parameter("layers.0.up.weight", (1024, 1024), 0, False, (), trained=False, form="nf4")
+ADAPTER = Parameter("layers.0.up.lora_A.weight", (2, 1024), 0, False, ())
+HEAD = Parameter("head.weight", (64, 1024), None, False, (), trained=False)
+EMBEDDING = replace(HEAD, name="embed.weight", embedding=True)
+QUANTIZED = Census("X", 1, None, (EMBEDDING, LINEAR, ADAPTER, HEAD))
+PLAIN = replace(QUANTIZED, parameters=(EMBEDDING, replace(LINEAR, form="plain"), ADAPTER, HEAD))
+BYTES = NUMEL // 2 + NUMEL // 64 + 4 * (NUMEL // 64 // 256) + 4
+"""Of values, of their scales, of the scales' scales and of their offset; aligned without padding."""
+
+
+def test_a_weight_in_4_bits_is_one_tensor_in_the_type_of_the_model() -> None:
+    assert LINEAR.stored("bf16") == (Stored(BYTES // 2, 2),)
+    assert LINEAR.stored("fp32") == (Stored(BYTES // 4, 4),)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_less_is_stored_and_gathered(zero: int, make_spec: Any) -> None:
+    spec = make_spec(parallel={"zero_stage": zero}, train={"precision": "bf16"}, cluster={"hosts": {"a": 2}})
+    layout = layout_of(spec.parallel, 2)
+    plain, quantized = (memory(one, spec, layout, {"a": 2}).stages[0] for one in (PLAIN, QUANTIZED))
+    ranks = 2 if zero == 3 else 1
+    assert plain.parameters - quantized.parameters == (2 * NUMEL - BYTES) // ranks
+    assert (plain.elements, plain.master) == (quantized.elements, quantized.master)
+    flows = [
+        sum(flow.bytes for flow in traffic(one, spec, layout, {"a": 2}) if "for use" in flow.what)
+        for one in (PLAIN, QUANTIZED)
+    ]
+    assert flows[1] == 0 if zero == 0 else flows[1] < flows[0]
+
+
+def test_a_weight_is_whole_while_its_product_is_computed(make_spec: Any) -> None:
+    spec = make_spec(parallel={"zero_stage": 0}, train={"precision": "bf16"}, data={"max_length": 2048})
+    plain, quantized = (
+        memory(one, spec, layout_of(spec.parallel, 1), {"a": 1}).stages[0] for one in (PLAIN, QUANTIZED)
+    )
+    assert quantized.buffers - plain.buffers == 2 * NUMEL + NUMEL // 64 * 4

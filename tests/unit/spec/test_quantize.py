@@ -1,0 +1,64 @@
+"""What model.quantize is refused with, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dsft.spec.combinations import combinations
+from dsft.spec.schema import Spec
+
+MODEL = {"name_or_path": "owner/name", "lora": {"rank": 4}, "quantize": "nf4"}
+
+
+def found(task: str = "sft", **sections: Any) -> dict[str, str]:
+    spec = Spec.model_validate(
+        {
+            "name": "small",
+            "task": task,
+            "data": {"train": [{"path": "builtin:quickstart"}]},
+            "optim": {"learning_rate": 1e-4},
+            "train": {"micro_batch_size": 1, "accumulation_steps": 1} | sections.pop("train", {}),
+            "model": MODEL | sections.pop("model", {}),
+            **sections,
+        }
+    )
+    return {".".join(map(str, one.path)): one.message for one in combinations(spec)}
+
+
+@pytest.mark.parametrize(
+    ("sections", "reason"),
+    [
+        ({"model": {"lora": None}}, "add model.lora"),
+        ({"model": {"from_config": {"model_type": "llama"}, "name_or_path": None}}, "give name_or_path"),
+        (
+            {"model": {"lora": {"rank": 4, "use_dora": True}}},
+            "supported with model.lora.use_dora; set",
+        ),
+        ({"model": {"compile": True}}, "not supported with model.compile; set that to false"),
+        ({"train": {"precision": "fp16"}}, "not supported with train.precision 'fp16'; set that to bf16"),
+        ({"parallel": {"sequence_parallel": 2}}, "not supported with parallel.sequence_parallel 2"),
+        (
+            {"parallel": {"zero_stage": 3, "offload_parameters": {"device": "cpu"}}},
+            "not supported with parallel.offload_parameters.device 'cpu'",
+        ),
+        ({"task": "dpo"}, "not supported with dpo.reference precomputed; set that to adapter"),
+    ],
+)
+def test_what_is_not_supported_is_refused(sections: dict[str, Any], reason: str) -> None:
+    assert reason in found(**sections)["model.quantize"]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"parallel": {"zero_stage": 3}, "data": {"train": [{"path": "builtin:quickstart"}], "packing": True}},
+        {"task": "dpo", "dpo": {"reference": "adapter"}},
+        {"task": "dpo", "dpo": {"loss_type": "orpo"}},
+        {"parallel": {"zero_stage": 1, "pipeline_stages": 2}, "train": {"precision": "fp32"}},
+    ],
+)
+def test_what_is_supported_is_not(sections: dict[str, Any]) -> None:
+    assert "model.quantize" not in found(**sections)
