@@ -11,13 +11,18 @@ from typing import Any, get_args
 
 from dsft.convert.draft import Draft, hub_path, is_file_name, mistake, no_key_for, refuse
 from dsft.convert.parallel import parallel
-from dsft.convert.values import NotOfferedError, names_in, nonzero, number, positive, whole
+from dsft.convert.values import names_in, number, whole
 from dsft.spec.aliases import OTHER_NAMES, VALUES
 from dsft.spec.document import quote
 from dsft.spec.schema import Dpo, Schedule
 from dsft.system import json_file
 
 LOSSES = get_args(Dpo.model_fields["loss_type"].annotation)
+_CARRIED = (
+    "train.seed", "train.max_grad_norm", "train.neftune_alpha", "train.label_smoothing", "train.log_every",
+    "train.eval_on_start", "optim.learning_rate", "optim.weight_decay", "optim.eps", "checkpoint.keep_last",
+)  # fmt: skip
+"""Keys of the spec that depend on no other key."""
 _BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999}
 _EXACT = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "sgd")
 _ATTENTION = {
@@ -73,18 +78,13 @@ def training(draft: Draft, precision: str) -> None:
     else:
         note = f"global batch = micro_batch_size × this × {'groups' if split else 'GPUs'}, as there"
         draft.carry("train.accumulation_steps", note=note)
-    if draft.carry("train.max_steps", to=positive) is None:
+    if draft.carry("train.max_steps") is None:
         draft.carry("train.num_train_epochs")
     else:
         draft.leave("num_train_epochs num_epochs", "max_steps decides the length")
-    draft.carry_all("train.seed", "train.max_grad_norm", "train.neftune_alpha")
-    draft.carry("train.label_smoothing", to=nonzero)
-    _balance(draft)
-    _optimizer(draft)
-    _schedule(draft)
-    _evaluation(draft)
-    _checkpoints(draft)
-    _reports(draft)
+    draft.carry_all(*_CARRIED)
+    for part in (_balance, _optimizer, _schedule, _evaluation, _checkpoints, _reports):
+        part(draft)
 
 
 def _balance(draft: Draft) -> None:
@@ -107,7 +107,6 @@ def _optimizer(draft: Draft) -> None:
     elif name not in _EXACT:
         note += f"; {name} there, full-precision AdamW here"
     draft.put("optim.name", "sgd" if name == "sgd" else "adamw", note)
-    draft.carry_all("optim.learning_rate", "optim.weight_decay", "optim.eps")
     values = {name: draft.get(name) for name in _BETAS}
     betas = [_BETAS[name] if value is None else number(value) for name, value in values.items()]
     if betas != list(_BETAS.values()):
@@ -124,7 +123,11 @@ def _schedule(draft: Draft) -> None:
     if kind not in get_args(Schedule):
         draft.leave(given, f"{quote(str(value))} is not offered; the spec has cosine in its place")
         kind, note = "cosine", f"{value} is not offered"
-    least = _least(draft, options)
+    given, rate = draft.get("cosine_min_lr_ratio min_lr_rate"), draft.get("learning_rate")
+    if "min_lr" in options and rate:
+        least = number(options["min_lr"]) / number(rate)
+    else:
+        least = number(options.get("min_lr_rate") or options.get("min_lr_ratio") or given or 0)
     if kind == "cosine" and least:
         kind = "cosine_with_min_lr"
     draft.put("optim.lr_scheduler_type", kind, note)
@@ -138,14 +141,6 @@ def _schedule(draft: Draft) -> None:
         if "decay_type" in options:
             draft.put("optim.decay_type", options["decay_type"])
     _warmup(draft, kind)
-
-
-def _least(draft: Draft, options: Mapping[str, Any]) -> float:
-    """Return the lowest learning rate as a fraction of the highest."""
-    given, rate = draft.get("cosine_min_lr_ratio min_lr_rate"), draft.get("learning_rate")
-    if "min_lr" in options and rate:
-        return number(options["min_lr"]) / number(rate)
-    return number(options.get("min_lr_rate") or options.get("min_lr_ratio") or given or 0)
 
 
 def _warmup(draft: Draft, kind: str) -> None:
@@ -162,17 +157,11 @@ def _warmup(draft: Draft, kind: str) -> None:
         draft.carry("optim.warmup_ratio", "warmup_ratio")
 
 
-def _steps(value: Any) -> int | None:
-    if 0 < number(value) < 1:
-        raise NotOfferedError("a fraction of all steps; here a number of steps is needed")
-    return positive(value)
-
-
 def _evaluation(draft: Draft) -> None:
     """Convert when to evaluate and log."""
     strategy = draft.get("eval_strategy evaluation_strategy")
     if strategy in (None, "steps"):
-        every = draft.carry("train.eval_every", to=_steps)
+        every = draft.carry("train.eval_every")
         if every is None and strategy == "steps" and draft.number("logging_steps") >= 1:
             note = "the same as logging_steps, as there"
             draft.put("train.eval_every", whole(draft.get("logging_steps")), note)
@@ -182,8 +171,6 @@ def _evaluation(draft: Draft) -> None:
         draft.leave("eval_strategy", f"{_STEPS}; write them to train.eval_every")
     for key, ours in (("evals_per_epoch", "train.eval_every"), ("saves_per_epoch", "checkpoint.every")):
         draft.leave(key, f"{_STEPS}; divide them by {draft.get(key)} and write that to {ours}")
-    draft.carry("train.eval_on_start")
-    draft.carry("train.log_every", to=_steps)
 
 
 def _checkpoints(draft: Draft) -> None:
@@ -195,9 +182,8 @@ def _checkpoints(draft: Draft) -> None:
         draft.leave("save_strategy", f"{_STEPS}; write them to checkpoint.every")
         draft.leave("save_steps", f"save_strategy is {saving}")
     else:
-        draft.carry("checkpoint.every", to=_steps)
-    draft.carry("checkpoint.keep_last", to=positive)
-    draft.switch("load_best_model_at_end", "checkpoint.keep_best", 1, "it is in checkpoints/best")
+        draft.carry("checkpoint.every")
+    draft.switch("checkpoint.keep_best", 1, "load_best_model_at_end", "it is in checkpoints/best")
     if draft.get("metric_for_best_model") not in (None, "loss", "eval_loss"):
         draft.leave("metric_for_best_model", "checkpoint.keep_best goes by eval/loss")
 
@@ -281,29 +267,13 @@ def lora(draft: Draft, name: str) -> None:
         draft.leave("lora_dropout", "dropout would make the policy differ from its reference: 0 here")
     else:
         draft.carry("model.lora.dropout")
-    if draft.switch("lora_target_linear", "model.lora.target_modules", "all-linear"):
+    if draft.switch("model.lora.target_modules", "all-linear"):
         names = "lora_target lora_target_modules target_modules"
         draft.leave(names, "lora_target_linear covers all linear modules")
     else:
-        draft.carry("model.lora.target_modules", to=_targets)
+        draft.carry("model.lora.target_modules")
     draft.carry_all("model.lora.use_rslora", "model.lora.use_dora", "model.lora.modules_to_save")
-    draft.carry("model.lora.path", to=_one_adapter)
-
-
-def _targets(value: Any) -> str | list[str]:
-    names = names_in(value)
-    if names in (["all"], ["all-linear"]):
-        return "all-linear"
-    if any("*" in name or "|" in name or "\\" in name for name in names):
-        raise NotOfferedError("a pattern; model.lora.target_modules takes names of modules, or all-linear")
-    return names
-
-
-def _one_adapter(value: Any) -> str | None:
-    names = names_in(value)
-    if len(names) > 1:
-        raise NotOfferedError("several adapters; merge them first, here one is trained")
-    return names[0] if names else None
+    draft.carry("model.lora.path")
 
 
 def preferences(
@@ -318,8 +288,8 @@ def preferences(
         raise refuse(key, ", ".join(map(str, losses)))
     draft.put("dpo.loss_type", losses[0], draft.source(key) if draft.get(key) or not method else method)
     draft.carry("dpo.beta", beta)
-    draft.carry("dpo.label_smoothing", to=nonzero)
-    draft.carry("dpo.sft_weight", "pref_ftx rpo_alpha", to=nonzero)
+    draft.carry("dpo.label_smoothing")
+    draft.carry("dpo.sft_weight", "pref_ftx rpo_alpha")
     if losses == ["simpo"]:
         draft.carry("dpo.simpo_gamma", note="a margin of rewards in both")
     else:
@@ -369,9 +339,8 @@ def path_of(draft: Draft, where: str, entry: Mapping[str, Any]) -> str:
 def packing(draft: Draft) -> None:
     """Convert the keys of TRL and ms-swift that pack rows."""
     note = PACKED if draft.values["task"] != "pretrain" else ""
-    if not draft.switch("packing", "data.packing", True, note):
-        note = "rows without padding, the same examples a step"
-        draft.switch("padding_free", "data.packing", True, note)
+    if not draft.switch("data.packing", True, "packing", note):
+        draft.switch("data.packing", True, "padding_free", "rows without padding, the same examples a step")
 
 
 def _reports(draft: Draft) -> None:

@@ -78,7 +78,7 @@ def _data(draft: Draft, task: str) -> None:
     if draft.is_on("sample_packing") or task == "pretrain":
         note = "rows of exactly max_length" if task == "pretrain" else arguments.PACKED
         draft.put("data.packing", True, f"sample_packing; {note}")
-    draft.switch("train_on_inputs", "data.train_on", "all")
+    draft.switch("data.train_on", "all")
     name = draft.get("chat_template")
     if name in _TEMPLATES:
         draft.put("data.chat_template", _TEMPLATES[name], "chat_template")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 
 from dsft.convert import axolotl, llamafactory, swift, trl
 from dsft.convert.arguments import Tool, training
-from dsft.convert.draft import Draft, mistake
+from dsft.convert.draft import Draft, mistake, refuse
 from dsft.convert.parallel import deepspeed
-from dsft.convert.shell import options_of
 from dsft.errors import MissingInputError, SpecError, StorageError
+from dsft.spec.aliases import VALUES
 from dsft.spec.document import parse_yaml, quote
 from dsft.spec.load import MAX_BYTES, load_spec
+from dsft.spec.not_offered import feature_of_value
 from dsft.spec.task import TASKS, task_names
 from dsft.system.json_file import parse_json, read_text, reason_of
 
@@ -46,6 +48,10 @@ _JSON = {
     "scheduler.params.cos_min_ratio": "min_lr_rate",
 }
 """Key of a DeepSpeed JSON -> key of TrainingArguments, or keys of the parts of its list."""
+_COMMAND = re.compile(
+    r"\b(?:(?:trl|swift|llamafactory-cli)\s+(?P<name>\w+)|(?P<script>\w+)\.py)(?=\s+--\w)(?P<rest>.*)"
+)
+_WAY_OUT = "or put the options into a YAML file (--learning_rate 1e-4 becomes learning_rate: 1e-4)"
 _NEEDED = (("model.name_or_path", "--model"), ("data.train", "--data"))
 
 
@@ -139,7 +145,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str | None]:
     except ValueError as error:
         raise mistake(str(path), f"it {error}") from error
     if path.suffix == ".sh" or text.startswith("#!"):
-        return options_of(path, text)
+        return _options_of(path, text)
     try:
         found = parse_json(text)
     except ValueError:
@@ -150,6 +156,44 @@ def _read(path: Path) -> tuple[dict[str, Any], str | None]:
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise mistake(str(path), "it is no mapping of keys to values")
     return found, None
+
+
+def _options_of(path: Path, text: str) -> tuple[dict[str, Any], str | None]:
+    """Return the options of the script's one training command, and its task (None: the options have it).
+    Nothing is run and no variable is filled in. Raise SpecError for a script that has none or several, or
+    needs a shell."""
+    lines = re.sub(r"(?m)(^|\s)#.*$", "", text.replace("\\\n", " ")).splitlines()
+    found = [match for line in lines if (match := _COMMAND.search(line))]
+    if len(found) != 1:
+        raise mistake(
+            str(path), f"a shell script needs one training command, this one has {len(found)}; {_WAY_OUT}"
+        )
+    name = found[0]["name"] or found[0]["script"]
+    if feature_of_value("task", name) is not None:
+        raise refuse(str(path), name)
+    try:
+        words = shlex.split(re.split(r"\s(?:\d?>|[|&;<])", found[0]["rest"])[0])
+    except ValueError as error:
+        raise mistake(str(path), f"the command cannot be read ({error}); correct it, {_WAY_OUT}") from error
+    values: dict[str, list[Any]] = {}
+    key = ""
+    for word in words:
+        if re.search(r"[$`]", word):
+            raise mistake(str(path), f"{word} is filled in by the shell; write its value, {_WAY_OUT}")
+        if word.startswith("--"):
+            key, _, word = word[2:].partition("=")
+            key = key.replace("-", "_")
+            values[key] = []
+        if word:
+            values[key].append({"true": True, "false": False}.get(word.lower(), word))
+    if "config" in values:
+        raise mistake(str(path), "the options are in the file of --config; convert that file")
+    given: dict[str, Any] = {key: each if len(each) > 1 else each[0] for key, each in values.items() if each}
+    task = VALUES["task"].get(name, name)
+    switches = [key for key, each in values.items() if not each]
+    return given | {
+        key.removeprefix("no_"): not key.startswith("no_") for key in switches
+    }, task if task in TASKS else None
 
 
 def _from_deepspeed(given: Mapping[str, Any], path: Path, task: str | None) -> Draft:

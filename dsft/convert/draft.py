@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from dsft.convert.values import NotOfferedError, flag, names_in, number, of_type
+from dsft.convert.values import NotOfferedError, flag, how, names_in, number
 from dsft.errors import Problem, SpecError
 from dsft.spec.aliases import LEFT_OUT, OTHER_NAMES, keys, likely_key
 from dsft.spec.document import SpecDumper, quote
@@ -87,14 +87,11 @@ class Draft:
         except (ValueError, TypeError) as error:
             raise mistake(name, f"{quote(value)}: {error}") from error
 
-    def carry(
-        self, key: str, names: str | None = None, to: Callable[[Any], Any] | None = None, note: str = ""
-    ) -> Any:
-        """Set `key` of the spec to the value of `names`, by default its names in other tools, and return it;
-        `to`, by default the key's type, converts it, into None if the key is to be left out. Raise SpecError
-        if it cannot."""
+    def carry(self, key: str, names: str | None = None, note: str = "") -> Any:
+        """Set `key` of the spec to the value of `names`, by default its names in other tools, and return it,
+        None if the key is left out. Raise SpecError for a value that cannot be converted."""
         names = OTHER_NAMES[key] if names is None else names
-        value = self._as(to or of_type(key), names)
+        value = self._as(how(key), names)
         if value is not None:
             self.put(key, value, "; ".join(filter(None, (self.source(self.entry(names)[0]), note))))
         return value
@@ -103,10 +100,12 @@ class Draft:
         for key in keys:
             self.carry(key)
 
-    def switch(self, name: str, key: str, value: Any, note: str = "") -> bool:
-        """Set `key` of the spec to `value` if a switch of the config is on, and return whether it is."""
-        if on := self.is_on(name):
-            self.put(key, value, f"{name}; {note}" if note else name)
+    def switch(self, key: str, value: Any, names: str | None = None, note: str = "") -> bool:
+        """Set `key` of the spec to `value` if a switch of the config is on, and return whether it is. names:
+        keys of the switch, by default the names of `key: value` in other tools."""
+        names = OTHER_NAMES[f"{key}: {value}"] if names is None else names
+        if on := self.is_on(names):
+            self.put(key, value, "; ".join(filter(None, (self.entry(names)[0], note))))
         return on
 
     def put(self, key: str, value: Any, comment: str = "") -> None:

@@ -67,8 +67,8 @@ def _data(draft: Draft, task: str, dataset_info: Path | None) -> None:
     elif neat or flag(packing or False):
         apart = "" if neat else "; examples in a row never see each other here"
         draft.put("data.packing", True, f"packing; {arguments.PACKED}{apart}")
-    if not draft.switch("train_on_prompt", "data.train_on", "all"):
-        draft.switch("mask_history", "data.train_on", "last")
+    if not draft.switch("data.train_on", "all"):
+        draft.switch("data.train_on", "last")
     name = draft.get("template")
     if name in _TEMPLATES:
         draft.put("data.chat_template", name, "template")

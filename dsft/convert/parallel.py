@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsft.convert.draft import Draft, mistake, no_key_for, read_json
-from dsft.convert.values import positive, whole
+from dsft.convert.values import whole
 from dsft.spec.document import quote
 
 _RING = "ring attention there, all-to-alls over the attention heads here, so it must divide their number"
@@ -34,7 +34,7 @@ def parallel(draft: Draft) -> None:
         elif name == "tp_size" and size not in (None, 1):
             draft.left[where] = no_key_for(name, size)
     if draft.is_on("tiled_mlp") and draft.values["model.gradient_checkpointing"]:
-        draft.carry("model.mlp_chunks", to=positive)
+        draft.carry("model.mlp_chunks")
         draft.leave("tiled_mlp", _CHUNKS)
     else:
         draft.leave("tiled_mlp_num_shards", _CHUNKS)

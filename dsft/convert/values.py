@@ -59,6 +59,36 @@ def names_in(value: Any) -> list[str]:
     return [str(part) for part in value]
 
 
+def _steps(value: Any) -> int | None:
+    if 0 < number(value) < 1:
+        raise NotOfferedError("a fraction of all steps; here a number of steps is needed")
+    return positive(value)
+
+
+def _modules(value: Any) -> str | list[str]:
+    names = names_in(value)
+    if names in (["all"], ["all-linear"]):
+        return "all-linear"
+    if any("*" in name or "|" in name or "\\" in name for name in names):
+        raise NotOfferedError("a pattern; model.lora.target_modules takes names of modules, or all-linear")
+    return names
+
+
+def _one_adapter(value: Any) -> str | None:
+    names = names_in(value)
+    if len(names) > 1:
+        raise NotOfferedError("several adapters; merge them first, here one is trained")
+    return names[0] if names else None
+
+
+_HOW: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("train.max_steps", "checkpoint.keep_last", "model.mlp_chunks"), positive),
+    **dict.fromkeys(("train.label_smoothing", "dpo.label_smoothing", "dpo.sft_weight"), nonzero),
+    **dict.fromkeys(("train.eval_every", "train.log_every", "checkpoint.every"), _steps),
+    "model.lora.target_modules": _modules,
+    "model.lora.path": _one_adapter,
+}
+"""Key of the spec -> what converts a value, where its type does not decide it."""
 _TYPES: dict[Any, Callable[[Any], Any]] = {
     bool: lambda value: flag(value) or None,
     tuple: lambda value: names_in(value) or None,
@@ -69,8 +99,10 @@ _TYPES: dict[Any, Callable[[Any], Any]] = {
 are left out."""
 
 
-def of_type(key: str) -> Callable[[Any], Any]:
-    """Return what converts a value to the type of a key of the spec."""
+def how(key: str) -> Callable[[Any], Any]:
+    """Return what converts a value for a key of the spec, into None if the key is to be left out."""
+    if key in _HOW:
+        return _HOW[key]
     parts = [fields()[key].annotation]
     for part in parts:
         parts += get_args(part)
