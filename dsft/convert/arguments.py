@@ -328,7 +328,7 @@ def path_of(draft: Draft, where: str, entry: Mapping[str, Any]) -> str:
     if path is None:
         raise mistake(where, "it has no path")
     name = str(path)
-    if is_file_name(name) or exists(draft.folder / name):
+    if is_file_name(name) or exists(draft.path.parent / name):
         return name
     if files:
         reason = "dsft reads a whole split of the hub; download the files and name them"

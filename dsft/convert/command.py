@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsft.convert import axolotl, llamafactory, swift, trl
-from dsft.convert.arguments import Tool, training
+from dsft.convert import axolotl, deepspeed, llamafactory, swift, trl
+from dsft.convert.arguments import Tool
 from dsft.convert.draft import Draft, mistake, refuse
-from dsft.convert.parallel import deepspeed
 from dsft.errors import MissingInputError, SpecError, StorageError
 from dsft.spec.aliases import VALUES
 from dsft.spec.document import parse_yaml, quote
@@ -27,27 +26,9 @@ TOOLS: Mapping[str, Tool] = {
     "axolotl": axolotl.TOOL,
     "trl": trl.TOOL,
     "ms-swift": swift.TOOL,
+    "deepspeed": deepspeed.TOOL,
 }
-_DEEPSPEED = "deepspeed"
 _VERSION_1 = {"peft_config", "dist_config", "kernel_config", "model_class"}
-_ZERO = ("stage", "offload_optimizer", "offload_param")
-_JSON = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "train_batch_size": "batch_size",
-    "gradient_clipping": "max_grad_norm",
-    "bf16.enabled": "bf16",
-    "fp16.enabled": "fp16",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.weight_decay": "weight_decay",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.betas": "adam_beta1 adam_beta2",
-    "scheduler.type": "lr_scheduler_type",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
-    "scheduler.params.total_num_steps": "max_steps",
-    "scheduler.params.cos_min_ratio": "min_lr_rate",
-}
-"""Key of a DeepSpeed JSON -> key of TrainingArguments, or keys of the parts of its list."""
 _COMMAND = re.compile(
     r"\b(?:(?:trl|swift|llamafactory-cli)\s+(?P<name>\w+)|(?P<script>\w+)\.py)(?=\s+--\w)(?P<rest>.*)"
 )
@@ -89,15 +70,12 @@ def convert_file(
         raise mistake("--task", f"{quote(task)} is not offered; use {task_names()}")
     task = task or named
     kind = tool or recognized(given)
-    if kind not in (*TOOLS, _DEEPSPEED):
-        raise mistake("--from", f"{quote(kind)} is not known; use one of {', '.join((*TOOLS, _DEEPSPEED))}")
-    title = TOOLS[kind].title if kind in TOOLS else "DeepSpeed"
+    if kind not in TOOLS:
+        raise mistake("--from", f"{quote(kind)} is not known; use one of {', '.join(TOOLS)}")
+    title = TOOLS[kind].title
+    draft = Draft(given, dict(TOOLS[kind].defaults), path, TOOLS[kind].reasons)
     try:
-        if kind == _DEEPSPEED:
-            draft = _from_deepspeed(given, path, task)
-        else:
-            draft = Draft(given, dict(TOOLS[kind].defaults), path.parent, TOOLS[kind].reasons)
-            TOOLS[kind].convert(draft, task, dataset_info)
+        TOOLS[kind].convert(draft, task, dataset_info)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         raise mistake(str(path), f"a value is not of the kind that {title} takes ({error!r})") from error
     _name(draft, path)
@@ -111,17 +89,27 @@ def convert_file(
     _name_sources(draft)
     _only_with_rows(draft)
     draft.leave_rest()
+    head = [
+        f"Converted from {path.name} of {title}. A comment names the key that a value comes from.",
+        "Check it with dsft validate and dsft preview.",
+    ]
+    if draft.left:
+        head += ["", "Not in this spec:", *(f"  {line}" for line in listed(draft.left))]
     target = out or Path("specs") / f"{draft.values['name']}.yaml"
-    _write(target, draft.text(_head(title, path, draft)))
-    return Converted(
-        target, title, len(given) - len(draft.left.keys() & given.keys()), draft.left, _mistakes(target)
-    )
+    _write(target, draft.text(head))
+    mistakes = None
+    try:
+        load_spec(target, check_files=False)
+    except SpecError as error:
+        mistakes = str(error)
+    carried = len(given) - len(draft.left.keys() & given.keys())
+    return Converted(target, title, carried, draft.left, mistakes)
 
 
 def recognized(given: Mapping[str, Any]) -> str:
     """Return the tool whose keys the config has most of. Raise SpecError if it has none of any."""
-    if "zero_optimization" in given or "train_micro_batch_size_per_gpu" in given:
-        return _DEEPSPEED
+    if any(mark in given for mark in deepspeed.TOOL.marks):
+        return "deepspeed"
     if _VERSION_1 & given.keys():
         raise mistake("file", "a config of LLaMA-Factory's version 1 (USE_V1) is not converted yet")
     counts = {name: sum(mark in given for mark in tool.marks) for name, tool in TOOLS.items()}
@@ -130,7 +118,7 @@ def recognized(given: Mapping[str, Any]) -> str:
         raise mistake(
             "file",
             "no key shows whether it is of LLaMA-Factory, Axolotl, TRL, transformers, ms-swift or DeepSpeed; "
-            f"name the tool with --from: {', '.join((*TOOLS, _DEEPSPEED))}",
+            f"name the tool with --from: {', '.join(TOOLS)}",
         )
     return best
 
@@ -196,35 +184,6 @@ def _options_of(path: Path, text: str) -> tuple[dict[str, Any], str | None]:
     }, task if task in TASKS else None
 
 
-def _from_deepspeed(given: Mapping[str, Any], path: Path, task: str | None) -> Draft:
-    """Convert a DeepSpeed JSON. Its batch sizes, optimizer and precision are those of TrainingArguments, as
-    transformers fills in "auto"."""
-    keys: dict[str, Any] = {}
-    for key, ours in _JSON.items():
-        value: Any = given
-        for part in key.split("."):
-            value = (value or {}).get(part)
-        parts = value if isinstance(value, list) else [value]
-        keys |= {
-            name: part for name, part in zip(ours.split(), parts, strict=False) if part not in (None, "auto")
-        }
-    draft = Draft(keys, dict(trl.TOOL.defaults), path.parent)
-    draft.put("task", task or "sft", "--task sets another one")
-    draft.put("data.max_length", 2048, "not in the JSON: choose it")
-    deepspeed(draft, given, path.name)
-    training(draft, "bf16")
-    if draft.comments["train.precision"] not in keys:
-        draft.comments["train.precision"] = "neither bf16 nor fp16 is true in the JSON: choose it"
-    if "warmup_steps" in keys and given["scheduler"]["params"].get("warmup_type") != "linear":
-        draft.left["scheduler.params.warmup_type"] = "the rate rises logarithmically there, linearly here"
-    known = {key.partition(".")[0] for key in _JSON} | {"zero_optimization", "sequence_parallel_size"}
-    others = [key for key in given if key not in known]
-    others += [f"zero_optimization.{key}" for key in given.get("zero_optimization") or {} if key not in _ZERO]
-    reason = "dsft writes DeepSpeed's JSON itself (dsft plan SPEC --explain shows every key and why)"
-    draft.left |= dict.fromkeys(others, reason)
-    return draft
-
-
 def _name_sources(draft: Draft) -> None:
     """Give sources of one path names that differ."""
     sources = draft.values["data.train"]
@@ -258,16 +217,6 @@ def _name(draft: Draft, path: Path) -> None:
         )
 
 
-def _head(title: str, path: Path, draft: Draft) -> list[str]:
-    head = [
-        f"Converted from {path.name} of {title}. A comment names the key that a value comes from.",
-        "Check it with dsft validate and dsft preview.",
-    ]
-    if draft.left:
-        head += ["", "Not in this spec:", *(f"  {line}" for line in listed(draft.left))]
-    return head
-
-
 def listed(left: Mapping[str, str]) -> list[str]:
     """Return a line for each reason, with the keys that share it."""
     names: dict[str, list[str]] = {}
@@ -286,11 +235,3 @@ def _write(path: Path, text: str) -> None:
         raise StorageError(
             f"{quote(str(path))} cannot be written ({error.strerror}); choose another place"
         ) from error
-
-
-def _mistakes(path: Path) -> str | None:
-    try:
-        load_spec(path, check_files=False)
-    except SpecError as error:
-        return str(error)
-    return None

@@ -28,7 +28,7 @@ class Draft:
 
     given     the config: its keys and values
     defaults  what the tool takes for a key that the config leaves out, where that decides the result
-    folder    folder of the config file, for files that it names
+    path      the config file
     reasons   reason -> keys of the tool that are not carried over for it
     values    dotted key of the spec -> value
     comments  dotted key, or section, of the spec -> the key that its value comes from, and a note
@@ -41,7 +41,7 @@ class Draft:
 
     given: Mapping[str, Any]
     defaults: dict[str, Any]
-    folder: Path
+    path: Path
     reasons: Mapping[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Draft:
     def find(self, name: str) -> Path | None:
         """Return a file that the config names: in the working folder, beside the config, or in a folder above
         it; None if it is in none of them."""
-        here, folder = Path.cwd(), self.folder.resolve()
+        here, folder = Path.cwd(), self.path.parent.resolve()
         for place in (here, folder, *folder.parents):
             path = place / name
             if isfile(path):

@@ -97,7 +97,7 @@ def _read_info(draft: Draft, given: Path | None) -> tuple[Mapping[str, Any], Pat
     name = str(draft.get("dataset_dir"))
     if name == "ONLINE" or name.startswith("REMOTE:"):
         return {}, Path()
-    inside, beside = f"{name}/dataset_info.json", draft.folder / "dataset_info.json"
+    inside, beside = f"{name}/dataset_info.json", draft.path.parent / "dataset_info.json"
     path = given or draft.find(inside) or (beside if beside.is_file() else None)
     if path is None:
         raise mistake(

@@ -135,33 +135,23 @@ ALIASES = {
 
 VALUES: dict[str, dict[str, str]] = {
     "task": {
-        "pt": "pretrain",
-        "preference": "dpo",
+        "pt": "pretrain", "preference": "dpo",
         **{loss: f"dpo with dpo.loss_type: {loss}" for loss in ("ipo", "simpo", "orpo")},
     },
     "dpo.loss_type": {
-        "dpo": "sigmoid",
-        "cdpo": "sigmoid with dpo.label_smoothing",
-        "rdpo": "robust",
-        "slic": "hinge",
-        "rso": "hinge",
-        "apo": "apo_zero",
-        "cpo": "simpo with dpo.simpo_gamma: 0",
+        "dpo": "sigmoid", "cdpo": "sigmoid with dpo.label_smoothing", "rdpo": "robust", "slic": "hinge",
+        "rso": "hinge", "apo": "apo_zero", "cpo": "simpo with dpo.simpo_gamma: 0",
     },
     "model.attention": {
-        "disabled": "eager",
-        **dict.fromkeys(("flex_attention", "fa2", "fa3", "flash_attn"), "auto"),
+        "disabled": "eager", **dict.fromkeys(("flex_attention", "fa2", "fa3", "flash_attn"), "auto"),
     },
     "train.precision": {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"},
     "optim.lr_scheduler_type": {
-        "warmup_stable_decay": "wsd",
-        "cosine_warmup_with_min_lr": "cosine_with_min_lr",
-        "WarmupLR": "constant_with_warmup",
-        "WarmupDecayLR": "linear",
-        "WarmupCosineLR": "cosine",
+        "warmup_stable_decay": "wsd", "cosine_warmup_with_min_lr": "cosine_with_min_lr",
+        "WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine",
     },
     "dpo.reference": {"precompute": "precomputed", "model": "live", "lora": "adapter"},
-}
+}  # fmt: skip
 """Key -> values that other tools use for it -> value in the spec, maybe with what else to set."""
 
 LEFT_OUT: dict[str, str] = {
