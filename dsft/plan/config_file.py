@@ -23,7 +23,7 @@ from dsft.spec.batch import BatchSizes
 from dsft.spec.combinations import combinations
 from dsft.spec.document import dotted
 from dsft.spec.messages import sentences
-from dsft.spec.not_offered import in_json, switched_off_keys
+from dsft.spec.not_offered import KEYS_IN_JSON, in_json, lookup
 from dsft.spec.rules import rule_findings
 from dsft.spec.schema import Spec
 from dsft.system.json_file import read_json
@@ -86,10 +86,10 @@ def merge_config_file(
     unused = list(_unused(merged, base, file, spec_decides))
     if strict:
         _refuse(path, ((key, f"{rest}; with --strict the file must agree") for key, rest in unused))
-    set_here = dict(_leaves(file, {*spec_decides, *switched_off_keys()}))
+    set_here = dict(_leaves(file, {*spec_decides, *KEYS_IN_JSON}))
     values = {key: value for key, value in set_here.items() if value not in ("auto", None)}
     values = {key: value for key, value in values.items() if not key.endswith(".nvme_path")}  # in `merged`
-    without = [key for key, value in set_here.items() if value == "auto" and _lookup(base, key) is None]
+    without = [key for key, value in set_here.items() if value == "auto" and lookup(base, key) is None]
     _refuse(
         path,
         ((key, '"auto", but the spec has no value for it; write one, or leave it out') for key in without),
@@ -134,20 +134,12 @@ def _refuse(path: Path, problems: Iterable[tuple[str, str]]) -> None:
         raise SpecError(f"{path} cannot be used.", found)
 
 
-def _lookup(config: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted key; None if it or a section above it is absent or null."""
-    value: Any = config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
 def _unusable(file: Mapping[str, Any], spec: Spec) -> Iterator[tuple[str, str]]:
     """Yield (key, clause) for each key and value of the file that cannot be used."""
     not_offered = dict(in_json(file))
     yield from ((key, feature.clause()) for key, feature in not_offered.items())
     for key, fixed in FIXED.items():
-        value = _lookup(file, key)
+        value = lookup(file, key)
         wanted = spec.train.precision == "fp16" if key == "fp16.enabled" else fixed
         if value is not None and value not in (wanted, "auto"):
             way_out = "set train.precision" if key == "fp16.enabled" else "leave it out"
@@ -159,18 +151,18 @@ def _with_file(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     """Return the spec with the values of the file, and a line to print for each value that this changes."""
     found: dict[str, Any] = {}
     if "zero_optimization" in file:
-        found["parallel.zero_stage"] = _lookup(file, "zero_optimization.stage")
+        found["parallel.zero_stage"] = lookup(file, "zero_optimization.stage")
         for ours, theirs in (
             ("offload_optimizer", "offload_optimizer"),
             ("offload_parameters", "offload_param"),
         ):
-            found[f"parallel.{ours}.device"] = _lookup(file, f"zero_optimization.{theirs}.device") or "none"
-            found[f"parallel.{ours}.nvme_path"] = _lookup(file, f"zero_optimization.{theirs}.nvme_path")
-    bf16 = _lookup(file, "bf16.enabled")
+            found[f"parallel.{ours}.device"] = lookup(file, f"zero_optimization.{theirs}.device") or "none"
+            found[f"parallel.{ours}.nvme_path"] = lookup(file, f"zero_optimization.{theirs}.nvme_path")
+    bf16 = lookup(file, "bf16.enabled")
     if isinstance(bf16, bool):
         without = "fp16" if spec.train.precision == "fp16" else "fp32"
         found["train.precision"] = "bf16" if bf16 else without
-    found["train.reduce_dtype"] = _lookup(file, "communication_data_type")
+    found["train.reduce_dtype"] = lookup(file, "communication_data_type")
     values = spec.model_dump()
     lines = []
     for where, value in found.items():
@@ -227,7 +219,7 @@ def _unused(
         if isinstance(given, Mapping) and given.get("enabled") is False:
             continue
         for key, value in _leaves({section: given}):
-            used = _lookup(ours, key)
+            used = lookup(ours, key)
             if value in ("auto", None, used) or (key == "optimizer.type" and str(value).lower() == used):
                 continue
             if used is None:

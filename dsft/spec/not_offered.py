@@ -141,6 +141,10 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
 )
 
 
+KEYS_IN_JSON = {key: one for one in NOT_OFFERED for key in one.in_json.split()}
+"""Dotted key that a DeepSpeed JSON may only switch off -> feature."""
+
+
 def feature_of_key(name: str) -> NotOffered | None:
     """Return the feature that an unknown key of a spec asks for, in any section; None if it is none."""
     # without the prefix, since Megatron's pipeline_model_parallel_size is offered
@@ -167,18 +171,15 @@ def _fits(names: str, text: str) -> bool:
 
 def in_json(file: Mapping[str, Any]) -> Iterator[tuple[str, NotOffered]]:
     """Yield (key, feature) for each one that a DeepSpeed JSON switches on."""
-    for one in NOT_OFFERED:
-        for key in one.in_json.split():
-            value: Any = file
-            for part in key.split("."):
-                value = value.get(part) if isinstance(value, Mapping) else None
-            if not is_off(value):
-                yield key, one
+    return ((key, one) for key, one in KEYS_IN_JSON.items() if not is_off(lookup(file, key)))
 
 
-def switched_off_keys() -> Iterator[str]:
-    """Yield the dotted keys that a DeepSpeed JSON may only switch off."""
-    return (key for one in NOT_OFFERED for key in one.in_json.split())
+def lookup(config: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted key; None if it or a section above it is absent or null."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def is_off(value: object) -> bool:
