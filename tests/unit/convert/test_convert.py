@@ -18,7 +18,6 @@ from dsft.errors import MissingInputError, SpecError
 from dsft.spec.aliases import LEFT_OUT, keys
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
-from dsft.spec.summary import summary
 
 ROWS = '{"instruction": "a", "input": "", "output": "b"}\n'
 
@@ -64,6 +63,16 @@ def converted(config: dict[str, Any], *args: Any, **options: Any) -> tuple[Spec,
     return spec, done
 
 
+def assert_has(section: Any, wanted: str) -> None:
+    """Assert that a section of a spec has these values. wanted: keys and values as YAML."""
+    values = section.model_dump(mode="json")
+    expected = yaml.safe_load(f"{{{wanted}}}")
+    assert {key: values[key] for key in expected} == expected
+
+
+TRL = {"model_name_or_path": "a/b", "dataset_name": "x/y"}
+SWIFT = {"model": "a/b", "dataset": "data/identity.json"}
+SFT = {"stage": "sft", "model_name_or_path": "a/b"}
 LLAMA_FACTORY = {
     "model_name_or_path": "Qwen/Qwen3-4B-Instruct-2507", "trust_remote_code": True, "stage": "sft",
     "do_train": True, "finetuning_type": "lora", "lora_rank": 8, "lora_target": "all",
@@ -79,32 +88,21 @@ LLAMA_FACTORY = {
 def test_llamafactory() -> None:
     spec, done = converted(LLAMA_FACTORY)
     assert (spec.name, spec.output_dir, spec.task) == ("sft", "saves/qwen3-4b/lora", "sft")
-    assert spec.model.name_or_path == "Qwen/Qwen3-4B-Instruct-2507"
-    lora = spec.model.lora
-    assert lora is not None
-    assert (lora.rank, lora.alpha, lora.dropout, lora.target_modules) == (8, 16, 0, "all-linear")
-    assert spec.model.gradient_checkpointing  # on by default there
-    train = spec.train
-    assert (train.micro_batch_size, train.accumulation_steps, train.global_batch_size) == (1, 8, None)
-    assert (train.num_train_epochs, train.precision, train.eval_every, train.log_every) == (
-        3,
-        "bf16",
-        500,
-        10,
-    )
-    optim = spec.optim
-    assert (optim.name, optim.learning_rate, optim.weight_decay) == ("adamw", 1e-4, 0)
-    assert (optim.lr_scheduler_type, optim.warmup_ratio, optim.warmup_steps) == ("cosine", 0.1, None)
+    assert_has(spec.model, "name_or_path: Qwen/Qwen3-4B-Instruct-2507, gradient_checkpointing: true")
+    assert_has(spec.model.lora, "rank: 8, alpha: 16, dropout: 0, target_modules: all-linear")
+    assert_has(spec.train, "micro_batch_size: 1, accumulation_steps: 8, global_batch_size: null")
+    assert_has(spec.train, "num_train_epochs: 3, precision: bf16, eval_every: 500, log_every: 10")
+    assert_has(spec.optim, "name: adamw, learning_rate: 1.0e-4, weight_decay: 0, lr_scheduler_type: cosine")
+    assert_has(spec.optim, "warmup_ratio: 0.1, warmup_steps: null")
     one, two = spec.data.train
-    assert (one.path, one.columns, one.max_rows) == ("data/identity.json", {}, 1000)
-    assert (two.columns, two.max_rows) == ({"conversations": "turns", "system": "sys"}, 1000)
-    assert (spec.data.max_length, spec.data.on_too_long, spec.data.eval_fraction) == (2048, "truncate", 0.1)
+    assert_has(one, "path: data/identity.json, columns: {}, max_rows: 1000")
+    assert_has(two, "columns: {conversations: turns, system: sys}, max_rows: 1000")
+    assert_has(spec.data, "max_length: 2048, on_too_long: truncate, eval_fraction: 0.1")
     assert (spec.parallel.zero_stage, spec.parallel.offload_optimizer.device) == (3, "cpu")
-    assert spec.wandb is not None and (spec.checkpoint.every, spec.wandb.mode) == (500, "disabled")
+    assert (spec.checkpoint.every, spec.wandb.mode) == (500, "disabled")
     assert "'bot'" in done.left["dataset_info.json, chats, assistant_tag"]
     assert "dsft preview" in done.left["template"]
     assert "never runs code" in done.left["trust_remote_code"]
-    assert "train.eval_every" in summary(spec) or spec.data.eval_fraction  # the spec says it in its own words
 
 
 @pytest.mark.parametrize(
@@ -125,17 +123,15 @@ def test_thoughts_of_llamafactory(more: dict[str, Any], thinking: str) -> None:
 
 def test_defaults_of_the_tool_are_written_out() -> None:
     """What the config leaves out is what that tool would have taken, not what dsft takes."""
-    spec, _ = converted({"stage": "sft", "model_name_or_path": "a/b", "dataset": "openai", "cutoff_len": 64})
-    assert (spec.train.micro_batch_size, spec.train.accumulation_steps) == (8, 1)
-    assert (spec.optim.learning_rate, spec.train.num_train_epochs) == (5e-5, 3)
-    assert (spec.optim.lr_scheduler_type, spec.train.precision) == ("linear", "fp32")
+    spec, _ = converted({**SFT, "dataset": "openai", "cutoff_len": 64})
+    assert_has(spec.train, "micro_batch_size: 8, accumulation_steps: 1, num_train_epochs: 3, precision: fp32")
+    assert_has(spec.optim, "learning_rate: 5.0e-5, lr_scheduler_type: linear")
     assert spec.model.lora is not None and spec.data.train[0].columns == {}
-    spec, _ = converted(
-        {"base_model": "a/b", "datasets": [{"path": "x/y", "type": "alpaca"}], "learning_rate": 1e-4}
-    )
+    datasets = [{"path": "x/y", "type": "alpaca"}]
+    spec, _ = converted({"base_model": "a/b", "datasets": datasets, "learning_rate": 1e-4})
     assert (spec.train.micro_batch_size, spec.data.max_length, spec.data.on_too_long) == (1, 512, "drop")
     assert (spec.optim.lr_scheduler_type, spec.optim.warmup_ratio, spec.model.lora) == ("cosine", 0.03, None)
-    spec, _ = converted({"model_name_or_path": "a/b", "dataset_name": "x/y"})
+    spec, _ = converted(TRL)
     assert (spec.optim.learning_rate, spec.data.max_length, spec.train.precision) == (2e-5, 1024, "bf16")
     assert spec.data.train_on == "all"  # TRL trains on all turns; the comment says so
     spec, _ = converted({"model": "a/b", "dataset": ["x/y#500"], "tuner_type": "full"})
@@ -145,30 +141,18 @@ def test_defaults_of_the_tool_are_written_out() -> None:
 
 
 def test_llamafactory_pairs_and_texts() -> None:
-    pairs = {
-        "stage": "dpo",
-        "model_name_or_path": "a/b",
-        "dataset": "pairs",
-        "pref_beta": 0.2,
-        "pref_ftx": 0.5,
-    }
+    pairs = {**SFT, "stage": "dpo", "dataset": "pairs", "pref_beta": 0.2, "pref_ftx": 0.5}
     spec, _ = converted({**pairs, "pref_loss": "sigmoid", "lora_dropout": 0.05})
-    assert spec.dpo is not None and spec.model.lora is not None
-    assert (spec.dpo.beta, spec.dpo.sft_weight, spec.dpo.reference) == (0.2, 0.5, "adapter")
-    assert spec.model.lora.dropout == 0
+    assert_has(spec.dpo, "beta: 0.2, sft_weight: 0.5, reference: adapter")
+    assert_has(spec.model.lora, "dropout: 0")
     (source,) = spec.data.train
-    assert source.format == "preference" and source.columns == {"chosen": "good", "rejected": "bad"}
-    spec, _ = converted(
-        {**pairs, "pref_loss": "simpo", "simpo_gamma": 1.0, "finetuning_type": "full", "pref_ftx": 0}
-    )
-    assert spec.dpo is not None and (spec.dpo.loss_type, spec.dpo.simpo_gamma) == ("simpo", 1.0)
-    spec, _ = converted(
-        {"stage": "pt", "model_name_or_path": "a/b", "dataset": "wiki", "finetuning_type": "full"}
-    )
+    assert_has(source, "format: preference, columns: {chosen: good, rejected: bad}")
+    full = {"finetuning_type": "full"}
+    spec, _ = converted({**pairs, **full, "pref_loss": "simpo", "simpo_gamma": 1.0, "pref_ftx": 0})
+    assert_has(spec.dpo, "loss_type: simpo, simpo_gamma: 1.0")
+    spec, _ = converted({**SFT, **full, "stage": "pt", "dataset": "wiki"})
     assert (spec.task, spec.data.packing, spec.data.train[0].columns) == ("pretrain", True, {})
-    spec, _ = converted(
-        {"stage": "sft", "model_name_or_path": "a/b", "dataset": "hub", "interleave_probs": "1.0"}
-    )
+    spec, _ = converted({**SFT, "dataset": "hub", "interleave_probs": "1.0"})
     assert (spec.data.train[0].path, spec.data.train[0].weight) == ("owner/name:en:train", 1.0)
 
 
@@ -212,17 +196,12 @@ def test_axolotl_chats_and_pairs() -> None:
     }  # fmt: skip
     spec, _ = converted({**AXOLOTL, "datasets": [chats], "chat_template": "chatml", "rl": None})
     (source,) = spec.data.train
-    assert (source.path, source.format, source.columns) == (
-        "data/identity.json",
-        "sharegpt",
-        {"conversations": "turns"},
-    )
+    assert_has(source, "path: data/identity.json, format: sharegpt, columns: {conversations: turns}")
     assert spec.data.chat_template == "chatml"
     pairs = {"path": "x/y", "type": "chatml.intel"}
-    spec, _ = converted(
-        {**AXOLOTL, "datasets": [pairs], "rl": "ipo", "rl_beta": 0.3, "sample_packing": False}
-    )
-    assert spec.dpo is not None and (spec.dpo.loss_type, spec.dpo.beta) == ("ipo", 0.3)
+    ipo = {"rl": "ipo", "rl_beta": 0.3, "sample_packing": False}
+    spec, _ = converted({**AXOLOTL, **ipo, "datasets": [pairs]})
+    assert_has(spec.dpo, "loss_type: ipo, beta: 0.3")
     assert spec.data.train[0].columns == {"instruction": "question"}
     spec, _ = converted({**AXOLOTL, "datasets": [{"path": "x/y", "type": "completion", "field": "body"}]})
     assert (spec.task, spec.data.train[0].columns) == ("pretrain", {"text": "body"})
@@ -236,10 +215,9 @@ def test_trl_and_training_arguments() -> None:
         "lora_dropout": 0.0, "report_to": "wandb", "eval_strategy": "epoch", "load_best_model_at_end": False,
     }  # fmt: skip
     spec, done = converted(trl)
-    assert spec.task == "dpo" and spec.dpo is not None
-    assert (spec.dpo.loss_type, spec.dpo.beta) == ("ipo", 0.05)
+    assert_has(spec.dpo, "loss_type: ipo, beta: 0.05")
     assert (spec.train.max_steps, spec.optim.warmup_ratio, spec.wandb.mode) == (50, 0.1, "auto")
-    assert spec.model.lora is not None and (spec.model.lora.rank, spec.model.lora.alpha) == (4, 32)
+    assert_has(spec.model.lora, "rank: 4, alpha: 32")
     assert "steps of an epoch" in done.left["eval_strategy"]
     plain = {
         "per_device_train_batch_size": 4, "learning_rate": 3e-5, "lr_scheduler_type": "cosine_with_restarts",
@@ -248,10 +226,10 @@ def test_trl_and_training_arguments() -> None:
         "fsdp": "full_shard", "optim": "adafactor", "hub_token": "hf_secret",
     }  # fmt: skip
     spec, done = converted(plain, model="a/b", data=["data/identity.json"])
-    assert (spec.train.micro_batch_size, spec.train.seed, spec.train.max_grad_norm) == (4, 7, 0.5)
-    assert (spec.optim.betas, spec.optim.lr_scheduler_type) == ((0.9, 0.95), "cosine")
-    assert (spec.train.label_smoothing, spec.train.neftune_alpha) == (0.1, 5)
-    assert (spec.checkpoint.every, spec.parallel.zero_stage, spec.train.precision) == (None, 3, "fp16")
+    assert_has(spec.train, "micro_batch_size: 4, seed: 7, max_grad_norm: 0.5, label_smoothing: 0.1")
+    assert_has(spec.train, "neftune_alpha: 5, precision: fp16")
+    assert_has(spec.optim, "betas: [0.9, 0.95], lr_scheduler_type: cosine")
+    assert (spec.checkpoint.every, spec.parallel.zero_stage) == (None, 3)
     assert "cosine_with_restarts" in done.left["lr_scheduler_type"] and "adafactor" in done.left["optim"]
     assert "hf_secret" not in done.path.read_text() + "\n".join(listed(done.left))
     with pytest.raises(SpecError, match="model.name_or_path; give it with --model"):
@@ -265,14 +243,11 @@ def test_swift() -> None:
         "target_modules": "all-linear", "lora_dropout": 0, "gradient_accumulation_steps": 2,
         "deepspeed": "zero3_offload", "system": "Be brief.",
     })  # fmt: skip
-    assert spec.dpo is not None and (spec.dpo.beta, spec.dpo.reference) == (0.2, "adapter")
-    assert (spec.data.train[0].path, spec.data.train[0].max_rows) == ("data/pairs.json", 10)
+    assert_has(spec.dpo, "beta: 0.2, reference: adapter")
+    assert_has(spec.data.train[0], "path: data/pairs.json, max_rows: 10")
     assert (spec.parallel.zero_stage, spec.parallel.offload_parameters.device) == (3, "cpu")
-    assert (spec.optim.learning_rate, spec.data.on_too_long, spec.train.accumulation_steps) == (
-        1e-4,
-        "drop",
-        2,
-    )
+    assert (spec.optim.learning_rate, spec.data.on_too_long) == (1e-4, "drop")
+    assert spec.train.accumulation_steps == 2
 
 
 @pytest.mark.parametrize(
@@ -289,7 +264,7 @@ def test_swift() -> None:
     ],
 )
 def test_thoughts_of_swift(more: dict[str, Any], thinking: str, train_on: str) -> None:
-    spec, done = converted({"model": "a/b", "tuner_type": "full", "dataset": "data/identity.json", **more})
+    spec, done = converted({**SWIFT, "tuner_type": "full", **more})
     assert (spec.data.thinking, spec.data.train_on) == (thinking, train_on)
     assert not more.keys() & done.left.keys()
 
@@ -301,14 +276,8 @@ def test_thoughts_of_swift(more: dict[str, Any], thinking: str, train_on: str) -
         ({**AXOLOTL, "context_parallel_size": 4, "tiled_mlp": True, "tiled_mlp_num_shards": 2}, (2, 2, None)),
         ({**AXOLOTL, "sequence_parallel_degree": 4}, (2, 2, None)),
         ({**LLAMA_FACTORY, "hyper_parallel_cp_size": 4, "flash_attn": "fa2"}, (1, 8, None)),
-        ({"model": "a/b", "dataset": "data/pairs.json", "sequence_parallel_size": 4}, (1, None, 4)),
-        (
-            {
-                "model_name_or_path": "a/b", "dataset_name": "x/y",
-                "parallelism_config": {"sp_size": 4, "cp_size": None, "tp_size": 2},
-            },
-            (8, 1, None),
-        ),
+        ({**SWIFT, "sequence_parallel_size": 4}, (1, None, 4)),
+        ({**TRL, "parallelism_config": {"sp_size": 4, "cp_size": None, "tp_size": 2}}, (8, 1, None)),
         (
             {**LLAMA_FACTORY, "deepspeed": {"zero_optimization": {"stage": 3}, "sequence_parallel_size": 4}},
             (1, 8, None),
@@ -336,20 +305,18 @@ def test_chunks_of_mlps_need_checkpointed_layers() -> None:
 
 def test_the_balance_loss_of_transformers_is_named() -> None:
     """TRL (1.7 and newer) adds it to every mixture of experts; the others where the config asks for it."""
-    trl = {"model_name_or_path": "a/b", "dataset_name": "x/y"}
-    swift = {"model": "a/b", "dataset": "data/pairs.json"}
     for config, name in (
-        (trl, "router_aux_loss_coef"),
-        ({**trl, "router_aux_loss_coef": 0.02}, "router_aux_loss_coef"),
+        (TRL, "router_aux_loss_coef"),
+        ({**TRL, "router_aux_loss_coef": 0.02}, "router_aux_loss_coef"),
         ({**LLAMA_FACTORY, "moe_aux_loss_coef": 1}, "moe_aux_loss_coef"),
-        ({**swift, "router_aux_loss_coef": 1e-3}, "router_aux_loss_coef"),
+        ({**SWIFT, "router_aux_loss_coef": 1e-3}, "router_aux_loss_coef"),
         ({**AXOLOTL, "model_config": {"output_router_logits": True}}, "model_config.output_router_logits"),
     ):
         spec, done = converted(config)
         assert "model.experts.balance: global_batch with balance_weight" in done.left[name]
-        assert ("on by default in TRL" in done.left[name]) == (config is trl)
+        assert ("on by default in TRL" in done.left[name]) == (config is TRL)
         assert name in done.path.read_text() and spec.model.experts.balance == "none"
-    for config in (LLAMA_FACTORY, swift, AXOLOTL, {**trl, "router_aux_loss_coef": 0.0}):
+    for config in (LLAMA_FACTORY, SWIFT, AXOLOTL, {**TRL, "router_aux_loss_coef": 0.0}):
         assert "balance" not in str(converted(config)[1].left)
 
 
@@ -357,10 +324,6 @@ def test_rows_that_are_not_split() -> None:
     spec, done = converted({**AXOLOTL, "context_parallel_size": 1, "sequence_parallel": True})
     assert spec.parallel.sequence_parallel == 1
     assert "tensor parallelism" in done.left["sequence_parallel"]
-    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}))
-    done = convert_file(Path("ds.json"), model="a/b", data=["data/identity.json"], out=Path("ds.yaml"))
-    spec = load_spec(done.path, check_files=False)
-    assert (spec.parallel.sequence_parallel, done.left, done.mistakes) == (2, {}, None)
     spec, _ = converted({**LLAMA_FACTORY, "deepspeed": {"sequence_parallel_size": None}})
     assert spec.parallel.sequence_parallel == 1
     with pytest.raises(SpecError, match=r"context_parallel_size: 'two': a number is needed"):
@@ -377,7 +340,7 @@ def test_evaluation_without_rows_is_left_out() -> None:
     assert (spec.train.eval_every, spec.checkpoint.keep_best, spec.checkpoint.every) == (None, None, 6)
     assert "data.eval, data.eval_fraction or data.eval_count, and train.eval_every" in done.left["eval_steps"]
     assert "checkpoint.keep_best" in done.left["load_best_model_at_end"]
-    swift = {"model": "a/b", "dataset": "data/identity.json", "split_dataset_ratio": 0.0, "eval_steps": 50}
+    swift = {**SWIFT, "split_dataset_ratio": 0.0, "eval_steps": 50}
     spec, done = converted(swift)
     assert spec.train.eval_every is None and "eval_steps" in done.left
     spec, done = converted({**swift, "split_dataset_ratio": 0.1, "model_name": "swift-bot"})
@@ -396,13 +359,10 @@ def test_deepspeed() -> None:
         },
     }  # fmt: skip
     spec, done = converted(file, task="pretrain", model="a/b", data=["data/wiki.txt"])
-    assert (spec.parallel.zero_stage, spec.parallel.offload_optimizer.device) == (3, "nvme")
-    assert (spec.parallel.offload_optimizer.nvme_path, spec.parallel.offload_parameters.device) == (
-        "/local",
-        "cpu",
-    )
-    assert (spec.train.micro_batch_size, spec.train.accumulation_steps) == (8, 4)
-    assert (spec.optim.learning_rate, spec.optim.betas, spec.train.precision) == (3e-5, (0.8, 0.9), "bf16")
+    assert (spec.parallel.zero_stage, spec.parallel.offload_parameters.device) == (3, "cpu")
+    assert_has(spec.parallel.offload_optimizer, "device: nvme, nvme_path: /local")
+    assert_has(spec.train, "micro_batch_size: 8, accumulation_steps: 4, precision: bf16")
+    assert_has(spec.optim, "learning_rate: 3.0e-5, betas: [0.8, 0.9]")
     assert "plan SPEC --explain" in done.left["zero_optimization.overlap_comm"]
     params = {"warmup_min_lr": 0, "warmup_num_steps": 20, "total_num_steps": 90}
     file["scheduler"] = {"type": "WarmupDecayLR", "params": params}
@@ -412,9 +372,8 @@ def test_deepspeed() -> None:
     file["scheduler"] = {"type": "WarmupLR", "params": dict.fromkeys(params, "auto")}
     spec, _ = converted(file, model="a/b", data=["data/wiki.txt"])
     assert (spec.optim.lr_scheduler_type, spec.optim.warmup_steps) == ("constant_with_warmup", None)
-    Path("z2.json").write_text(
-        json.dumps({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
-    )
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    Path("z2.json").write_text(json.dumps({"zero_optimization": zero}))
     spec, _ = converted({**LLAMA_FACTORY, "deepspeed": "z2.json"})
     assert (spec.parallel.zero_stage, spec.parallel.offload_optimizer.device) == (2, "cpu")
 
@@ -482,7 +441,7 @@ def test_dataset_info_beside_the_config() -> None:
 )
 def test_trl_evaluates_the_test_split(more: dict[str, Any], evaluated: str | None, every: int | None) -> None:
     """TRL's scripts evaluate dataset[dataset_test_split], by default `test`, unless eval_strategy is `no`."""
-    spec, done = converted({"model_name_or_path": "a/b", "dataset_name": "x/y", "logging_steps": 25, **more})
+    spec, done = converted({**TRL, "logging_steps": 25, **more})
     assert [source.path for source in spec.data.eval] == ([evaluated] if evaluated else [])
     assert spec.train.eval_every == every
     assert ("dataset_test_split" in done.left) == (evaluated is None)
@@ -626,7 +585,7 @@ def test_what_a_key_is_called_elsewhere_and_values_under_other_names() -> None:
 def test_no_loss_and_no_file_of_several_is_dropped_silently() -> None:
     pairs = {**AXOLOTL, "rl": "dpo", "sample_packing": False}
     spec, _ = converted({**pairs, "dpo_loss_type": ["ipo"]})
-    assert spec.dpo is not None and spec.dpo.loss_type == "ipo"
+    assert_has(spec.dpo, "loss_type: ipo")
     with pytest.raises(SpecError, match="dpo_loss_type: 'sigmoid, sft'"):
         converted({**pairs, "dpo_loss_type": ["sigmoid", "sft"]})
     files = {"train": ["data/identity.json", "more.json"]}
@@ -639,7 +598,7 @@ def test_no_loss_and_no_file_of_several_is_dropped_silently() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        {"stage": "sft", "model_name_or_path": "a/b", "dataset": "hub,openai", "interleave_probs": "0.3,0.7"},
+        {**SFT, "dataset": "hub,openai", "interleave_probs": "0.3,0.7"},
         {"model": "a/b", "dataset": ["x/y", "u/v"], "interleave_prob": [0.3, 0.7], "columns": {"a": "b"}},
     ],
 )
@@ -650,10 +609,13 @@ def test_weights_of_sources(config: dict[str, Any]) -> None:
     assert " as weights" in done.path.read_text()
 
 
-def test_a_json_may_be_indented_with_tabs() -> None:
-    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}, indent="\t"))
+@pytest.mark.parametrize("indent", [None, "\t"])
+def test_the_json_of_deepspeed_splits_rows(indent: str | None) -> None:
+    config = {"zero_optimization": {"stage": 2}, "sequence_parallel_size": 2}
+    Path("ds.json").write_text(json.dumps(config, indent=indent))
     done = convert_file(Path("ds.json"), model="a/b", data=["data/identity.json"])
-    assert load_spec(done.path, check_files=False).parallel.zero_stage == 2
+    assert_has(load_spec(done.path, check_files=False).parallel, "zero_stage: 2, sequence_parallel: 2")
+    assert (done.left, done.mistakes) == ({}, None)
 
 
 @pytest.mark.parametrize("key", ["optim", "lr_scheduler_type", "deepspeed", "template", "a\nseed: 1"])
@@ -679,8 +641,7 @@ def test_a_file_is_never_overwritten() -> None:
 def test_a_value_of_another_type_gives_no_traceback(value: Any) -> None:
     """Each key of a config in turn has a value that it cannot have."""
     deepspeed = {"zero_optimization": {"stage": 2}, "optimizer": {}, "bf16": {}, "fp16": {}}
-    trl = {"model_name_or_path": "a/b", "dataset_name": "x/y"}
-    for config in (LLAMA_FACTORY, AXOLOTL, deepspeed, trl):
+    for config in (LLAMA_FACTORY, AXOLOTL, deepspeed, TRL):
         for name in config:
             Path("config.yaml").write_text(yaml.safe_dump({**config, name: value}))
             Path("spec.yaml").unlink(missing_ok=True)
