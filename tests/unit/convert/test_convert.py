@@ -394,7 +394,7 @@ def test_deepspeed() -> None:
         ({"stage": "sft", "dataset": "identity", "num_train_epochs": "many", "val_size": "x"}, "val_size"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_converted_is_refused(config: dict[str, Any], wanted: str) -> None:
+def test_a_config_that_cannot_be_converted_is_refused(config: dict[str, Any], wanted: str) -> None:
     with pytest.raises(SpecError, match=wanted):
         converted(config)
     assert not Path("spec.yaml").exists()
@@ -409,7 +409,7 @@ def test_what_cannot_be_converted_is_refused(config: dict[str, Any], wanted: str
         ({"eager_attention": True}, "eager"),
     ],
 )
-def test_no_attention_that_needs_a_package(given: dict[str, Any], ours: str) -> None:
+def test_attention_needs_no_further_package(given: dict[str, Any], ours: str) -> None:
     """flash-attn, which FlashAttention of transformers needs, is not installed with dsft."""
     spec, done = converted({**AXOLOTL, "attn_implementation": None, **given})
     assert spec.model.attention == ours
@@ -568,7 +568,7 @@ def test_tables_of_a_tool_name_keys_of_the_spec_and_no_key_twice(tool: Tool) -> 
     assert sorted(names) == sorted(set(names))
 
 
-def test_what_a_key_is_called_elsewhere_and_values_under_other_names() -> None:
+def test_other_names_of_keys_and_values() -> None:
     """A script's own names for its arguments are those of which dsft validate knows the meaning too."""
     config = {
         "model_name_or_path": "a/b", "per_device_train_batch_size": 2, "lr": 1e-3, "epochs": 2,

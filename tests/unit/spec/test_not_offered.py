@@ -28,7 +28,7 @@ SPEC = Spec.model_validate(
 )
 
 
-def test_no_name_of_ours_or_of_an_alias_is_taken_for_something_that_is_not_offered() -> None:
+def test_no_key_or_alias_asks_for_a_feature_that_is_not_offered() -> None:
     names = {key.rpartition(".")[2] for key in (*keys(), *ALIASES)}
     assert [name for name in names if feature_of_key(name)] == []
 
@@ -59,11 +59,11 @@ def test_each_is_refused_by_its_names(one: Any) -> None:
         ("ppo_epochs", "training with generated"),
     ],
 )
-def test_what_other_tools_call_it(key: str, title: str) -> None:
+def test_names_in_other_tools(key: str, title: str) -> None:
     assert suggestion("", key, 4).startswith(f"dsft does not offer {title}")
 
 
-def test_a_part_of_a_word_is_no_name() -> None:
+def test_a_name_fits_whole_words_only() -> None:
     for key, ours in (("tokenizer_sp", "model.tokenizer"), ("warmup_ep", "optim.warmup_steps")):
         assert suggestion("train", key, 1) == f"did you mean {ours}?"
     assert suggestion("", "pipeline_model_parallel_size", 2) == "did you mean parallel.pipeline_stages?"
@@ -105,7 +105,7 @@ def test_a_file_that_switches_one_on_is_refused(tmp_path: Path, key: str) -> Non
     assert [problem.where for problem in error.value.problems] == [key]
 
 
-def test_a_file_with_all_of_it_off_is_taken(tmp_path: Path) -> None:
+def test_a_file_that_switches_all_of_them_off_is_accepted(tmp_path: Path) -> None:
     file = {
         "sequence_parallel_size": 1,
         "tensor_parallel": {"autotp_size": 0},
@@ -125,7 +125,7 @@ def test_a_file_with_all_of_it_off_is_taken(tmp_path: Path) -> None:
     assert config["zero_optimization"]["zero_hpz_partition_size"] == 1
 
 
-def test_what_is_off() -> None:
+def test_values_that_switch_a_feature_off() -> None:
     assert all(is_off(value) for value in (None, False, 0, 1, 1.0, "auto", {}, {"a": {"b": 0}}))
     assert not any(is_off(value) for value in (True, 2, 0.5, "inductor", {"enabled": True}, {"a": [1]}))
     assert list(in_json({"zero_optimization": None})) == []
