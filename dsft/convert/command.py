@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsft.convert import axolotl, deepspeed, llamafactory, swift, trl
+from dsft.convert import axolotl, ds_json, llamafactory, swift, trl
 from dsft.convert.arguments import Tool
 from dsft.convert.draft import Draft, mistake, refuse
 from dsft.errors import MissingInputError, SpecError, StorageError
@@ -26,7 +26,7 @@ TOOLS: Mapping[str, Tool] = {
     "axolotl": axolotl.TOOL,
     "trl": trl.TOOL,
     "ms-swift": swift.TOOL,
-    "deepspeed": deepspeed.TOOL,
+    "deepspeed": ds_json.TOOL,
 }
 _VERSION_1 = {"peft_config", "dist_config", "kernel_config", "model_class"}
 _COMMAND = re.compile(
@@ -108,7 +108,7 @@ def convert_file(
 
 def recognized(given: Mapping[str, Any]) -> str:
     """Return the tool whose keys the config has most of. Raise SpecError if it has none of any."""
-    if any(mark in given for mark in deepspeed.TOOL.marks):
+    if any(mark in given for mark in ds_json.TOOL.marks):
         return "deepspeed"
     if _VERSION_1 & given.keys():
         raise mistake("file", "a config of LLaMA-Factory's version 1 (USE_V1) is not converted yet")
