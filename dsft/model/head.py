@@ -76,7 +76,11 @@ class Head(nn.Linear):
     def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
         smoothing = self.label_smoothing if self.training else 0.0
         chunk_bytes = self.chunk_bytes or chunk_on(hidden.device)
-        if not in_chunks(len(hidden) * self.out_features, chunk_bytes):
+        # DeepSpeed adds gradients over ranks in the order in which they are ready. A rank with fewer targets
+        # may compute a plain product where others compute chunks, and the plain product's order is another
+        # where DeepSpeed has replaced F.linear (ZeRO 3). So a bias's gradient always comes from chunks.
+        in_order = self.bias is None or not torch.is_grad_enabled()
+        if in_order and not in_chunks(len(hidden) * self.out_features, chunk_bytes):
             return plain_logps(self.shaping(super().forward(hidden)), targets, smoothing)
         chunks = Chunks(self.softmax_on(hidden.device, smoothing).softmax, chunk_bytes)
         if not torch.is_grad_enabled():
@@ -84,8 +88,6 @@ class Head(nn.Linear):
         # float16 is too coarse for gradients that are not yet multiplied by the loss scale.
         in_forward = (self.uniform or self._is_frozen()) and hidden.dtype != torch.float16
         function = GradientInForward if in_forward else GradientInBackward
-        # The bias first: DeepSpeed adds gradients over ranks in the order in which they are ready, and in a
-        # plain product, which a rank with fewer targets may compute, the bias's is ready before the weight's.
         logps: Tensor = function.apply(hidden, self.bias, self.weight, targets, chunks)
         return logps
 

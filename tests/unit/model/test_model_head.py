@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -210,8 +211,10 @@ def test_bf16_weight_gradient_accumulates_in_float32() -> None:
     assert error(64) < 1.3 * error(4096)
 
 
-def test_gradient_order_does_not_depend_on_targets() -> None:
-    """DeepSpeed adds them up over ranks in that order."""
+@pytest.mark.parametrize("linear", [F.linear, zero3_linear_wrap])
+def test_gradient_order_does_not_depend_on_targets(linear: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed adds them up over ranks in that order; its ZeRO 3 replaces F.linear."""
+    monkeypatch.setattr(F, "linear", linear)
     orders = list[list[str]]()
     for rows_at_once, uniform in itertools.product((0, 4, 1000), (False, True)):
         head, hidden, targets = make(bias=True, rows_at_once=max(1, rows_at_once), uniform=uniform)
@@ -284,11 +287,16 @@ def test_evaluation_is_not_smoothed() -> None:
     assert_near(head(hidden, targets), reference(head, hidden, targets)[0], 1e-6)
 
 
-def test_head_without_gradients_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_without_gradients_gives_the_same() -> None:
     head, hidden, targets = make(SHAPINGS[3], bias=True, label_smoothing=0.1)
     expected = head(hidden, targets)
     with torch.no_grad():
         assert torch.equal(head(hidden, targets), expected)
+
+
+def test_few_targets_without_a_bias_are_not_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    head, hidden, targets = make(SHAPINGS[3], label_smoothing=0.1)
+    expected = head(hidden, targets)
     monkeypatch.setattr(sizes, "PLAIN_BYTES", 1 << 24)
     head.chunk_bytes = None
     monkeypatch.setattr(GradientInBackward, "apply", None)  # not taken
