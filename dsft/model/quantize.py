@@ -20,7 +20,9 @@ from transformers import PreTrainedModel
 
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.experts import expert_layers
+from dsft.model.names import plain_name
 from dsft.plan.storage import BLOCK, SCALES, nf4_bytes
+from dsft.spec.patterns import matches, unmatched
 from dsft.spec.schema import Model
 
 
@@ -68,24 +70,30 @@ class _Product(torch.autograd.Function):
 
 def quantize_linears(causal_lm: PreTrainedModel, model: Model) -> None:
     """Make the linear layers that model.quantize means `QuantizedLinear`s, and freeze their weights: all but
-    the output layer and those that are trained. `causal_lm` has its adapters, and is on the meta device. A
-    model without adapters, such as a reference, has no trained one. Raises SpecError for a model with none,
-    and for a mixture of experts."""
+    the output layer, those that are trained, and those of model.quantize_skip. `causal_lm` has its adapters,
+    and is on the meta device. A model without adapters, such as a reference, has no trained one. Raises
+    SpecError for a model with none, for a pattern that matches none, and for a mixture of experts."""
     if model.quantize is None:
         return
     if expert_layers(causal_lm):
         raise _error("is for linear layers, and the experts of a mixture are none; leave it out")
     head = causal_lm.get_output_embeddings()
-    found = [
-        module
+    found = {
+        f"{plain_name(name)}.weight": module
         for name, module in causal_lm.named_modules()
         if type(module) is nn.Linear and module is not head and ".lora_" not in name
         if model.lora is None or not module.weight.requires_grad
-    ]
-    if not found:
-        kind = causal_lm.config.model_type
-        raise _error(f"is for linear layers, of which a {kind} model has none that is frozen; leave it out")
-    for module in found:
+    }
+    skip = model.quantize_skip
+    if found and (problems := list(unmatched("model.quantize_skip.{}", skip, found))):
+        raise SpecError("These weights are not quantized in any case.", problems)
+    left = [module for name, module in found.items() if not any(matches(name, one) for one in skip)]
+    if not left:
+        kind, others = causal_lm.config.model_type, " and not in model.quantize_skip" if skip else ""
+        raise _error(
+            f"is for linear layers, of which a {kind} model has none that is frozen{others}; leave it out"
+        )
+    for module in left:
         module.__class__ = QuantizedLinear
         module.requires_grad_(False)
 

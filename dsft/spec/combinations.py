@@ -66,6 +66,8 @@ ROWS: tuple[Row, ...] = (
      "is for the frozen weights under adapters; add model.lora, or leave it out"),
     (QUANTIZE, given, {"model.from_config": given},
      "is for pretrained weights; give name_or_path in place of from_config, or leave it out"),
+    (f"{QUANTIZE}_skip", bool, {QUANTIZE: missing},
+     f"has no effect without {QUANTIZE}; add {QUANTIZE}: nf4, or leave it out"),
     *((QUANTIZE, given, {key: bool}, f"is not supported with {key}; set that to false, or leave this out")
       for key in (COMPILE, "model.lora.use_dora")),
     *((QUANTIZE, given, {key: other_than(*values)},

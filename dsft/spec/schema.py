@@ -127,6 +127,8 @@ class Model(Section):
     quantize: Literal["nf4"] | None = None
     """Store the frozen weights of linear layers in 4 bits (NF4 with double quantization, bitsandbytes), with
     model.lora."""
+    quantize_skip: Strings = ()
+    """Patterns for the names of more weights that model.quantize leaves as they are."""
     experts: Experts = Experts()
     """How a mixture of experts is computed, and how its routers are trained."""
     trainable: Strings | None = None

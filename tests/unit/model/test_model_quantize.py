@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import bitsandbytes.functional as reference
 import pytest
@@ -73,6 +74,27 @@ def test_frozen_linear_layers_are_quantized_and_nothing_else(folder: Path) -> No
     }
     saved = policy.get_submodule("causal_lm.model.layers.1.mlp.down_proj")
     assert type(saved) is nn.Linear and saved.weight.requires_grad
+
+
+def test_skipped_weights_stay_in_16_bits(folder: Path) -> None:
+    def built(*skip: str) -> Any:
+        lora = Lora(rank=2, target_modules=("down_proj",))
+        return Model(name_or_path=str(folder), lora=lora, quantize="nf4", quantize_skip=skip)
+
+    policy = build_model(
+        built("*.down_proj.weight", "model.layers.0.self_attn.?_proj.*"), FACTS, 0, torch.bfloat16
+    )
+    for number, layer in enumerate(policy.get_submodule("causal_lm.model.layers").children()):
+        down, query = layer.get_submodule("mlp.down_proj.base_layer"), layer.get_submodule("self_attn.q_proj")
+        assert type(down) is nn.Linear and not down.weight.requires_grad and down.weight.ndim == 2
+        assert isinstance(query, QuantizedLinear) == (number > 0)
+        assert isinstance(layer.get_submodule("mlp.up_proj"), QuantizedLinear)
+    with pytest.raises(
+        SpecError, match=r"quantize_skip\.1: '\*\.down' matches no name here; .*down_proj\.weight"
+    ):
+        take_census(built("*.up_proj.weight", "*.down"), FACTS, cuts=False)
+    with pytest.raises(SpecError, match=r"none that is frozen and not in model\.quantize_skip"):
+        take_census(built("*"), FACTS, cuts=False)
 
 
 def test_a_mixture_and_a_missing_package_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,13 @@ def test_what_is_not_supported_is_refused(sections: dict[str, Any], reason: str)
     assert reason in found(**sections)["model.quantize"]
 
 
+def test_skipping_weights_without_quantizing_is_refused() -> None:
+    skip = {"quantize_skip": ["*.down_proj.weight"]}
+    assert "model.quantize_skip" not in found(model=skip)
+    message = found(model={"quantize": None} | skip)["model.quantize_skip"]
+    assert message.endswith("has no effect without model.quantize; add model.quantize: nf4, or leave it out")
+
+
 @pytest.mark.parametrize(
     "sections",
     [
