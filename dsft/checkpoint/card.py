@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
@@ -25,6 +26,7 @@ _PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "peft")
 _HUB_ID = re.compile(r"[a-z0-9][\w.-]*(?:/[a-z0-9][\w.-]*)?", re.ASCII | re.IGNORECASE)
 _MARKUP = re.compile(r"[\\`*_{}\[\]<>()#!|~&$@:]|(?<=www)\.", re.IGNORECASE)
 _USER_INFO = re.compile(r"(?<=://)[^/\s@]+@")
+_QUANTIZED = "The following `bitsandbytes` quantization config was used during training:"  # peft's words
 _LONGEST = 200  # characters of a value
 
 Values = Mapping[str, Any]
@@ -44,9 +46,9 @@ def origin_of(
     }
 
 
-def model_card(state: Values, form: Form) -> str:
+def model_card(state: Values, form: Form, quantization: Values = MappingProxyType({})) -> str:
     """Return the text of the card. state: a `CheckpointState` as JSON; fields that an older dsft did not
-    write are left out."""
+    write are left out; quantization: of an adapter's base, listed as in peft's cards."""
     spec, origin = state["spec"], state.get("origin") or {}
     model, task = spec.get("model", {}), spec.get("task")
     name = model.get("name_or_path")
@@ -60,7 +62,7 @@ def model_card(state: Values, form: Form) -> str:
     }
     rows: dict[str, Iterable[str]] = {
         "trained from": _start(model, spec.get("train", {}), origin),
-        "adapter": [] if form == "model" else _adapter(model.get("lora")),
+        "adapter": [] if form == "model" else _adapter(model),
         "objective": _objective(spec),
         "reference": _reference(origin.get("reference")),
         "data": _data(state),
@@ -70,11 +72,12 @@ def model_card(state: Values, form: Form) -> str:
     }
     lines = {row: "<br>".join(map(_quoted, values)) for row, values in rows.items()}
     table = "\n".join(f"| {row} | {text} |" for row, text in lines.items() if text)
+    listed = "\n".join(f"- {key}: `{value}`" for key, value in quantization.items())
     return (
         f"---\n{yaml.safe_dump(head, sort_keys=False, width=1000)}---\n\n"
         f"# {_quoted(spec.get('name', 'model'))}\n\n"
         f"{_FORMS[form]} that dsft trained.\n\n"
-        f"| | |\n|---|---|\n{table}\n"
+        f"| | |\n|---|---|\n{table}\n" + (f"\n{_QUANTIZED}\n\n{listed}\n" if quantization else "")
     )
 
 
@@ -87,10 +90,12 @@ def _start(model: Values, train: Values, origin: Values) -> Iterator[str]:
         yield f"fresh weights of a {model['from_config'].get('model_type')} config, seed {train.get('seed')}"
 
 
-def _adapter(lora: Values | None) -> Iterator[str]:
-    if lora:
+def _adapter(model: Values) -> Iterator[str]:
+    if lora := model.get("lora"):
         kind = "DoRA" if lora.get("use_dora") else "LoRA"
         yield f"{kind}, rank {lora.get('rank')}, alpha {lora.get('alpha')}"
+        if model.get("quantize"):
+            yield f"trained on weights in 4 bits ({model['quantize']}, double quantization, bitsandbytes)"
         if lora.get("path") is not None:
             yield f"continued from {Path(lora['path']).name}"
 

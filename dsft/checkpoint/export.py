@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ SHARD = 4 * 2**30
 """Most bytes of one safetensors file."""
 
 ORIGIN = "dsft_export.json"
+QUANTIZATION = "quantization_config"  # its key in there, and in configs of transformers
 """File of an export that names its checkpoint, and lists the export's files with their sizes and SHA-256."""
 
 TEMPLATE = "chat_template.jinja"
@@ -138,6 +140,7 @@ def export_adapter(checkpoint: CheckpointReader, out: Path) -> str:
         model, config = on_meta(read_config(folder)), config_around(folder)
         adapter = Adapter(checkpoint, model, dtype, whole_of(config, model) if config else None)
         notes.extend([NOT_FOR_PEFT] * adapter.is_misread)
+        quantization.update(adapter.quantization or {})
         for name in NOT_AN_ADAPTERS:
             (aside / name).unlink(missing_ok=True)
         write_json(aside / CONFIG, adapter.config)
@@ -147,7 +150,8 @@ def export_adapter(checkpoint: CheckpointReader, out: Path) -> str:
 
     rows = rows_of(checkpoint)
     notes = [f", with all {max(rows.stop, rows.held):,} rows of the embeddings"] if rows else []
-    return _write_export(checkpoint, out, dtype, "adapter", write, notes)
+    quantization: dict[str, Any] = {}
+    return _write_export(checkpoint, out, dtype, "adapter", write, notes, quantization)
 
 
 def export(
@@ -197,10 +201,11 @@ def _write_export(
     form: Form,
     write: Callable[[Path], dict[str, FileDigest]],
     notes: Sequence[str] = (),
+    quantization: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Write `out`: the checkpoint's model folder, the files of `write`, and the card. Return a line for the
     user, with `notes` after the size. `write` returns the digests of its large files, so that these are not
-    read again."""
+    read again, and may fill quantization: what an adapter's base is quantized with."""
     origin = {"step": checkpoint.step, "dtype": str(dtype), "manifest": checkpoint.digest}
     origin |= {"form": "adapter"} if form == "adapter" else {}
     title = f"{out}: the {'adapter' if form == 'adapter' else 'model'} after step {checkpoint.step}"
@@ -215,9 +220,10 @@ def _write_export(
         large = write(aside)
         if is_unchanged(aside):
             notes = [*notes, f"; its {AUTO_MAP}"]
-        (aside / CARD).write_text(model_card(checkpoint.state, form), encoding="utf-8")
+        (aside / CARD).write_text(model_card(checkpoint.state, form, quantization), encoding="utf-8")
         files = {file.name: large.get(file.name) or digest_of(file) for file in aside.iterdir()}
         found = {"from": origin, "files": {name: asdict(f) for name, f in files.items()}, "notes": [*notes]}
+        found |= {QUANTIZATION: quantization} if quantization else {}
         write_json(aside / ORIGIN, found)
         others = _not_exported(place)
         older = _put_in_place(aside, place)

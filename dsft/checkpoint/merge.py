@@ -20,6 +20,7 @@ from dsft.engine.api import Kind
 from dsft.model.build import has_frozen, initial_values
 from dsft.model.files import digests, model_files
 from dsft.model.lora import PREFIX, condensed, inject, misread, saved_modules, scale
+from dsft.model.quantize import bitsandbytes_config
 from dsft.model.vocabulary import NewRows, vocabulary_names
 from dsft.model.whole import Whole
 from dsft.spec.schema import Lora, Model
@@ -30,8 +31,8 @@ LORA_A = ".lora_A.weight"
 class Adapter:
     """The tensors of an adapter's file, by their names there, with the `read` of a `CheckpointReader`.
     config: the content of adapter_config.json; is_misread: whether peft's own loader would take some of its
-    layers for experts. Embeddings with new rows are included, trained or not, since the base lacks these
-    rows."""
+    layers for experts; quantization: of its base, from `bitsandbytes_config`. Embeddings with new rows are
+    included, trained or not, since the base lacks these rows."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Adapter:
             "inference_mode": True,
             **targets,
         }
+        self.quantization = bitsandbytes_config(meta, model, dtype, in_file, whole.model if whole else meta)
         self.config = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
         self._names = {
             PREFIX + in_file(name): first for name, first in sorted(first_names.items()) if first in shapes

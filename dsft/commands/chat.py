@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationConfig, TextStreamer
 from transformers.utils import logging
 
-from dsft.checkpoint.export import ORIGIN
+from dsft.checkpoint.export import ORIGIN, QUANTIZATION
 from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import prepare_messages, template_of
 from dsft.data.rows import BadRowError
@@ -29,7 +29,7 @@ from dsft.errors import DsftError, MissingInputError, brief, printable
 from dsft.model.config import config_around, read_config
 from dsft.model.files import model_files
 from dsft.model.lora import own_names
-from dsft.model.quantize import load_bitsandbytes
+from dsft.model.quantize import load_bitsandbytes, quantize_loaded
 from dsft.model.read import load_whole
 from dsft.system.json_file import read_json
 from dsft.system.run_folder import named_export
@@ -159,16 +159,17 @@ def load(folder: Path, sampling: Sampling) -> ChatModel:
     return ChatModel(model.to(device).eval(), tokenizer, sampling, turn_end)
 
 
-def _load_model(name: str) -> Any:
+def _load_model(name: str, dtype: torch.dtype | str = "auto") -> Any:
     model_files(name)  # raises for files outside of the folder, which transformers would read
     whole = config_around(name)
     loader: Any = AutoModelForCausalLM if whole is None else AutoModelForMultimodalLM
-    return load_whole(loader, name, whole or read_config(name), "auto", name)[0]
+    return load_whole(loader, name, whole or read_config(name), dtype, name)[0]
 
 
 def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
     """Load the base model that the adapter names, with the adapter merged in. Where the tokenizer has more
-    tokens than the base, the embeddings are resized; the adapter contains all of their rows."""
+    tokens than the base, the embeddings are resized; the adapter contains all of their rows. A base that was
+    in 4 bits in training is quantized again, and the adapter stays beside it."""
     config = read_json(folder / ADAPTER_CONFIG)
     base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
     if not base:
@@ -179,8 +180,12 @@ def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
     load_bitsandbytes()
     from peft import PeftModel  # needed for adapters only
 
+    is_ours = (folder / ORIGIN).exists()
+    quantization = read_json(folder / ORIGIN).get(QUANTIZATION) if is_ours else None
     try:
-        model = _load_model(base)
+        model = _load_model(
+            base, getattr(torch, quantization["bnb_4bit_compute_dtype"]) if quantization else "auto"
+        )
     except MissingInputError as error:
         raise MissingInputError(
             f"{folder} is an adapter of {base}, which cannot be loaded: {error} Run this in a folder from "
@@ -188,10 +193,12 @@ def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
         ) from None
     if model.get_input_embeddings().weight.shape[0] < num_tokens:
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
-    is_ours = (folder / ORIGIN).exists()
+    if quantization:
+        quantize_loaded(model, quantization)
     with warnings.catch_warnings(), own_names() if is_ours else nullcontext():
         warnings.simplefilter("ignore", FutureWarning)  # raised by transformers about a call of peft's
-        return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=not quantization)
+        return adapted.get_base_model() if quantization else adapted.merge_and_unload()
 
 
 def converse(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -96,6 +97,43 @@ def quantize_linears(causal_lm: PreTrainedModel, model: Model) -> None:
     for module in left:
         module.__class__ = QuantizedLinear
         module.requires_grad_(False)
+
+
+def bitsandbytes_config(
+    causal_lm: PreTrainedModel,
+    model: Model,
+    dtype: torch.dtype,
+    in_files: Callable[[str], str],
+    whole: nn.Module,
+) -> dict[str, Any] | None:
+    """Return the keys of transformers' BitsAndBytesConfig with which it quantizes the same weights as
+    training in `dtype` does; None where model.quantize is not given. `causal_lm` is as in `quantize_linears`;
+    in_files: from a name in it to that in `whole`, the model that transformers reads, such as itself."""
+    if model.quantize is None:
+        return None
+    quantize_linears(causal_lm, model)
+    ours = {in_files(plain_name(n)) for n, m in causal_lm.named_modules() if isinstance(m, QuantizedLinear)}
+    linears = {
+        plain_name(name)
+        for name, module in whole.named_modules()
+        if isinstance(module, nn.Linear) and ".lora_" not in name
+    }
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": model.quantize,
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+        "llm_int8_skip_modules": sorted(linears - ours),
+    }
+
+
+def quantize_loaded(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Quantize the weights of a model that has been read. config: from `bitsandbytes_config`."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name not in config["llm_int8_skip_modules"]:
+            module.weight = nn.Parameter(packed(module.weight.detach()), requires_grad=False)
+            module.__class__ = QuantizedLinear
 
 
 def quantized_weights(causal_lm: nn.Module) -> frozenset[int]:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from benchmarks.load import TINY
+from dsft.commands.chat import Sampling, load
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.spec.schema import Lora, Model
@@ -84,6 +85,7 @@ def test_a_run_goes_on_in_another_layout_and_its_adapter_is_pefts(tmp_path: Path
 
     base = write_model(tmp_path / "base")
     words = [f"model={{name_or_path: {base}}}", "model.lora={rank: 4, alpha: 8}", "model.quantize=nf4"]
+    words += ["model.quantize_skip=[model.layers.0.mlp.up_proj.weight]"]
     words += ["checkpoint.keep_last=null"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     for folder in (whole, resumed):
@@ -100,12 +102,12 @@ def test_a_run_goes_on_in_another_layout_and_its_adapter_is_pefts(tmp_path: Path
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
         assert records(run, key) == pytest.approx(records(whole / "runs" / "small", key), rel=1e-4), key
 
-    form = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
+    recorded = json.loads((run / "export" / "dsft_export.json").read_text())["quantization_config"]
+    assert recorded["llm_int8_skip_modules"] == ["lm_head", "model.layers.0.mlp.up_proj"]
+    card = (run / "export" / "README.md").read_text()
+    assert "<br>trained on weights in 4 bits" in card and "\n- bnb_4bit_quant_type: `nf4`\n" in card
+    form = BitsAndBytesConfig.from_dict(recorded)
+    assert form.bnb_4bit_compute_dtype == torch.float32 and form.bnb_4bit_use_double_quant
     whole_model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=form)
     whole_model.train()  # in evaluation bitsandbytes packs weights again on some CPUs, which fails below 64
     ids = torch.arange(40)[None]
@@ -114,9 +116,13 @@ def test_a_run_goes_on_in_another_layout_and_its_adapter_is_pefts(tmp_path: Path
         theirs = PeftModel.from_pretrained(whole_model, run / "export").train()(ids).logits
         lora = Lora(rank=4, alpha=8, path=str(run / "export"))
         model = Model(name_or_path=str(base), lora=lora, quantize="nf4")
+        model = model.model_copy(update={"quantize_skip": ("model.layers.0.mlp.up_proj.weight",)})
         ours = build_model(model, TokenFacts(theirs.shape[-1], None, None, None), 0, torch.float32)
         targets = ids.roll(-1, 1)
         logps = logps_of(ours.eval(), ids, ids.clone(), targets)
+        chat = load(run / "export", Sampling()).model(ids).logits
     assert (theirs - before).abs().max() > 0.1
     expected = theirs.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-4)
+    chatted = chat.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    torch.testing.assert_close(chatted, logps, rtol=0, atol=1e-5)

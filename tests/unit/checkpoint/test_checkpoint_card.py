@@ -152,3 +152,15 @@ def test_exports_of_older_checkpoints_have_a_card(maker: Any, tmp_path: Path) ->
     export(CheckpointReader.open(maker.step(4)), tmp_path / "out")  # its state has no model and no origin
     card = (tmp_path / "out" / CARD).read_text(encoding="utf-8")
     assert rows(card) == {"steps": "4 steps of 8 examples", "precision": "fp32"}
+
+
+@pytest.mark.parametrize("form", ["adapter", "merged"])
+def test_card_names_the_quantization_of_the_base(form: Any) -> None:
+    model = {"lora": {"rank": 8, "alpha": 16.0}, "quantize": "nf4"}
+    config = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    card = model_card(state(model=model), form, config if form == "adapter" else {})
+    found = rows(card)["adapter"].split("<br>")[1]
+    assert found == r"trained on weights in 4 bits \(nf4, double quantization, bitsandbytes\)"
+    heading = "The following `bitsandbytes` quantization config was used during training:"
+    listed = f"\n{heading}\n\n- load_in_4bit: `True`\n- bnb_4bit_quant_type: `nf4`\n"
+    assert (listed in card) == (form == "adapter")
