@@ -22,7 +22,7 @@ from dsft.spec.schema import Experts, Lora, Model, Parallel, Reference, Spec
 def reference_model(spec: Spec) -> Model:
     """Return the `model` section of the reference: the one that `reference_model` names, or the policy's
     initial model, including the adapter in model.lora.path. Tokenizer and attention are the policy's, and
-    what computes the experts of its initial model."""
+    what computes the experts of its initial model, and in how many bits. Another model is not quantized."""
     policy, other = spec.model, _keys(spec).reference_model
     own: dict[str, object] = {
         "gradient_checkpointing": False,
@@ -38,6 +38,8 @@ def reference_model(spec: Spec) -> Model:
             "from_config": None,
             "tokenizer": policy.tokenizer or policy.name_or_path,
             "experts": Experts(),
+            "quantize": None,
+            "quantize_skip": (),
         }
     elif policy.lora is not None and policy.lora.path is not None:
         own["lora"] = policy.lora.model_copy(update={"dropout": Lora.model_fields["dropout"].default})

@@ -44,6 +44,7 @@ class Key:
     data        sources: {one of data.train or data.eval: {rows, tokens, fingerprint}}, as in checkpoints;
                 examples: the fingerprint of each dataset
     precision   train.precision
+    quantize    model.quantize and model.quantize_skip; only where weights are quantized
     """
 
     components: Components
@@ -77,6 +78,7 @@ def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
                 "examples": [dataset.fingerprint for dataset in datasets],
             },
             "precision": spec.train.precision,
+            **({"quantize": [model.quantize, *model.quantize_skip]} if model.quantize else {}),
         }
     )
 
@@ -156,4 +158,5 @@ _CLAUSES: Mapping[str, Any] = {
     "truncation": lambda then, now: _values("data.", then, now),
     "data": _other_data,
     "precision": lambda then, now: [f"train.precision was {then}, now {now}"],
+    "quantize": lambda then, now: [f"model.quantize and quantize_skip were {then}, now {now}"],
 }

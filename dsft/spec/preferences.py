@@ -95,10 +95,13 @@ def _adapter(spec: Spec, own: Reference) -> Iterator[Finding]:
 def _own_reference(spec: Spec, own: Reference) -> Iterator[Finding]:
     """Check the keys of a reference with its own engine, before training (precomputed) or during it
     (live)."""
-    if spec.model.quantize is not None:
-        key = spec.own_key("reference")
-        message = f"is not supported with {key} {own.reference}; set that to adapter, or leave this out"
-        yield value_finding(spec, "model.quantize", message, key)
+    if spec.model.quantize is not None and spec.model.lora is not None and spec.model.lora.modules_to_save:
+        key, saved = spec.own_key("reference"), "model.lora.modules_to_save"
+        message = (
+            f"with {saved} is not supported with {key} {own.reference}, which would quantize these modules "
+        )
+        message += "too; set that to adapter, or leave one of these out"
+        yield value_finding(spec, "model.quantize", message, key, saved)
     if own.reference == "live":
         reason = "has no effect with reference live, which stores nothing"
         yield from _unused(spec, own, _OF_STORE, "reference", reason)

@@ -37,7 +37,8 @@ from dsft.objective.preference import preference
 from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.rank.environment import detect
-from dsft.reference.refer import refer_to_start
+from dsft.reference import model as reference_model
+from dsft.reference.refer import refer_to_engine, refer_to_start
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
@@ -54,6 +55,7 @@ LINEAR = nn.functional.linear
 
 def main(folder: str, cases: str) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    reference_model.reference_config = shards_all(reference_model.reference_config)
     torch.set_num_threads(1)
     launched = detect(os.environ)
     world = join(launched, Layout(launched.world_size, 1))
@@ -77,8 +79,9 @@ def compare(  # noqa: PLR0913, PLR0917  a case
     task: str = "pretrain",
     checkpointing: bool = False,
     precision: str = "fp32",
+    live: bool = False,
 ) -> dict[str, Any]:
-    spec = make_spec(folder, zero, stages, task, checkpointing, precision)
+    spec = make_spec(folder, zero, stages, task, checkpointing, precision, "live" if live else "adapter")
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     if zero == 3:  # else so small a model is kept whole on every rank
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -91,7 +94,7 @@ def compare(  # noqa: PLR0913, PLR0917  a case
     objective = preference(spec.dpo) if spec.dpo else next_token(0.0)
     weights = merge(world.gather({} if zero == 3 else packed_weights(policy.causal_lm)))
     engine: Any = build_engine(policy, spec, config, world, objective)
-    gradients = keep_gradients(engine)
+    gradients, apart = keep_gradients(engine), []
     make = plain.make_pairs if is_dpo else plain.make_steps
     steps: list[Any] = make(0, (2,) * STEPS, world.layout.data_parallel, FACTS.vocab_size)
     model = plain_model(folder, spec)
@@ -101,10 +104,16 @@ def compare(  # noqa: PLR0913, PLR0917  a case
         pairs.referred(reference, steps)
         batches = pairs.numbered(steps, world.data_rank, "packed" if packed else "padded")
         refer, count = refer_to_start(policy, engine, spec), pairs.counts
+        if live:
+            frozen = reference_model.open_reference(spec, FACTS, world).engine
+            own = refer_to_engine(frozen)
+            apart = max_apart(refer(batches[0]), own(batches[0]))
+            refer = own
     else:
         losses, in_batch = plain.next_token(), packed_micro_batch if packed else micro_batch
         batches = [[in_batch(rows[world.data_rank]) for rows in step] for step in steps]
         refer, count = (lambda batches: batches), counts
+    apart = [one for part in world.gather(apart) for one in part]
     found: list[float] = []
     for number, step in enumerate(steps):
         run = functools.partial(engine.first_step, applied_steps=number) if number < 2 else engine.step
@@ -112,6 +121,8 @@ def compare(  # noqa: PLR0913, PLR0917  a case
         sums = world.sum(result.sums)
         found.append(float(sums[0]) / count(step)[objective.terms[0].count])
     gathered = [merge(world.gather(step)) for step in gradients]
+    if live:
+        frozen.close()
     engine._engine.destroy()
     nn.functional.linear = LINEAR  # ZeRO 3 leaves its own, which the plain loop must not use
     if world.rank:
@@ -126,9 +137,28 @@ def compare(  # noqa: PLR0913, PLR0917  a case
     return {
         "losses": max(abs(a - b) / b for a, b in zip(found, outcome, strict=True)),
         "gradients": max(relative(a, b) for a, b in zip(gathered, expected, strict=True)),
+        "references": max(apart, default=0.0),
         "moved": abs(outcome[0] - outcome[-1]),
         "other_weights": different(weights, model) if weights else None,
     }
+
+
+def max_apart(ours: Any, theirs: Any) -> list[float]:
+    """How far the references of each micro-batch with pairs are apart; none where another stage has them."""
+    found = [(a.answers.reference, b.answers.reference) for a, b in zip(ours, theirs, strict=True)]
+    return [float((a - b).abs().max()) for a, b in found if a is not None and a.numel()]
+
+
+def shards_all(config_of: Any) -> Any:
+    """The reference's configuration, in which ZeRO 3 shards small weights too."""
+
+    def changed(*arguments: Any) -> Any:
+        config = config_of(*arguments)
+        if config["zero_optimization"]["stage"] == 3:
+            config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return config
+
+    return changed
 
 
 def packed_weights(causal_lm: nn.Module) -> dict[str, Tensor]:
@@ -191,12 +221,15 @@ def counts(step: Any) -> dict[str, int]:
     return {"tokens": plain.count(rows), "sequences": len(rows)}
 
 
-def make_spec(folder: str, zero: int, stages: int, task: str, checkpointing: bool, precision: str) -> Spec:
+def make_spec(
+    folder: str, zero: int, stages: int, task: str, checkpointing: bool, precision: str, reference: str
+) -> Spec:
+    offloaded = {"reference_offload": "cpu"} if zero == 3 and reference == "live" else {}
     return Spec.model_validate(
         {
             "name": "quantize",
             "task": task,
-            "dpo": {"reference": "adapter"} if task == "dpo" else None,
+            "dpo": {"reference": reference} | offloaded if task == "dpo" else None,
             "model": {
                 "name_or_path": folder,
                 "lora": LORA,

@@ -18,6 +18,7 @@ from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.spec.schema import Lora, Model
 from tests.integration.runs import TRAIN, records, shows_traceback, trained, write_model, write_spec
+from tests.integration.test_preference import write_dpo, write_pairs
 from tests.launching import alone, forked
 from tests.make import logps_of
 
@@ -48,6 +49,7 @@ ALONE: tuple[dict[str, Any], ...] = (
     {"zero": 3},
     {"zero": 1, "precision": "bf16"},
     {"zero": 3, "precision": "bf16"},
+    {"zero": 0, "task": "dpo", "live": True},
 )
 ON_TWO: tuple[dict[str, Any], ...] = (
     {"zero": 0, "packed": True},
@@ -58,6 +60,9 @@ ON_TWO: tuple[dict[str, Any], ...] = (
     {"zero": 3, "task": "dpo"},
     {"zero": 0, "stages": 2, "packed": True},
     {"zero": 1, "stages": 2, "task": "dpo"},
+    {"zero": 2, "task": "dpo", "live": True},
+    {"zero": 3, "task": "dpo", "live": True},
+    {"zero": 1, "stages": 2, "task": "dpo", "live": True},
 )
 
 
@@ -76,6 +81,7 @@ def test_adapters_on_4_bits_equal_a_plain_loop(
         assert case["losses"] <= losses and case["gradients"] <= gradients, case
         assert case["moved"] > 1e-4, case  # the adapters have learned, so A's gradients are not 0
         assert not case["other_weights"], case
+        assert case["references"] <= 1e-5, case  # of its own engine, and of the policy without its adapter
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -126,3 +132,18 @@ def test_a_run_goes_on_in_another_layout_and_its_adapter_is_pefts(tmp_path: Path
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-4)
     chatted = chat.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     torch.testing.assert_close(chatted, logps, rtol=0, atol=1e-5)
+
+
+def test_a_precomputed_reference_is_in_4_bits_too(tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base")
+    write_pairs(base.parent / "pairs.jsonl")
+    words = [
+        "model.lora={rank: 4, alpha: 8}",
+        "model.quantize=nf4",
+        "train.max_steps=2",
+        "checkpoint.every=null",
+    ]
+    trained(write_dpo(tmp_path, base), *words, nproc=1)
+    run = tmp_path / "runs" / "preferred"
+    assert records(run, "train/loss")[1] == pytest.approx(0.6931471805599453, abs=1e-6)
+    assert records(run, "eval/rewards/margins")[0] == pytest.approx(0.0, abs=1e-6)

@@ -151,3 +151,21 @@ def test_an_adapter_is_part_of_it(folder: Path) -> None:
     (adapter / "adapter_model.safetensors").write_text("trained on")
     shown = differences(one.components, key(folder, with_path).components)
     assert shown == ["the adapter's file adapter_model.safetensors has changed"]
+
+
+def test_weights_in_4_bits_are_another_reference(folder: Path) -> None:
+    lora = {"lora": {"rank": 2}}
+    plain = key(folder, {"model": {"name_or_path": str(folder / "model"), **lora}})
+    quantized = key(folder, {"model": {"name_or_path": str(folder / "model"), "quantize": "nf4", **lora}})
+    clauses = differences(plain.components, quantized.components)
+    assert clauses == ["model.quantize and quantize_skip were None, now ['nf4']"]
+    assert "quantize" not in plain.components  # stores of older versions stay valid
+
+
+def test_another_model_is_not_quantized(folder: Path) -> None:
+    named = {"name_or_path": str(folder / "model"), "lora": {"rank": 2}, "quantize": "nf4"}
+    mine = spec(folder, {"model": named | {"quantize_skip": ["*.up_proj.weight"]}})
+    assert reference_model(mine).quantize_skip == ("*.up_proj.weight",)
+    assert mine.dpo is not None
+    other = mine.model_copy(update={"dpo": mine.dpo.model_copy(update={"reference_model": "owner/other"})})
+    assert (reference_model(other).quantize, reference_model(other).quantize_skip) == (None, ())

@@ -43,7 +43,10 @@ def found(task: str = "sft", **sections: Any) -> dict[str, str]:
             {"parallel": {"zero_stage": 3, "offload_parameters": {"device": "cpu"}}},
             "not supported with parallel.offload_parameters.device 'cpu'",
         ),
-        ({"task": "dpo"}, "not supported with dpo.reference precomputed; set that to adapter"),
+        (
+            {"task": "dpo", "model": {"lora": {"rank": 4, "modules_to_save": ["up_proj"]}}},
+            "modules_to_save is not supported with dpo.reference precomputed, which would quantize",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused(sections: dict[str, Any], reason: str) -> None:
@@ -64,6 +67,8 @@ def test_skipping_weights_without_quantizing_is_refused() -> None:
         {"parallel": {"zero_stage": 3}, "data": {"train": [{"path": "builtin:quickstart"}], "packing": True}},
         {"task": "dpo", "dpo": {"reference": "adapter"}},
         {"task": "dpo", "dpo": {"loss_type": "orpo"}},
+        {"task": "dpo"},
+        {"task": "dpo", "dpo": {"reference": "live"}},
         {"parallel": {"zero_stage": 1, "pipeline_stages": 2}, "train": {"precision": "fp32"}},
     ],
 )
