@@ -143,7 +143,7 @@ def choose_trained(causal_lm: PreTrainedModel, model: Model, whole: Whole | None
 def storages(causal_lm: nn.Module, dtype: torch.dtype) -> StorageOf:
     """Return what each parameter on the meta device is stored as, in a model that computes in `dtype`."""
     quantized, precision = quantized_weights(causal_lm), PRECISIONS[dtype]
-    return lambda parameter: Storage(precision, "nf4" if id(parameter) in quantized else "plain")
+    return lambda parameter: Storage(precision, quantized.get(id(parameter), "plain"))
 
 
 def check_trainable(causal_lm: PreTrainedModel) -> None:

@@ -86,7 +86,7 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, 
             "aliases": [],
         }
         if id(parameter) in quantized:
-            found[id(parameter)]["form"] = "nf4"
+            found[id(parameter)]["form"] = quantized[id(parameter)]
         if id(parameter) in mlps:
             found[id(parameter)]["mlp"] = mlps[id(parameter)]
         if id(parameter) in recurrent:

@@ -1,9 +1,9 @@
-"""Store the frozen weights of linear layers in 4 bits, by bitsandbytes: the type NF4 in blocks of 64, whose
-scales are quantized too (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
+"""Store the frozen weights of linear layers in 4 bits, by bitsandbytes: the types NF4 and FP4 in blocks of
+64, whose scales are quantized too (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
 
 What bitsandbytes has of a weight is one parameter here: its bytes, in the type that the model computes in
-(`nf4_bytes`). To DeepSpeed and a pipeline it is a parameter like any other, only smaller, and ZeRO 3 gathers
-4 bits. bitsandbytes is imported only for a model with such weights.
+(`packed_bytes`). To DeepSpeed and a pipeline it is a parameter like any other, only smaller, and ZeRO 3
+gathers 4 bits. bitsandbytes is imported only for a model with such weights.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from transformers import PreTrainedModel
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.experts import expert_layers
 from dsft.model.names import plain_name
-from dsft.plan.storage import BLOCK, SCALES, nf4_bytes
+from dsft.plan.storage import BLOCK, SCALES, Form, packed_bytes
 from dsft.spec.patterns import matches, unmatched
 from dsft.spec.schema import Model
 
 
 class QuantizedLinear(nn.Linear):
     """A linear layer whose weight is stored in 4 bits. It is whole in the type of the parameter while its
-    product is computed, in the forward and again in the backward."""
+    product is computed, in the forward and again in the backward. form: the type of its 4 bits."""
+
+    form: Form
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return (…, out) of inputs (…, in)."""
@@ -40,14 +42,14 @@ class QuantizedLinear(nn.Linear):
         """Return the weight, (out, in)."""
         functional, code = _bitsandbytes(), _code(self.weight.device)
         numel, dtype = self.out_features * self.in_features, self.weight.dtype
-        values, scales, of_scales, offset = self.weight.detach().view(torch.uint8).split(nf4_bytes(numel))
+        values, scales, of_scales, offset = self.weight.detach().view(torch.uint8).split(packed_bytes(numel))
         floats = torch.cat([of_scales, offset]).view(torch.float32)  # copied: aligned for float32
         nested = functional.QuantState(floats[:-1], code=code, blocksize=SCALES, dtype=torch.float32)
         whole = functional.QuantState(
             scales[: -(-numel // BLOCK)],
             shape=torch.Size((self.out_features, self.in_features)),
             blocksize=BLOCK,
-            quant_type="nf4",
+            quant_type=self.form,
             dtype=dtype,
             offset=floats[-1],
             state2=nested,
@@ -77,7 +79,7 @@ def quantize_linears(causal_lm: PreTrainedModel, model: Model) -> None:
     if model.quantize is None:
         return
     if expert_layers(causal_lm):
-        raise _error("is for linear layers, and the experts of a mixture are none; leave it out")
+        raise _error(model, "is for linear layers, and the experts of a mixture are none; leave it out")
     head = causal_lm.get_output_embeddings()
     found = {
         f"{plain_name(name)}.weight": module
@@ -92,11 +94,11 @@ def quantize_linears(causal_lm: PreTrainedModel, model: Model) -> None:
     if not left:
         kind, others = causal_lm.config.model_type, " and not in model.quantize_skip" if skip else ""
         raise _error(
-            f"is for linear layers, of which a {kind} model has none that is frozen{others}; leave it out"
+            model,
+            f"is for linear layers, of which a {kind} model has none that is frozen{others}; leave it out",
         )
     for module in left:
-        module.__class__ = QuantizedLinear
-        module.requires_grad_(False)
+        in_4_bits(module, model.quantize).requires_grad_(False)
 
 
 def bitsandbytes_config(
@@ -132,23 +134,32 @@ def quantize_loaded(model: nn.Module, config: Mapping[str, Any]) -> None:
     """Quantize the weights of a model that has been read. config: from `bitsandbytes_config`."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name not in config["llm_int8_skip_modules"]:
-            module.weight = nn.Parameter(packed(module.weight.detach()), requires_grad=False)
-            module.__class__ = QuantizedLinear
+            form = config["bnb_4bit_quant_type"]
+            module.weight = nn.Parameter(packed(module.weight.detach(), form), requires_grad=False)
+            in_4_bits(module, form)
 
 
-def quantized_weights(causal_lm: nn.Module) -> frozenset[int]:
-    """Return the ids of the weights that are stored in 4 bits."""
-    return frozenset(id(m.weight) for m in causal_lm.modules() if isinstance(m, QuantizedLinear))
+def in_4_bits(linear: nn.Linear, form: Form) -> QuantizedLinear:
+    """Make a linear layer one whose weight is, or will be, stored in 4 bits, in place."""
+    linear.__class__ = QuantizedLinear
+    assert isinstance(linear, QuantizedLinear)
+    linear.form = form
+    return linear
 
 
-def packed(weight: Tensor) -> Tensor:
+def quantized_weights(causal_lm: nn.Module) -> dict[int, Form]:
+    """Return the ids of the weights that are stored in 4 bits -> their form."""
+    return {id(m.weight): m.form for m in causal_lm.modules() if isinstance(m, QuantizedLinear)}
+
+
+def packed(weight: Tensor, form: Form) -> Tensor:
     """Return the elements, in the type of `weight` (out, in), that hold it in 4 bits."""
     values, state = _bitsandbytes().quantize_4bit(
-        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+        weight, blocksize=BLOCK, compress_statistics=True, quant_type=form
     )
     parts = (values, state.absmax, state.state2.absmax, state.offset)
-    found = torch.zeros(sum(nf4_bytes(weight.numel())), dtype=torch.uint8)
-    for place, part in zip(found.split(nf4_bytes(weight.numel())), parts, strict=True):
+    found = torch.zeros(sum(packed_bytes(weight.numel())), dtype=torch.uint8)
+    for place, part in zip(found.split(packed_bytes(weight.numel())), parts, strict=True):
         part = part.reshape(-1).view(torch.uint8)
         place[: len(part)] = part
     return found.view(weight.dtype)
@@ -187,5 +198,7 @@ def _code(device: torch.device) -> Tensor:
     return code
 
 
-def _error(reason: str) -> SpecError:
-    return SpecError("The model cannot be quantized.", [Problem("model.quantize", f"nf4 {reason}")])
+def _error(model: Model, reason: str) -> SpecError:
+    return SpecError(
+        "The model cannot be quantized.", [Problem("model.quantize", f"{model.quantize} {reason}")]
+    )

@@ -73,8 +73,8 @@ class ReadWeights:
 
     def _fill_parameter(self, old: Tensor, storage: Storage, slots: TensorSlots, sharding: Sharding) -> None:
         dtype = DTYPES[storage.precision]
-        if storage.form == "nf4":  # its scales need the whole tensor
-            slots.take(slots.put(old, packed(self.tensor(old, dtype))), sharding)
+        if storage.form != "plain":  # its scales need the whole tensor
+            slots.take(slots.put(old, packed(self.tensor(old, dtype), storage.form)), sharding)
             return
         start, stop = sharding.span(old.numel())
         part = torch.empty(stop - start, dtype=dtype)

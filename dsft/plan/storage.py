@@ -14,12 +14,12 @@ if TYPE_CHECKING:  # which imports this module
 
 FP32 = 4  # bytes of an element
 
-Form = Literal["plain", "nf4"]
-"""How a parameter is stored: plain, in the type that the model computes in; nf4, in 4 bits (model.quantize).
+Form = Literal["plain", "nf4", "fp4"]
+"""How a parameter is stored: plain, in the type that the model computes in; else in 4 bits (model.quantize).
 """
 
 BLOCK, SCALES = 64, 256
-"""Elements that share a scale in NF4, and scales that share one of their own: bitsandbytes' defaults."""
+"""Elements that share a scale in 4 bits, and scales that share one of their own: bitsandbytes' defaults."""
 
 
 class Stored(NamedTuple):
@@ -47,11 +47,11 @@ class Storage:
     def tensors(self, numel: int) -> tuple[Stored, ...]:
         """Return the tensors that hold a parameter of `numel` elements."""
         size = width(self.precision)
-        return (Stored(sum(nf4_bytes(numel)) // size if self.form == "nf4" else numel, size),)
+        return (Stored(sum(packed_bytes(numel)) // size if self.form != "plain" else numel, size),)
 
 
-def nf4_bytes(numel: int) -> tuple[int, int, int, int]:
-    """Return the bytes of `numel` elements in NF4: of their values, 4 bits each; of their scales, 8 bits
+def packed_bytes(numel: int) -> tuple[int, int, int, int]:
+    """Return the bytes of `numel` elements in 4 bits: of their values, 4 bits each; of their scales, 8 bits
     each, padded so that the rest is aligned; of the scales' scales, and of their offset, in float32."""
     values, scales = -(-numel // 2), -(-numel // BLOCK)
     return values, scales + -(values + scales) % FP32, FP32 * -(-scales // SCALES), FP32
@@ -64,7 +64,7 @@ def width(precision: str) -> int:
 
 def quantized_line(parameters: Iterable[Parameter], spec: Spec) -> Iterator[str]:
     """Yield the line on weights that are stored in 4 bits, if there are any."""
-    if own := [parameter for parameter in parameters if parameter.form == "nf4"]:
+    if own := [parameter for parameter in parameters if parameter.form != "plain"]:
         size = sum(tensor.bytes for one in own for tensor in one.stored(spec.train.precision))
         numel = sum(parameter.numel for parameter in own)
-        yield f"{numel:,} of them are stored in 4 bits (NF4): {size_text(size)}."
+        yield f"{numel:,} of them are stored in 4 bits ({own[0].form.upper()}): {size_text(size)}."

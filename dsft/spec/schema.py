@@ -124,9 +124,9 @@ class Model(Section):
     """Special tokens to add to the tokenizer; their embeddings start as the mean of all others."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights."""
-    quantize: Literal["nf4"] | None = None
-    """Store the frozen weights of linear layers in 4 bits (NF4 with double quantization, bitsandbytes), with
-    model.lora."""
+    quantize: Literal["nf4", "fp4"] | None = None
+    """Store the frozen weights of linear layers in 4 bits (NF4 or FP4 with double quantization, of
+    bitsandbytes), with model.lora."""
     quantize_skip: Strings = ()
     """Patterns for the names of more weights that model.quantize leaves as they are."""
     experts: Experts = Experts()

@@ -329,7 +329,7 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
 def _dequantized(parameters: Iterable[Parameter], spec: Spec) -> Tensors:
     """Return the largest weight in 4 bits while its product is computed: whole in the type of the
     activations, with its scales in fp32."""
-    largest = max((p.numel for p in parameters if p.form == "nf4"), default=0)
+    largest = max((p.numel for p in parameters if p.form != "plain"), default=0)
     return one(largest * compute_bytes(spec)) + one(-(-largest // BLOCK) * FP32)
 
 

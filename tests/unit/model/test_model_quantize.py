@@ -8,6 +8,7 @@ from typing import Any
 import bitsandbytes.functional as reference
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from benchmarks.load import TINY, make_folder
@@ -16,7 +17,7 @@ from dsft.model import quantize
 from dsft.model.build import build_model
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
-from dsft.model.quantize import QuantizedLinear, packed
+from dsft.model.quantize import QuantizedLinear, in_4_bits, packed
 from dsft.plan.census import census_from
 from dsft.plan.storage import Storage
 from dsft.spec.schema import Lora, Model
@@ -41,16 +42,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.parametrize("form", ["nf4", "fp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(96, 64), (100, 72), (33, 5), (300, 512)])
-def test_a_layer_is_bitsandbytes_own(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_a_layer_is_bitsandbytes_own(dtype: torch.dtype, shape: tuple[int, int], form: Any) -> None:
     linear = nn.Linear(shape[1], shape[0], dtype=dtype).requires_grad_(False)
-    values, state = reference.quantize_4bit(linear.weight, compress_statistics=True, quant_type="nf4")
+    values, state = reference.quantize_4bit(linear.weight, compress_statistics=True, quant_type=form)
     expected = reference.dequantize_4bit(values, state)
-    linear.weight = nn.Parameter(packed(linear.weight), False)
-    linear.__class__ = QuantizedLinear
-    assert isinstance(linear, QuantizedLinear) and torch.equal(linear.dequantized(), expected)
-    (stored,) = Storage("fp32" if dtype == torch.float32 else "bf16", "nf4").tensors(expected.numel())
+    linear.weight = nn.Parameter(packed(linear.weight, form), False)
+    assert torch.equal(linear.weight.view(torch.uint8)[: values.numel()], values.flatten())
+    assert torch.equal(in_4_bits(linear, form).dequantized(), expected)
+    (stored,) = Storage("fp32" if dtype == torch.float32 else "bf16", form).tensors(expected.numel())
     assert linear.weight.shape == (stored.numel,) and linear.weight.element_size() == stored.width
     inputs = torch.randn(2, 3, shape[1], dtype=dtype, requires_grad=True)
     output = linear(inputs)
@@ -60,8 +62,9 @@ def test_a_layer_is_bitsandbytes_own(dtype: torch.dtype, shape: tuple[int, int])
     assert torch.equal(inputs.grad, torch.ones_like(output) @ expected)
 
 
-def test_frozen_linear_layers_are_quantized_and_nothing_else(folder: Path) -> None:
-    model = Model(name_or_path=str(folder), lora=LORA, quantize="nf4")
+@pytest.mark.parametrize("form", ["nf4", "fp4"])
+def test_frozen_linear_layers_are_quantized_and_nothing_else(folder: Path, form: Any) -> None:
+    model = Model(name_or_path=str(folder), lora=LORA, quantize=form)
     policy = build_model(model, FACTS, 0, torch.bfloat16)
     names = {name for name, module in policy.named_modules() if isinstance(module, QuantizedLinear)}
     assert len(names) == 4 * 7 - 1 and not any("lm_head" in n or ".lora_" in n for n in names)
@@ -69,9 +72,13 @@ def test_frozen_linear_layers_are_quantized_and_nothing_else(folder: Path) -> No
         p.requires_grad for n, p in policy.named_parameters() if n.removesuffix(".weight") in names
     )
     rows = census_from(take_census(model, FACTS)).parameters
-    assert {row.name for row in rows if row.form == "nf4"} == {
+    assert {row.name for row in rows if row.form == form} == {
         f"{name.removeprefix('causal_lm.').replace('.base_layer', '')}.weight" for name in names
     }
+    up = policy.get_submodule("causal_lm.model.layers.0.mlp.up_proj.base_layer")
+    read = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"].to(torch.bfloat16)
+    assert isinstance(up, QuantizedLinear) and up.form == form
+    assert torch.equal(up.weight.detach().view(torch.uint8), packed(read, form).view(torch.uint8))
     saved = policy.get_submodule("causal_lm.model.layers.1.mlp.down_proj")
     assert type(saved) is nn.Linear and saved.weight.requires_grad
 
@@ -103,4 +110,4 @@ def test_a_mixture_and_a_missing_package_are_refused(folder: Path, monkeypatch: 
         take_census(mixture, FACTS, cuts=False)
     monkeypatch.setattr(quantize, "load_bitsandbytes", lambda: None)
     with pytest.raises(MissingInputError, match="needs the package bitsandbytes"):
-        packed(torch.ones(2, 64))
+        packed(torch.ones(2, 64), "nf4")
