@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, BitsAndBytesConfig
 
 from benchmarks.load import TINY
 from dsft.commands.chat import Sampling, load
+from dsft.data.tokenizer.load import byte_level_tokenizer, num_ids
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
+from dsft.model.names import plain_name
+from dsft.model.quantize import QuantizedLinear
 from dsft.spec.schema import Lora, Model
+from tests.architectures.wholes import WHOLES, small_whole
 from tests.integration.runs import TRAIN, records, shows_traceback, trained, write_model, write_spec
 from tests.integration.test_preference import write_dpo, write_pairs
 from tests.launching import alone, forked
@@ -147,3 +151,44 @@ def test_a_precomputed_reference_is_in_4_bits_too(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "preferred"
     assert records(run, "train/loss")[1] == pytest.approx(0.6931471805599453, abs=1e-6)
     assert records(run, "eval/rewards/margins")[0] == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_text_model_of_a_multimodal_one_is_quantized_and_its_tower_is_not(tmp_path: Path) -> None:
+    """Supervised, and then preferred over a reference that has the first adapter."""
+    from peft import PeftModel
+
+    tokenizer = byte_level_tokenizer()
+    text = WHOLES["gemma3"]["text_config"] | {
+        "vocab_size": num_ids(tokenizer),
+        "max_position_embeddings": 256,
+    }
+    small_whole("gemma3", text_config=text).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    export = tmp_path / "runs" / "small" / "export"
+    words = [f"model.name_or_path={tmp_path / 'base'}", "model.quantize=nf4"]
+    first = [str(write_spec(tmp_path)), "model.from_config=null", "model.lora={rank: 4}", "train.max_steps=2"]
+    done = alone(TRAIN, [*first, *words])
+    assert done.returncode == 0, done.stdout + done.stderr
+    write_pairs(export.parent / "pairs.jsonl")
+    second = [str(write_dpo(tmp_path, export)), f"model.lora={{path: {export}}}", "train.max_steps=2"]
+    done = alone(TRAIN, [*second, "checkpoint.every=null", *words])
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = records(tmp_path / "runs" / "preferred", "train/loss")
+    assert losses[1] == pytest.approx(0.6931471805599453, abs=1e-5)
+
+    recorded = json.loads((export / "dsft_export.json").read_text())["quantization_config"]
+    form = BitsAndBytesConfig.from_dict(recorded)
+    whole = AutoModelForMultimodalLM.from_pretrained(
+        tmp_path / "base", dtype=torch.float32, quantization_config=form
+    )
+    kinds = {name: type(module).__name__ for name, module in whole.named_modules()}
+    chosen = {name for name, kind in kinds.items() if kind == "Linear4bit"}
+    assert chosen and all("language_model.layers." in name for name in chosen)
+    chat = load(export, Sampling()).model
+    ours = {plain_name(n) for n, module in chat.named_modules() if isinstance(module, QuantizedLinear)}
+    assert ours == chosen
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        theirs = PeftModel.from_pretrained(whole.train(), export).train()(ids).logits
+        torch.testing.assert_close(chat(ids).logits, theirs, rtol=0, atol=1e-4)

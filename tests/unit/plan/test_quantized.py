@@ -9,6 +9,7 @@ import pytest
 
 from dsft.plan.census import Census, Parameter
 from dsft.plan.memory.ranks import memory
+from dsft.plan.memory.reference import with_reference
 from dsft.plan.storage import Stored
 from dsft.plan.traffic import traffic
 from dsft.spec.layout import layout_of
@@ -50,3 +51,16 @@ def test_a_weight_is_whole_while_its_product_is_computed(make_spec: Any) -> None
         memory(one, spec, layout_of(spec.parallel, 1), {"a": 1}).stages[0] for one in (PLAIN, QUANTIZED)
     )
     assert quantized.buffers - plain.buffers == 2 * NUMEL + NUMEL // 64 * 4
+
+
+def test_a_live_reference_is_in_4_bits_too(make_spec: Any) -> None:
+    lora = {"lora": {"rank": 2}, "quantize": "nf4"}
+    spec = make_spec(task="dpo", dpo={"reference": "live"}, model=lora, train={"precision": "bf16"})
+    layout = layout_of(spec.parallel, 1)
+    plain, quantized = (
+        with_reference(memory(one, spec, layout, {"a": 1}), one, spec, layout, {"a": 1})[0]
+        .stages[0]
+        .reference
+        for one in (PLAIN, QUANTIZED)
+    )
+    assert plain == 2 * (NUMEL + 2 * 64 * 1024) and plain - quantized == 2 * NUMEL - BYTES
