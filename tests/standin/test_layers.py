@@ -61,8 +61,10 @@ def test_at_most_two_layers_inputs_are_on_the_device(answered: Any) -> None:
 
 
 def test_pinned_blocks_are_not_reused_for_larger_ones(answered: Any) -> None:
-    """torch looks for a block by the power of two alone, unless large ones are not cached."""
-    assert not answered["pinned"]
+    """torch looks for a block by the power of two alone, unless large ones are not cached. Before 2.13 all
+    are as large as that power."""
+    is_rounded = tuple(int(part) for part in torch_version().split(".")[:2]) < (2, 13)
+    assert answered["pinned"] == is_rounded
 
 
 def test_unsupported_gpu_gives_one_sentence(answered: Any) -> None:
