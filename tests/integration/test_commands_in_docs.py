@@ -108,7 +108,8 @@ def to_run() -> list[Typed]:
 def words_of(command: str) -> tuple[str, ...]:
     for name, ours in NAMED.items():
         command = re.sub(rf"\b{name}\b", ours, command)
-    return tuple(shlex.split(re.sub(r"\[[^]]*\]", "", command)))
+    optional = r"('[^']*')|\[[^]]*\]"  # what a quote has in brackets is a list
+    return tuple(shlex.split(re.sub(optional, lambda found: found[1] or "", command)))
 
 
 @pytest.fixture
