@@ -26,6 +26,9 @@ from dsft.plan.storage import BLOCK, SCALES, Form, packed_bytes
 from dsft.spec.patterns import matches, unmatched
 from dsft.spec.schema import Model
 
+READ_BY_OTHERS = ("prediction_coefs", "correction_coefs")
+"""Linear layers of Gemma 3n whose weights its AltUp clamps itself while it trains; they are not quantized."""
+
 
 class QuantizedLinear(nn.Linear):
     """A linear layer whose weight is stored in 4 bits. It is whole in the type of the parameter while its
@@ -86,6 +89,7 @@ def quantize_linears(causal_lm: PreTrainedModel, model: Model) -> None:
         for name, module in causal_lm.named_modules()
         if type(module) is nn.Linear and module is not head and ".lora_" not in name
         if model.lora is None or not module.weight.requires_grad
+        if not plain_name(name).endswith(READ_BY_OTHERS)
     }
     skip = model.quantize_skip
     if found and (problems := list(unmatched("model.quantize_skip.{}", skip, found))):

@@ -21,6 +21,7 @@ from dsft.model.quantize import QuantizedLinear, in_4_bits, packed
 from dsft.plan.census import census_from
 from dsft.plan.storage import Storage
 from dsft.spec.schema import Lora, Model
+from tests.architectures.cases import VOCABULARY, small_model
 
 FACTS = TokenFacts(64, None, None, None)
 MIXTURE = {
@@ -102,6 +103,18 @@ def test_skipped_weights_stay_in_16_bits(folder: Path) -> None:
         take_census(built("*.up_proj.weight", "*.down"), FACTS, cuts=False)
     with pytest.raises(SpecError, match=r"none that is frozen and not in model\.quantize_skip"):
         take_census(built("*"), FACTS, cuts=False)
+
+
+def test_a_gemma_3n_trains_although_it_clamps_the_weights_of_some_linear_layers(tmp_path: Path) -> None:
+    small_model("gemma3n_text").save_pretrained(tmp_path)
+    model = Model(name_or_path=str(tmp_path), lora=Lora(rank=2), quantize="nf4")
+    causal_lm = build_model(model, TokenFacts(VOCABULARY, None, None, None), 0, torch.float32).causal_lm
+    ids = torch.arange(24)[None]
+    found = causal_lm.train()(ids).logits
+    for module in causal_lm.modules():
+        if isinstance(module, QuantizedLinear):
+            module.weight, module.__class__ = nn.Parameter(module.dequantized(), False), nn.Linear
+    assert torch.equal(found, causal_lm(ids).logits)
 
 
 def test_a_mixture_and_a_missing_package_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
