@@ -95,7 +95,8 @@ def _adapter(spec: Spec, own: Reference) -> Iterator[Finding]:
 def _own_reference(spec: Spec, own: Reference) -> Iterator[Finding]:
     """Check the keys of a reference with its own engine, before training (precomputed) or during it
     (live)."""
-    if spec.model.quantize is not None and spec.model.lora is not None and spec.model.lora.modules_to_save:
+    lora = spec.model.lora if own.reference_model is None else None  # another model is not quantized
+    if spec.model.quantize is not None and lora is not None and lora.modules_to_save and lora.path is None:
         key, saved = spec.own_key("reference"), "model.lora.modules_to_save"
         message = (
             f"with {saved} is not supported with {key} {own.reference}, which would quantize these modules "

@@ -10,6 +10,7 @@ from dsft.spec.combinations import combinations
 from dsft.spec.schema import Spec
 
 MODEL = {"name_or_path": "owner/name", "lora": {"rank": 4}, "quantize": "nf4"}
+SAVED = {"rank": 4, "modules_to_save": ["up_proj"]}
 
 
 def found(task: str = "sft", **sections: Any) -> dict[str, str]:
@@ -44,7 +45,7 @@ def found(task: str = "sft", **sections: Any) -> dict[str, str]:
             "not supported with parallel.offload_parameters.device 'cpu'",
         ),
         (
-            {"task": "dpo", "model": {"lora": {"rank": 4, "modules_to_save": ["up_proj"]}}},
+            {"task": "dpo", "model": {"lora": SAVED}},
             "modules_to_save is not supported with dpo.reference precomputed, which would quantize",
         ),
     ],
@@ -69,6 +70,8 @@ def test_skipping_weights_without_quantizing_is_refused() -> None:
         {"task": "dpo", "dpo": {"loss_type": "orpo"}},
         {"task": "dpo"},
         {"task": "dpo", "dpo": {"reference": "live"}},
+        {"task": "dpo", "dpo": {"reference_model": "owner/other"}, "model": {"lora": SAVED}},
+        {"task": "dpo", "model": {"lora": SAVED | {"path": "adapter"}}},
         {"parallel": {"zero_stage": 1, "pipeline_stages": 2}, "train": {"precision": "fp32"}},
     ],
 )
