@@ -111,9 +111,9 @@ def test_a_gemma_3n_trains_although_it_clamps_the_weights_of_some_linear_layers(
     causal_lm = build_model(model, TokenFacts(VOCABULARY, None, None, None), 0, torch.float32).causal_lm
     ids = torch.arange(24)[None]
     found = causal_lm.train()(ids).logits
-    for module in causal_lm.modules():
-        if isinstance(module, QuantizedLinear):
-            module.weight, module.__class__ = nn.Parameter(module.dequantized(), False), nn.Linear
+    layers: list[Any] = [module for module in causal_lm.modules() if isinstance(module, QuantizedLinear)]
+    for module in layers:
+        module.weight, module.__class__ = nn.Parameter(module.dequantized(), False), nn.Linear
     assert torch.equal(found, causal_lm(ids).logits)
 
 
