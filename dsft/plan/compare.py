@@ -288,7 +288,9 @@ def changed(section: Any, values: Mapping[str, Any]) -> Any:
     """Return a copy of the spec, or of a section of it, with the values at these dotted keys."""
     for key, value in values.items():
         name, _, rest = key.partition(".")
-        inner = getattr(section, name) or SECTIONS[name]()  # on the way only a task's section may be null
+        inner = getattr(section, name)
+        if rest and inner is None:  # on the way only a task's section may be null
+            inner = SECTIONS[name]()
         section = section.model_copy(update={name: changed(inner, {rest: value}) if rest else value})
     return section
 
