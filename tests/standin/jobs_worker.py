@@ -41,13 +41,16 @@ def work(job: dict[str, Any]) -> int:
 
 def share() -> None:
     """Imports what all jobs import. The number of devices, which DeepSpeed asks for meanwhile, is given
-    without asking CUDA: torch refuses CUDA to the forks of a process that has."""
+    without asking CUDA: torch refuses CUDA to the forks of a process that has. So peft is left out, which
+    imports bitsandbytes."""
     import torch
 
     counted = getattr(torch._C, "_cuda_getDeviceCount", None)  # a build for CPUs has none
     if counted:
         torch._C._cuda_getDeviceCount = lambda: int(os.environ["STANDIN_DEVICES"])
     for name in SHARED:
+        if name == "peft":
+            continue
         importlib.import_module(name)
     make_once()
     if counted:
