@@ -142,7 +142,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LongestRow:
-    """The longest row that fits if so many ranks split each row, and otherwise the spec's layout.
+    """The longest row that fits with this sequence_parallel, in a layout that is otherwise the spec's.
 
     batch   batch sizes, with the plan's global batch
     tokens  data.max_length, a multiple of ROW_STEP unless the model's positions limit it; 0 if not even

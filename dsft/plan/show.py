@@ -23,7 +23,6 @@ from dsft.plan.mixture import active_line, gather_line
 from dsft.plan.reference import has_engine, in_stages, reference_entries, reference_line
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.plan.show_compare import MEMORY, comparison_mapping, comparison_parts
-from dsft.plan.storage import quantized_line
 from dsft.plan.tables import heading, printed, table
 from dsft.plan.traffic import bubble
 from dsft.spec.batch import has_wide_gradients
@@ -131,7 +130,7 @@ def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
     if plan.census.trained < plan.census.numel:
         share = plan.census.trained / plan.census.numel
         yield Text(f"{plan.census.trained:,} of them ({share:.3%}) are trained, the others frozen.")
-    yield from map(Text, [*quantized_line(plan.census.parameters, spec), *_groups(plan)])
+    yield from map(Text, [*_quantized(plan), *_groups(plan)])
     if plan.assumed:
         yield Text(
             "The spec has no cluster, so the number of processes is known only when a run starts. This plan "
@@ -194,6 +193,14 @@ def _attention(spec: Spec) -> Iterator[str]:
     else:
         found = "FlashAttention in one call (docs/packing.md: not with soft-caps or attention dropout)"
     yield f"Attention of packed rows: {found}"
+
+
+def _quantized(plan: Plan) -> Iterator[str]:
+    """Yield the line on weights that are stored in 4 bits, if there are any."""
+    if own := [parameter for parameter in plan.census.parameters if parameter.form != "plain"]:
+        size = sum(tensor.bytes for one in own for tensor in one.stored(plan.spec.train.precision))
+        numel = sum(parameter.numel for parameter in own)
+        yield f"{numel:,} of them are stored in 4 bits ({own[0].form.upper()}): {size_text(size)}."
 
 
 def _groups(plan: Plan) -> Iterator[str]:

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-from dsft.spec.schema import Spec
-from dsft.system.disk import size_text
-
-if TYPE_CHECKING:  # which imports this module
-    from dsft.plan.census import Parameter
+from typing import Literal, NamedTuple
 
 FP32 = 4  # bytes of an element
 
@@ -60,11 +53,3 @@ def packed_bytes(numel: int) -> tuple[int, int, int, int]:
 def width(precision: str) -> int:
     """Return the bytes of an element in this train.precision."""
     return FP32 if precision == "fp32" else 2
-
-
-def quantized_line(parameters: Iterable[Parameter], spec: Spec) -> Iterator[str]:
-    """Yield the line on weights that are stored in 4 bits, if there are any."""
-    if own := [parameter for parameter in parameters if parameter.form != "plain"]:
-        size = sum(tensor.bytes for one in own for tensor in one.stored(spec.train.precision))
-        numel = sum(parameter.numel for parameter in own)
-        yield f"{numel:,} of them are stored in 4 bits ({own[0].form.upper()}): {size_text(size)}."

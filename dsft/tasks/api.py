@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dsft.data.sets.load import HeldOutSet
 from dsft.data.steps.batch import Annotate, MicroBatch, unchanged
 from dsft.data.steps.steps import evaluation
 from dsft.engine.api import Engine
@@ -60,6 +61,27 @@ class Model:
     files: Mapping[str, bytes]
 
 
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A held-out set with its micro-batches on this rank, its global counts and what fills in its
+    micro-batches."""
+
+    held_out: HeldOutSet
+    micro_batches: Sequence[MicroBatch]
+    counts: Mapping[str, int]
+    annotate: Annotate
+
+
+def evaluation_sets(run: Run, inputs: Inputs, model: Model) -> list[EvaluationSet]:
+    """Return the held-out sets, in the order of the data."""
+    sets = inputs.held_out
+    annotate = model.annotator.annotate[1:] if model.annotator else [unchanged] * len(sets)
+    return [
+        EvaluationSet(one, *evaluation(one.data, run.batch, run.world.data_rank, inputs.pad_id), fill)
+        for one, fill in zip(sets, annotate, strict=True)
+    ]
+
+
 class Task:
     """A task. Its methods are called in the order in which they are defined here, and all but `for_probe` are
     collectives. In the first three the spec has the values of `model` that the plan has decided; in the
@@ -93,14 +115,12 @@ class Task:
 
     def evaluation(self, run: Run, inputs: Inputs, model: Model) -> Evaluation:
         """Return what evaluates the held-out sets, of which there is at least one."""
-        sets, world, objective = inputs.held_out, run.world, model.objective
-        assigned = [evaluation(one.data, run.batch, world.data_rank, inputs.pad_id) for one in sets]
-        counts, names = [count for _, count in assigned], [one.name for one in sets]
-        annotate = model.annotator.annotate[1:] if model.annotator else [unchanged] * len(sets)
+        sets, world, objective = evaluation_sets(run, inputs, model), run.world, model.objective
+        counts, names = [one.counts for one in sets], [one.held_out.name for one in sets]
 
         def evaluate(step: int) -> Record:
-            filled = [fill(batches) for fill, (batches, _) in zip(annotate, assigned, strict=True)]
-            sums = torch.stack([model.engine.evaluate(batches) for batches in filled])
+            annotated = [one.annotate(one.micro_batches) for one in sets]
+            sums = torch.stack([model.engine.evaluate(batches) for batches in annotated])
             return evaluation_record(objective, world.sum(sums), counts, names)
 
         return evaluate

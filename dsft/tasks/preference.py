@@ -13,9 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dsft.data.sets.load import HeldOutSet
-from dsft.data.steps.batch import Annotate, Answers, MicroBatch, unchanged
-from dsft.data.steps.steps import evaluation
+from dsft.data.steps.batch import Answers, unchanged
 from dsft.dist.world import World
 from dsft.engine.api import Engine
 from dsft.objective.answers import answer_logps
@@ -25,7 +23,7 @@ from dsft.report.jsonl import write_margins
 from dsft.setup.inputs import Inputs
 from dsft.setup.run import Run
 from dsft.spec.schema import Dpo, Spec
-from dsft.tasks.api import Evaluation, Model, Record
+from dsft.tasks.api import Evaluation, EvaluationSet, Model, Record, evaluation_sets
 from dsft.tasks.referenced import Referenced
 
 ANSWERS = ("chosen", "rejected")
@@ -41,29 +39,13 @@ class Preference(Referenced):
 
     def evaluation(self, run: Run, inputs: Inputs, model: Model) -> Evaluation:
         """Compare the answers of each pair too, and write the margins of all pairs to a file."""
-        held_out, world, annotator = inputs.held_out, run.world, model.annotator
-        annotate = annotator.annotate[1:] if annotator else [unchanged] * len(held_out)
-        sets = [
-            PairSet(one, *evaluation(one.data, run.batch, world.data_rank, inputs.pad_id), fill)
-            for one, fill in zip(held_out, annotate, strict=True)
-        ]
-        return pair_evaluation(sets, model.objective, dpo_of(run.spec), model.engine, world, run.folder)
+        sets = evaluation_sets(run, inputs, model)
+        return pair_evaluation(sets, model.objective, dpo_of(run.spec), model.engine, run.world, run.folder)
 
 
 def dpo_of(spec: Spec) -> Dpo:
     """Return the `dpo` section, or its defaults if the spec has none."""
     return spec.dpo or Dpo()
-
-
-@dataclass(frozen=True)
-class PairSet:
-    """A held-out set with its micro-batches on this rank, its global counts and what fills in its
-    reference."""
-
-    held_out: HeldOutSet
-    micro_batches: Sequence[MicroBatch]
-    counts: Mapping[str, int]
-    annotate: Annotate
 
 
 @dataclass(frozen=True)
@@ -75,7 +57,7 @@ class PairTable:
 
 
 def pair_evaluation(
-    sets: Sequence[PairSet], objective: Objective, dpo: Dpo, engine: Engine, world: World, folder: Path
+    sets: Sequence[EvaluationSet], objective: Objective, dpo: Dpo, engine: Engine, world: World, folder: Path
 ) -> Evaluation:
     """Return a function step -> the metrics of all sets. It is a collective; rank 0 writes
     FOLDER/margins/step-N.jsonl."""
@@ -92,7 +74,7 @@ def pair_evaluation(
     return evaluate
 
 
-def score_pairs(one: PairSet, engine: Engine, world: World) -> PairTable:
+def score_pairs(one: EvaluationSet, engine: Engine, world: World) -> PairTable:
     """Score a set once, and return the same table on every rank. A collective."""
     columns = torch.zeros(len(one.held_out.data), 6, dtype=torch.float64, device=world.device)
     for start in range(0, len(one.micro_batches), TOGETHER):
@@ -112,7 +94,7 @@ def score_pairs(one: PairSet, engine: Engine, world: World) -> PairTable:
 
 
 def margin_rows(
-    step: int, sets: Sequence[PairSet], tables: Sequence[PairTable], dpo: Dpo
+    step: int, sets: Sequence[EvaluationSet], tables: Sequence[PairTable], dpo: Dpo
 ) -> Iterator[Mapping[str, float | str | None]]:
     """Yield the lines of margins/step-N.jsonl, one per pair, set by set, in the order of the data."""
     for one, table in zip(sets, tables, strict=True):

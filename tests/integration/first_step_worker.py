@@ -48,7 +48,8 @@ from dsft.reference.refer import adapter_off, look_up
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Dpo, Model, Spec
-from dsft.tasks.preference import PairSet, score_pairs
+from dsft.tasks.api import EvaluationSet
+from dsft.tasks.preference import score_pairs
 from tests.examples import dataset_of
 from tests.process_groups import own_groups
 from tests.specs import minimal_spec
@@ -135,7 +136,7 @@ def outcome(case: Case, world: World) -> tuple[str, float]:
     without = partial(adapter_off, policy) if case.lora else None
     held_out = HeldOutSet(None, dataset)
     assigned = evaluation(dataset, sizes, world.data_rank, PAD)
-    table = score_pairs(PairSet(held_out, *assigned, look_up(logps.numpy())), engine, world)
+    table = score_pairs(EvaluationSet(held_out, *assigned, look_up(logps.numpy())), engine, world)
     assert table.answers.reference is not None and torch.equal(table.answers.reference, logps)
     assert table.answers.num_targets.tolist() == [[sum(a.trained) for a in whole_rows(one)] for one in pairs]
     apart = float((table.logps - logps).abs().max())

@@ -20,7 +20,8 @@ from dsft.objective.preference import preference
 from dsft.report.jsonl import cut_margins
 from dsft.spec.schema import Dpo
 from dsft.tasks import preference as preference_task
-from dsft.tasks.preference import PairSet, pair_evaluation
+from dsft.tasks.api import EvaluationSet
+from dsft.tasks.preference import pair_evaluation
 from tests.examples import dataset_of
 from tests.make import make_micro_batch
 
@@ -70,10 +71,10 @@ def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
     ]
 
 
-def pair_set(micro_batches: list[MicroBatch], name: str | None = None) -> PairSet:
+def pair_set(micro_batches: list[MicroBatch], name: str | None = None) -> EvaluationSet:
     ids = np.arange(3, dtype=np.int32)
     rows = dataset_of([Example(ids, ids > 0, f"pairs.jsonl:{line}") for line in (1, 3, 4)])
-    return PairSet(HeldOutSet(name, rows), micro_batches, {"examples": 3, "chosen_tokens": 16}, refer)
+    return EvaluationSet(HeldOutSet(name, rows), micro_batches, {"examples": 3, "chosen_tokens": 16}, refer)
 
 
 def nothing() -> Tensor:
