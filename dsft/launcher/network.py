@@ -34,5 +34,8 @@ def measure(
         raise WorldError(f"the ranks have not measured it within {LIMIT:.0f} seconds") from None
     if outcome.error is not None:
         raise WorldError(outcome.error)
-    found: Mapping[str, Any] = json.loads(next(line for line in lines if line.startswith('{"backend"')))
+    printed = next((line for line in lines if line.startswith('{"backend"')), None)
+    if printed is None:
+        raise WorldError("the ranks have ended without a result; start it again")
+    found: Mapping[str, Any] = json.loads(printed)
     return found

@@ -9,7 +9,9 @@ import pytest
 
 from dsft.doctor.links import AllReduce, Link, Network, judged, network_lines, network_of
 from dsft.errors import WorldError
+from dsft.launcher.attempt import Attempt
 from dsft.launcher.network import measure
+from dsft.launcher.verdict import Outcome
 
 REDUCES = (AllReduce(4, 0.0005, 0.0001), AllReduce(1 << 20, 0.001, 8.39))
 
@@ -84,6 +86,16 @@ def test_measurement_on_this_machine() -> None:
     assert measured.reduces[0].bytes == 4
     for each in measured.reduces:
         assert each.bus_gbit == pytest.approx(4 / 3 * each.bytes * 8e-9 / each.seconds)
+
+
+def test_ranks_without_a_result_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(attempt: Attempt) -> Outcome:
+        attempt.log("a line of another program")
+        return Outcome(0, None, (), 1.0)
+
+    monkeypatch.setattr(Attempt, "run", run)
+    with pytest.raises(WorldError, match="the ranks have ended without a result"):
+        measure({"127.0.0.1": 2}, {"DS_ACCELERATOR": "cpu"}, None, "ssh")
 
 
 def test_failed_measurement_is_one_error() -> None:
