@@ -71,7 +71,7 @@ def quote(value: object, limit: int = 80) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    text = repr(value)
+    text = repr(list(value) if isinstance(value, tuple) else value)
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
 

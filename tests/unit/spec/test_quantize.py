@@ -58,6 +58,7 @@ def test_skipping_weights_without_quantizing_is_refused() -> None:
     skip = {"quantize_skip": ["*.down_proj.weight"]}
     assert "model.quantize_skip" not in found(model=skip)
     message = found(model={"quantize": None} | skip)["model.quantize_skip"]
+    assert message.startswith("['*.down_proj.weight'] ")
     assert message.endswith("has no effect without model.quantize; add model.quantize: nf4, or leave it out")
 
 
