@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.errors import MissingInputError, Problem, SpecError, brief
 from dsft.model.experts import expert_layers
 from dsft.model.names import plain_name
 from dsft.plan.storage import BLOCK, SCALES, Form, packed_bytes
@@ -173,7 +173,7 @@ def _bitsandbytes() -> Any:
     found = load_bitsandbytes()
     if found is None:
         raise MissingInputError(
-            "model.quantize needs the package bitsandbytes, which cannot be imported; install it, or leave "
+            "model.quantize needs the package bitsandbytes, which is not installed; install it, or leave "
             "model.quantize out."
         )
     return found
@@ -181,18 +181,30 @@ def _bitsandbytes() -> Any:
 
 @functools.cache
 def load_bitsandbytes() -> Any:
-    """Return the module bitsandbytes.functional, None where it cannot be imported. peft imports it too, so it
-    comes first: without torch.compile, which it wraps around functions that are not used here, and which
-    would import the compiler, a tenth of a rank's start; and without its warning, on some CPUs, that a kernel
-    for inference has to be downloaded."""
+    """Return the module bitsandbytes.functional, None where it is not installed. Raises MissingInputError
+    where it is installed and cannot be imported. peft imports it too, so it comes first: without
+    torch.compile, which it wraps around functions that are not used here, and which would import the
+    compiler, a tenth of a rank's start; and without its warning, on some CPUs, that a kernel for inference
+    has to be downloaded."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     compile, torch.compile = torch.compile, lambda function, **options: function  # type: ignore[assignment]
     try:
         return importlib.import_module("bitsandbytes.functional")
-    except ImportError:
-        return None
+    except ModuleNotFoundError as error:
+        if error.name == "bitsandbytes":
+            return None
+        raise _broken(error) from error
+    except Exception as error:  # such as OSError of a library of CUDA
+        raise _broken(error) from error
     finally:
         torch.compile = compile
+
+
+def _broken(error: Exception) -> MissingInputError:
+    return MissingInputError(
+        f"The package bitsandbytes, which peft uses, is installed but cannot be imported ({brief(error)}); "
+        "install it again, or uninstall it (only model.quantize needs it)."
+    )
 
 
 @functools.cache

@@ -124,3 +124,23 @@ def test_a_mixture_and_a_missing_package_are_refused(folder: Path, monkeypatch: 
     monkeypatch.setattr(quantize, "load_bitsandbytes", lambda: None)
     with pytest.raises(MissingInputError, match="needs the package bitsandbytes"):
         packed(torch.ones(2, 64), "nf4")
+
+
+@pytest.mark.parametrize("error", [ImportError("no symbol"), OSError("libcudart.so"), RuntimeError("CUDA")])
+def test_a_package_that_cannot_be_imported_is_named(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(quantize.importlib, "import_module", fail)
+    with pytest.raises(MissingInputError, match=rf"bitsandbytes, .* is installed but .*\({error}\)"):
+        quantize.load_bitsandbytes.__wrapped__()
+
+
+def test_a_package_that_is_not_installed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError(name="bitsandbytes")
+
+    monkeypatch.setattr(quantize.importlib, "import_module", fail)
+    assert quantize.load_bitsandbytes.__wrapped__() is None
