@@ -38,6 +38,7 @@ Message = dict[str, str]
 Write = Callable[[str], None]
 HELP = "/reset forgets the conversation, /system TEXT sets the system prompt (and forgets), /exit ends"
 ADAPTER_CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # of an adapter; peft reads the first there is
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
     from peft import PeftModel  # needed for adapters only
 
     is_ours = (folder / ORIGIN).exists()
-    quantization = read_json(folder / ORIGIN).get(QUANTIZATION) if is_ours else None
+    quantization = _quantization(folder / ORIGIN) if is_ours else None
     try:
         model = _load_model(
             base, getattr(torch, quantization["bnb_4bit_compute_dtype"]) if quantization else "auto"
@@ -191,6 +192,8 @@ def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
             f"{folder} is an adapter of {base}, which cannot be loaded: {error} Run this in a folder from "
             f"which that path is valid, or correct base_model_name_or_path in {ADAPTER_CONFIG}."
         ) from None
+    if not any((folder / name).exists() for name in WEIGHTS):
+        raise MissingInputError(f"{folder} has no {WEIGHTS[0]}; export it again with dsft export.")
     if model.get_input_embeddings().weight.shape[0] < num_tokens:
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
     if quantization:
@@ -199,6 +202,25 @@ def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
         warnings.simplefilter("ignore", FutureWarning)  # raised by transformers about a call of peft's
         adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=not quantization)
         return adapted.get_base_model() if quantization else adapted.merge_and_unload()
+
+
+def _quantization(path: Path) -> Any:
+    """Return what an adapter's base is quantized with (`bitsandbytes_config`), None where it is not. Raises
+    MissingInputError for anything that dsft does not write."""
+    origin = read_json(path)
+    found = origin.get(QUANTIZATION) if isinstance(origin, dict) else []
+    match found:
+        case None:
+            return None
+        case {
+            "bnb_4bit_quant_type": "nf4" | "fp4",
+            "bnb_4bit_compute_dtype": "float32" | "bfloat16",
+            "llm_int8_skip_modules": list(),
+        }:
+            return found
+    raise MissingInputError(
+        f"{path}: {QUANTIZATION} is not as dsft export writes it; export the adapter again with dsft export."
+    )
 
 
 def converse(

@@ -241,6 +241,38 @@ def test_an_adapter_takes_its_base_model(export: Path, tmp_path: Path) -> None:
     assert not torch.allclose(load(export, GREEDY).model(ids).logits, expected, atol=1e-3)
 
 
+def write_adapter(export: Path, folder: Path, quantization: object) -> None:
+    """Write an adapter of `export` without weights, whose dsft_export.json has this quantization_config."""
+    byte_level_tokenizer().save_pretrained(folder)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(export)}))
+    (folder / "dsft_export.json").write_text(json.dumps({"quantization_config": quantization}))
+
+
+def test_adapter_without_weights_is_refused_without_asking_the_hub(export: Path, tmp_path: Path) -> None:
+    write_adapter(export, tmp_path, None)
+    with pytest.raises(MissingInputError, match=r"has no adapter_model\.safetensors; export it again"):
+        load(tmp_path, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "nf4", [1, 2], 5, {"bnb_4bit_quant_type": "int9"}, {"bnb_4bit_quant_type": ["nf4"]},
+        {"bnb_4bit_compute_dtype": "nn"}, {"bnb_4bit_compute_dtype": "int8"}, {"bnb_4bit_compute_dtype": 7},
+        {"llm_int8_skip_modules": None}, {"llm_int8_skip_modules": 7},
+    ],
+)  # fmt: skip
+def test_quantization_config_that_dsft_does_not_write_is_named(
+    changed: Any, export: Path, tmp_path: Path
+) -> None:
+    written = {
+        "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32", "llm_int8_skip_modules": []
+    }  # fmt: skip
+    write_adapter(export, tmp_path, written | changed if isinstance(changed, dict) else changed)
+    with pytest.raises(MissingInputError, match=r"dsft_export\.json: quantization_config is not as dsft"):
+        load(tmp_path, GREEDY)
+
+
 def test_the_command_answers_a_pipe_line_by_line(export: Path) -> None:
     code = "from dsft.cli import main; main()"
     words = [sys.executable, "-c", code, "chat", str(export), "--seed", "3", "--max-new-tokens", "4"]
