@@ -230,6 +230,22 @@ def status_bytes(key: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {key}")
 
 
+def quantized(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What from_pretrained takes to quantize linear layers as dsft's model.quantize does."""
+    if not given.get("quantize"):
+        return {}
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    form = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=given["quantize"],
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=getattr(torch, given.get("dtype", "float32")),
+    )
+    return {"quantization_config": form, "device_map": {"": 0 if given.get("device") == "cuda" else "cpu"}}
+
+
 def device_peaks() -> dict[str, int]:
     """Bytes of this process's GPU since its start, by torch's allocator; nothing where it used none."""
     import torch

@@ -4,7 +4,7 @@
 
 Takes the rows, the model folder and the settings that benchmarks/sft.py or benchmarks/gpu put into WORK:
 `device` (cpu where it is not given), `dtype` (float32), `optimizer` (adamw, or sgd), `checkpointing`, and
-`lora`, the rank of adapters.
+`lora`, the rank of adapters, and `quantize` (nf4 or fp4).
 Rank 0 writes RESULT: seconds and useful tokens of all steps but the first, each step's end and loss, and the
 GPU's peaks.
 """
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from benchmarks.paired import device_peaks
+from benchmarks.paired import device_peaks, quantized
 from dsft.data.steps.batch import Segments
 from dsft.model.attention import SHAPES, attend_per_segment, packed_keywords
 
@@ -78,7 +78,8 @@ def join(given: Batch) -> None:
 def load(work: Path, given: Batch) -> Any:
     """The model, on the device, in training mode."""
     dtype = getattr(torch, given.get("dtype", "float32"))
-    model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=dtype).to(device_of(given))
+    model = AutoModelForCausalLM.from_pretrained(work / "model", dtype=dtype, **quantized(given))
+    model = model.to(device_of(given))
     if given.get("lora"):
         from peft import LoraConfig, get_peft_model
 

@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.paired import device_peaks
+from benchmarks.paired import device_peaks, quantized
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
@@ -70,7 +70,7 @@ def main(variant: str, work: Path, result: Path) -> None:
 def load(work: Path, given: dict[str, Any]) -> Any:
     """In float32, which the trainers' bf16 keeps as the master weights; frozen ones need none."""
     dtype = getattr(torch, given.get("dtype", "float32")) if given.get("lora") else torch.float32
-    return AutoModelForCausalLM.from_pretrained(work / "model", dtype=dtype)
+    return AutoModelForCausalLM.from_pretrained(work / "model", dtype=dtype, **quantized(given))
 
 
 def common(given: dict[str, Any], work: Path, per_rank: int) -> dict[str, Any]:

@@ -393,8 +393,10 @@ def speed(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
         keys["data.max_tokens_per_micro_batch"] = (micro + 1) * max_length
     if arguments.get("lora"):
         keys["model.lora"] = {"rank": arguments["lora"], "alpha": 2.0 * arguments["lora"]}
+        keys["model.quantize"] = arguments.get("quantize")
     spec = write_spec(clear(folder / case.name) / "spec.yaml", keys)
-    more = {"checkpointing": bool(keys["model.gradient_checkpointing"]), "lora": arguments.get("lora")}
+    more = {"checkpointing": bool(keys["model.gradient_checkpointing"])}
+    more |= {key: arguments.get(key) for key in ("lora", "quantize")}
     given = given_of(spec) | more
     given = {k: v[:steps] if k in ("steps", "packs") else v for k, v in given.items()}
     if arguments["way"] == "dsft":

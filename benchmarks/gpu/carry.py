@@ -6,8 +6,10 @@ that pip is set to; writes .gpu/ and a line in git's own list of what it leaves 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from benchmarks.paired import git
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_MIB = 64  # of the folder and the repository together
-PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
+PLATFORMS = (
+    "manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014", "manylinux1",
+)  # fmt: skip
 
 # Not torch, accelerate, peft, tokenizers, safetensors, huggingface_hub, pyarrow, numpy and their like, which
 # an image for GPUs has; not wandb, without which a run works. DeepSpeed has no wheel: one is made here.
@@ -23,7 +27,7 @@ WHEELS = (
     "transformers", "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions",
     "msgpack", "hjson", "httpx",
     "trl", "datasets", "dill", "multiprocess", "xxhash",  # for the peers
-    "liger-kernel",
+    "liger-kernel", "bitsandbytes",
 )  # fmt: skip
 
 
@@ -57,12 +61,24 @@ def prepare(folder: Path, python: str) -> int:
         if done.returncode != 0:
             print(f"scripts/gpu: pip ended with exit code {done.returncode}", file=sys.stderr)
             return done.returncode
+    for wheel in folder.glob("bitsandbytes-*.whl"):
+        slim(wheel)
     size = (sum(file.stat().st_size for file in folder.iterdir()) + tracked_bytes()) / 2**20
     print(f"{folder.name}/ and the repository: {size:.0f} MiB; take both there, then: scripts/gpu setup")
     if size > LIMIT_MIB:
         print(f"scripts/gpu: more than {LIMIT_MIB} MiB", file=sys.stderr)
         return 1
     return 0
+
+
+def slim(wheel: Path) -> None:
+    """Leave out the libraries for other GPUs and for CUDA before 13, nine tenths of it."""
+    aside = wheel.with_suffix(".slim")
+    with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(aside, "w", zipfile.ZIP_DEFLATED) as kept:
+        for entry in whole.infolist():
+            if not re.search(r"_(xpu|rocm|cuda1[12])\d+\.so$", entry.filename):
+                kept.writestr(entry, whole.read(entry))
+    aside.replace(wheel)
 
 
 def pinned() -> dict[str, str]:

@@ -97,10 +97,10 @@ def speed(  # noqa: PLR0913  a row of the table
     **settings: Any,
 ) -> Case:
     """`rows`: documents (of 4,096 tokens each), short (about 205 tokens) or pairs; `way`: dsft, plain, …;
-    settings: `spec`, keys of the spec, `micro`, `max_length`, `lora`, `checkpointing` and `timed`, the number
-    of steps that count, in three parts whose spread is reported."""
+    settings: `spec`, keys of the spec, `micro`, `max_length`, `lora`, `quantize`, `checkpointing`, and
+    `timed`: how many steps count, in three parts whose spread is reported."""
     arguments = {"model": model, "rows": rows, "way": way, **settings}
-    needs = "trl" if "trl" in way else "liger_kernel" if "liger" in name else None
+    needs = "bitsandbytes" if "quantize" in settings else "trl" if "trl" in way else None
     return Case(name, stage, "speed", seconds, arguments, goals, beside, key, needs, gib)
 
 
@@ -152,6 +152,8 @@ CASES: tuple[Case, ...] = (
     parity("correct", 2, "fp32", "packed"),
     Case("quickstart", "correct", "quickstart", 150,
          goals=(("first_difference", "<=", 1e-5), ("difference", "<=", 1e-3))),
+    same("quantize", "correct", 1e-3, {**FP32, "model.lora": {"rank": 8}, "model.quantize": "nf4"}, {},
+         other_on="cpu", needs="bitsandbytes"),
     same("liger", "correct", 2e-3, {**BF16, **TORCH}, LIGER, key="model.kernels", needs="liger_kernel"),
     parity("correct", 3, "bf16", "packed"),
     Case("resume-after-kill", "correct", "resume", 120, {"spec": FP32}, (("difference", "<=", 1e-3),)),
@@ -180,6 +182,10 @@ CASES: tuple[Case, ...] = (
           spec={"parallel.zero_stage": 3}),
     speed("lora-plain", "large", "8b", "documents", "plain", gib=75, seconds=120, timed=9,
           micro=2, lora=16),
+    speed("qlora-dsft", "large", "8b", "documents", "dsft", PLAN, beside=("qlora-plain", "qlora-trl"),
+          gib=75, seconds=200, timed=9, micro=2, lora=16, quantize="nf4"),
+    speed("qlora-plain", "large", "8b", "documents", "plain", gib=75, seconds=120, timed=9,
+          micro=2, lora=16, quantize="nf4"),
     speed("lora-torch", "large", "8b", "documents", "dsft", beside=("lora-dsft",), gib=75, seconds=150,
           timed=9, micro=2, lora=16, spec=TORCH),
     speed("full-plain", "large", "8b", "documents", "plain", gib=135, seconds=150, timed=9, micro=2,
@@ -188,6 +194,8 @@ CASES: tuple[Case, ...] = (
           timed=9, micro=2, checkpointing=True, spec={"parallel.zero_stage": 3, **TORCH}),
     speed("lora-trl", "large", "8b", "documents", "trl", gib=75, seconds=120, timed=9,
           micro=2, lora=16),
+    speed("qlora-trl", "large", "8b", "documents", "trl", gib=75, seconds=120, timed=9,
+          micro=2, lora=16, quantize="nf4"),
     # --- memory -------------------------------------------------------------------------------------------
     Case("whole-run", "memory", "whole_run", 280, {"model": "1b"},
          (("phase_error", "<=", 0.03), ("device_error", "<=", 0.03)), gib=75),

@@ -157,9 +157,11 @@ def quantized_weights(causal_lm: nn.Module) -> dict[int, Form]:
 
 
 def packed(weight: Tensor, form: Form) -> Tensor:
-    """Return the elements, in the type of `weight` (out, in), that hold it in 4 bits."""
+    """Return the elements, in the type of `weight` (out, in), that hold it in 4 bits. They are on the CPU;
+    a GPU that this process uses computes them."""
+    place = torch.device("cuda") if torch.cuda.is_initialized() else weight.device
     values, state = _bitsandbytes().quantize_4bit(
-        weight, blocksize=BLOCK, compress_statistics=True, quant_type=form
+        weight.to(place), blocksize=BLOCK, compress_statistics=True, quant_type=form
     )
     parts = (values, state.absmax, state.state2.absmax, state.offset)
     found = torch.zeros(sum(packed_bytes(weight.numel())), dtype=torch.uint8)
