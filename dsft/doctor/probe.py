@@ -25,15 +25,16 @@ async def serve() -> None:
     """Answer questions until the input ends, or nothing happens for SILENCE seconds."""
     with ExitStack() as resources, suppress(TimeoutError):
         connection = await asyncio.wait_for(own_connection(), SILENCE)
-        while (order := await asyncio.wait_for(connection.receive(), SILENCE)) is not None:
+        order = await asyncio.wait_for(connection.receive(), SILENCE)
+        while order is not None:
             answer = second if "targets" in order else facts
             working = asyncio.create_task(asyncio.to_thread(answer, order, resources))
-            end = asyncio.create_task(connection.receive())  # the next question comes after the answer
-            await asyncio.wait({working, end}, timeout=SILENCE, return_when=asyncio.FIRST_COMPLETED)
+            following = asyncio.create_task(connection.receive())  # comes after the answer, or at the end
+            await asyncio.wait({working, following}, timeout=SILENCE, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 break
-            end.cancel()
             connection.send(working.result())
+            order = await asyncio.wait_for(following, SILENCE)
     os._exit(0)  # do not wait for threads that hang
 
 
