@@ -162,11 +162,12 @@ def kernels(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
 
 def profile(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
     """Milliseconds of one step of packed documents by kind of kernel."""
-    from benchmarks.gpu.trace import by_kind, only_trace
+    from benchmarks.gpu.trace import by_kind, kernels_of, longest, only_trace
 
     spec = large_set(case, folder, is_rehearsal, steps=5)
     run = train(spec, "--profile", "4", until=5).must_end_well()
-    return {"step": by_kind(only_trace(run.folder / "logs"))}
+    kernels = kernels_of(only_trace(run.folder / "logs"))
+    return {"step": by_kind(kernels), "longest": longest(kernels)}
 
 
 def large_set(case: Case, folder: Path, is_rehearsal: bool, steps: int, **keys: Any) -> Path:

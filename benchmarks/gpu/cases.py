@@ -110,7 +110,7 @@ FULL_3B = {"parallel.zero_stage": 2, "model.gradient_checkpointing": True}
 TORCH, LIGER = {"model.kernels": "torch"}, {"model.kernels": "liger"}
 
 
-def parity(stage: str, zero: int, precision: str, rows: str, seconds: int = 60) -> Case:
+def parity(stage: str, zero: int, precision: str, rows: str, seconds: int = 120) -> Case:
     settings = {
         "packing": rows == "packed",
         "spec": {"train.precision": precision, "parallel.zero_stage": zero}

@@ -23,11 +23,30 @@ KINDS = (
 """Kind -> words in the name of a kernel. The first one that matches counts; what none does is "other"."""
 
 
-def by_kind(trace: Path) -> dict[str, float]:
-    """Return the milliseconds of each kind, and of "gaps": between the first kernel and the last, when none
-    ran. Empty where the trace has no kernels, as on a CPU."""
+MOST = 40
+"""Kernels that `longest` names."""
+
+
+def kernels_of(trace: Path) -> list[dict[str, Any]]:
+    """Return a trace's kernels and copies; none on a CPU."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    kernels = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+
+
+def longest(kernels: Iterable[dict[str, Any]]) -> dict[str, list[float]]:
+    """Return the start of a kernel's name -> [milliseconds, launches], of those that took most."""
+    spent: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for one in kernels:
+        name = one["name"][:140]
+        spent[name] += one["dur"] / 1000
+        launches[name] += 1
+    return {name: [round(ms, 3), launches[name]] for name, ms in spent.most_common(MOST)}
+
+
+def by_kind(kernels: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the milliseconds of each kind, and of "gaps": between the first kernel and the last, when none
+    ran. Empty without kernels."""
     if not kernels:
         return {}
     found: Counter[str] = Counter()

@@ -23,7 +23,7 @@ from benchmarks.gpu.bodies import BODIES, differences, work_of
 from benchmarks.gpu.cases import CASES, MODELS, STAGE_SECONDS, STAGES, Case, cases_of
 from benchmarks.gpu.kernels import measure
 from benchmarks.gpu.page import PAGE, compare, judge, page
-from benchmarks.gpu.trace import by_kind, only_trace
+from benchmarks.gpu.trace import by_kind, kernels_of, longest, only_trace
 from dsft.spec.load import load_spec
 from tests.launching import LATE, ROOT
 
@@ -260,12 +260,13 @@ def test_a_trace_is_summed_by_kind_of_kernel(tmp_path: Path) -> None:
     ]
     trace = tmp_path / "trace-step-4.json"
     trace.write_text(json.dumps({"traceEvents": events}))
-    found = by_kind(only_trace(tmp_path))
+    kernels = kernels_of(only_trace(tmp_path))
+    found = by_kind(kernels)
     assert found.pop("gaps") == pytest.approx(8.5)  # of 19 ms; the first two overlap for half of one
     assert found == {kind: float(sum(one == kind for one in [*names.values(), "other"])) for kind in found}
     assert set(found) == set(names.values())
     trace.write_text(json.dumps({"traceEvents": [{"cat": "cpu_op", "name": "x"}]}))
-    assert by_kind(trace) == {}
+    assert by_kind(kernels_of(trace)) == {}
 
 
 def test_every_line_of_kernels_ends_with_figures_or_an_error() -> None:
