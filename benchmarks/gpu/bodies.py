@@ -161,7 +161,7 @@ def kernels(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
 
 
 def profile(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
-    """Milliseconds of one step of packed documents by kind of kernel."""
+    """Milliseconds of one step of packed documents by kind of kernel, and of the longest kernels."""
     from benchmarks.gpu.trace import by_kind, kernels_of, longest, only_trace
 
     spec = large_set(case, folder, is_rehearsal, steps=5)
@@ -171,14 +171,14 @@ def profile(case: Case, folder: Path, is_rehearsal: bool) -> Figures:
 
 
 def large_set(case: Case, folder: Path, is_rehearsal: bool, steps: int, **keys: Any) -> Path:
-    """A spec of packed documents, four in each step's only micro-batch; its file."""
+    """A spec of packed documents, all of a step in its only micro-batch; its file."""
     model = runs.model_folder(folder, "small" if is_rehearsal else case.settings["model"])
-    max_length, batch = (128, 2) if is_rehearsal else (4096, 4)
+    max_length, batch = (128, 2) if is_rehearsal else (4096, case.settings["batch"])
     rows = folder / f"rows-{case.name}.jsonl"
     write_rows(rows, "documents", (steps + 2) * batch, max_length)
     arguments = base_spec(model, rows, "documents", max_length) | {
         "train.precision": "bf16", "train.micro_batch_size": batch, "train.accumulation_steps": 1,
-        "train.max_steps": steps, **keys,
+        "train.max_steps": steps, **case.settings.get("spec", {}), **keys,
     }  # fmt: skip
     return write_spec(clear(folder / case.name) / "spec.yaml", arguments)
 

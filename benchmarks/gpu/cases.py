@@ -106,6 +106,7 @@ def speed(  # noqa: PLR0913  a row of the table
 
 FP32, BF16 = {"train.precision": "fp32"}, {"train.precision": "bf16"}
 PLAN: Goal = ("plan_error", "<=", 0.03)
+LORA = {"model.lora": {"rank": 16, "alpha": 32.0}}
 FULL_3B = {"parallel.zero_stage": 2, "model.gradient_checkpointing": True}
 TORCH, LIGER = {"model.kernels": "torch"}, {"model.kernels": "liger"}
 
@@ -139,7 +140,11 @@ CASES: tuple[Case, ...] = (
     Case("doctor", "setup", "doctor", 120, mode="fast"),
     # --- kernels ------------------------------------------------------------------------------------------
     Case("kernels", "kernels", "kernels", 240, gib=30),
-    Case("profile", "kernels", "profile", 150, {"model": "1b"}, gib=90),
+    Case("profile", "kernels", "profile", 150, {"model": "1b", "batch": 4}, gib=90),
+    Case("profile-lora", "kernels", "profile", 150, {"model": "8b", "batch": 2, "spec": LORA}, gib=90),
+    Case("profile-qlora", "kernels", "profile", 150,
+         {"model": "8b", "batch": 2, "spec": {**LORA, "model.quantize": "nf4"}}, gib=90,
+         needs="bitsandbytes"),
     # --- the same numbers ---------------------------------------------------------------------------------
     Case("attention-bf16", "correct", "attention", 60, {"dtype": "bfloat16"},
          (("gradient_error", "<=", 1.5e-2), ("other_segment_bits", "<=", 0))),
@@ -162,7 +167,7 @@ CASES: tuple[Case, ...] = (
           ("ratio documents-plain", ">=", 1.0), beside=("documents-plain", "documents-trl"), gib=90,
           seconds=150),
     speed("documents-plain", "speed", "1b", "documents", "plain", gib=110),
-    speed("short-dsft", "speed", "1b", "short", "dsft", ("mfu", ">=", 0.42), PLAN,
+    speed("short-dsft", "speed", "1b", "short", "dsft", ("mfu", ">=", 0.42),
           beside=("short-plain", "short-trl"), gib=90),
     speed("short-plain", "speed", "1b", "short", "plain-packed", gib=110),
     speed("documents-torch", "speed", "1b", "documents", "dsft", beside=("documents-dsft",), gib=90,
@@ -197,7 +202,7 @@ CASES: tuple[Case, ...] = (
     speed("qlora-trl", "large", "8b", "documents", "trl", gib=75, seconds=120, timed=9,
           micro=2, lora=16, quantize="nf4"),
     # --- memory -------------------------------------------------------------------------------------------
-    Case("whole-run", "memory", "whole_run", 280, {"model": "1b"},
+    Case("whole-run", "memory", "whole_run", 280, {"model": "1b", "batch": 4},
          (("phase_error", "<=", 0.03), ("device_error", "<=", 0.03)), gib=75),
     Case("out-of-memory", "memory", "out_of_memory", 200, gib=75),
     # --- more of the same numbers -------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class RankExchange:
     def to_heads(self, *tokens: Tensor) -> list[Tensor]:
         """See `Exchange.to_heads`."""
         length = tokens[0].shape[2]
-        by_rank = [x[0].transpose(0, 1).reshape(length, self.size, -1) for x in tokens]
+        by_rank = [x.squeeze(0).transpose(0, 1).reshape(length, self.size, -1) for x in tokens]
         whole: Tensor = _AllToAll.apply(torch.cat(by_rank, 2).transpose(0, 1), self.group)
         parts = whole.view(self.size * length, -1).split([x.shape[2] for x in by_rank], 1)
         return [

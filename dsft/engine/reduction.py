@@ -33,7 +33,8 @@ class OneRankZero2(DeepSpeedZeroOptimizer):
     def process_gradients(self, param: nn.Parameter, i: int) -> None:
         assert param.grad is not None
         whole = self._get_compact_grad_partition_slice(i, 0, self.get_param_id(param), param.numel())
-        whole.add_(param.grad.view(-1))
+        add = whole.add_ if self.micro_step_id > 0 else whole.copy_
+        add(param.grad.view(-1))
         param.grad = None
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
@@ -49,6 +50,14 @@ class OneRankZero2(DeepSpeedZeroOptimizer):
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Do nothing: the norm is not finite where a gradient is not."""
+
+    def unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: Tensor) -> None:
+        """Multiply all gradients by one factor (stage_1_and_2.py:3193 unscale_and_clip_grads), in the kernel
+        that reads and writes 16 bytes at once: that of `mul_` by a tensor does not."""
+        if self.clip_grad > 0 or self.loss_scale != 1:
+            factor = torch.ones((), device=self.device)
+            super().unscale_and_clip_grads([factor], total_norm)
+            torch._foreach_mul_(grad_groups_flat, factor)
 
     def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
         return norm_of([gradient for group in self.averaged_gradients.values() for gradient in group])

@@ -189,7 +189,8 @@ def varlen_attention(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         check_supported(module, attention_mask, borders[0] is not None, window, arguments)
         reach = -1 if window in (None, WINDOW_NOT_GIVEN) or window >= longest else window - 1
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        # not x[0], whose backward fills zeros and copies
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         if index is not None:
             k, v = k.index_select(0, index), v.index_select(0, index)
         form = AttentionArguments(longest, scale, (reach, 0), softcap, dropout)

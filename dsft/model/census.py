@@ -13,6 +13,7 @@ from dsft.model.attention_choice import requirements_of
 from dsft.model.build import around, check_trainable, choose_trained
 from dsft.model.config import TokenFacts, on_meta, resolve_config, token_facts
 from dsft.model.experts import choose_experts, expert_layers
+from dsft.model.kernels import fused
 from dsft.model.mlp_chunks import check_layers, mlps_of
 from dsft.model.names import plain_name
 from dsft.model.quantize import quantized_weights
@@ -71,6 +72,12 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, 
     }
     mlps = {id(p): plain_name(name) for name, mlp in mlps_of(causal_lm).items() for p in mlp.parameters()}
     quantized = quantized_weights(causal_lm)
+    kernels = {
+        id(p)
+        for module in causal_lm.modules()
+        if (one := fused(module)) and one.kind in ("norms", "MLPs")
+        for p in module.parameters()
+    }
     found: dict[int, dict[str, Any]] = {}
     for name, parameter in causal_lm.named_parameters(remove_duplicate=False):
         if id(parameter) in found:
@@ -87,6 +94,8 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, 
         }
         if id(parameter) in quantized:
             found[id(parameter)]["form"] = quantized[id(parameter)]
+        if id(parameter) in kernels:
+            found[id(parameter)]["fused"] = True
         if id(parameter) in mlps:
             found[id(parameter)]["mlp"] = mlps[id(parameter)]
         if id(parameter) in recurrent:

@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
@@ -107,10 +107,9 @@ def _try(device: torch.device) -> None:
 def use_liger(causal_lm: PreTrainedModel) -> None:
     """Change the modules that a kernel replaces."""
     for module in list(causal_lm.modules()):
-        kind, forward = _fused(module)
-        if forward is not None:
+        if found := fused(module):
             cls = type(module)
-            members = {"forward": forward, PLAIN: cls, KIND: kind}
+            members = {"forward": found.forward(), PLAIN: cls, KIND: found.kind}
             module.__class__ = type(f"Liger{cls.__name__}", (cls,), members)
 
 
@@ -144,17 +143,24 @@ def _changed(causal_lm: PreTrainedModel) -> list[tuple[nn.Module, type[nn.Module
     return [(module, type(module)) for module in causal_lm.modules() if hasattr(type(module), PLAIN)]
 
 
-def _fused(module: nn.Module) -> tuple[str, Callable[..., Any] | None]:
-    """Return what `module` is, and the forward that replaces its own; None for modules that stay."""
+class Fused(NamedTuple):
+    """What a kernel replaces: its kind in the plural, and a function that makes its forward."""
+
+    kind: str
+    forward: Callable[[], Callable[..., Any]]
+
+
+def fused(module: nn.Module) -> Fused | None:
+    """Return what replaces the forward of `module`; None for modules that stay. Needs no package."""
     own: Any = type(module).forward
     if _same(own, llama.LlamaRMSNorm.forward):
-        return "norms", _norm("llama", 0.0, "variance_epsilon")
+        return Fused("norms", partial(_norm, "llama", 0.0, "variance_epsilon"))
     if _same(own, Olmo2RMSNorm.forward):
-        return "norms", _norm("gemma", 0.0, "variance_epsilon")
+        return Fused("norms", partial(_norm, "gemma", 0.0, "variance_epsilon"))
     if _same(own, GemmaRMSNorm.forward) and _same(getattr(module, "_norm", None), GemmaRMSNorm._norm):
-        return "norms", _norm("gemma", 1.0, "eps")
+        return Fused("norms", partial(_norm, "gemma", 1.0, "eps"))
     if _same(own, llama.LlamaMLP.forward) and isinstance(getattr(module, "act_fn", None), _SILU):
-        return "MLPs", _swiglu
+        return Fused("MLPs", lambda: _swiglu)
     names = getattr(getattr(own, "__code__", None), "co_names", ())
     rotate = own.__globals__.get(ROTATE) if ROTATE in names else None
     if (
@@ -162,8 +168,8 @@ def _fused(module: nn.Module) -> tuple[str, Callable[..., Any] | None]:
         and _same(rotate, llama.apply_rotary_pos_emb)
         and _same(rotate.__globals__.get("rotate_half"), llama.rotate_half)
     ):
-        return "rotary embeddings", _with_rope(own, rotate)
-    return "", None
+        return Fused("rotary embeddings", partial(_with_rope, own, rotate))
+    return None
 
 
 _SILU = (nn.SiLU, SiLUActivation)

@@ -25,7 +25,7 @@ from dsft.system.files import cache_folder, cache_json, cached_json
 if TYPE_CHECKING:  # dsft.plan.cut imports this module
     from dsft.plan.cut import Cut
 
-VERSION = 11
+VERSION = 12
 """Version of cached censuses. Increase it when the same model section, files and library versions give
 another census (parameters, names, layers, reasons) or another JSON format. Checked by
 tests/unit/plan/test_census_version.py."""
@@ -54,6 +54,7 @@ class Parameter:
     saved      of the parameters of a recurrent module: at its first one the bytes per token that the module's
                backward needs, in 16 bits and in fp32, at the others zeros; empty outside such modules
     form       what it is stored as (`dsft.plan.storage`)
+    fused      whether it belongs to a norm or an MLP that Liger's kernels can compute
     """
 
     name: str
@@ -68,6 +69,7 @@ class Parameter:
     mlp: str | None = None
     saved: tuple[int, ...] = ()
     form: Form = "plain"
+    fused: bool = False
 
     @property
     def numel(self) -> int:

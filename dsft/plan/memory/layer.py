@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsft.plan.census import Census, Parameter
-from dsft.plan.memory.sizes import chunk_limit, compute_bytes, runs_on_cpu
+from dsft.plan.memory.sizes import chunk_limit, compute_bytes, fuses, runs_on_cpu
 from dsft.plan.memory.tensors import Tensors, each, one
 from dsft.plan.storage import FP32
 from dsft.spec.schema import Spec
@@ -59,12 +59,19 @@ def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
     and rotary embeddings; trained norms of weights narrower than fp32 need two more hidden vectors. An
     adapter's matrices share their input with the layer's own and add only their rank. Of experts each token
     has top_k copies of these; the result of their activation function is as wide as the narrowest matrix.
+
+    Liger's norms keep their input alone, and its MLPs the two inputs and the output of SwiGLU.
     """
-    matrices = [p.shape for p in own if len(p.shape) == 2 and p.experts == 1 and ".lora_" not in p.name]
+    of_mlp = [p for p in own if p.fused and len(p.shape) == 2] if fuses(spec) else []
+    others = [p for p in own if p not in of_mlp]
+    matrices = [p.shape for p in others if len(p.shape) == 2 and p.experts == 1 and ".lora_" not in p.name]
     ranks = [min(p.shape) for p in own if len(p.shape) == 2 and ".lora_" in p.name]
-    norms = compute_bytes(spec) < FP32 and any(p.trained and len(p.shape) == 1 for p in own)
-    widest = max((shape[0] for shape in matrices), default=0)
+    norms = compute_bytes(spec) < FP32 and any(
+        p.trained and len(p.shape) == 1 and not (fuses(spec) and p.fused) for p in own
+    )
+    widest = 0 if of_mlp else max((shape[0] for shape in matrices), default=0)
     found = [size for shape in matrices for size in shape] + [widest, *ranks] + [hidden] * (2 * norms)
+    found += [size for p in of_mlp if ".lora_" not in p.name for size in p.shape if size != hidden]
     experts = [p for p in own if p.experts > 1 and len(p.shape) == 3]
     found += [size * p.top_k for p in experts for size in p.shape[1:]]
     between = [(sum(p.shape[1:]) - hidden) * p.top_k for p in experts]

@@ -5,7 +5,8 @@ dsft/model/head.py divides the logits into chunks by these sizes, and the plan c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from dsft.plan.flops import memory_of
 from dsft.plan.storage import FP32, width
@@ -62,17 +63,29 @@ def gpu_bytes(spec: Spec) -> int | None:
 
 def with_device(spec: Spec, device: str, memory: int | None) -> Spec:
     """Return the spec as of a cluster of this device, where it is a GPU: for the plan of a run, which knows
-    its own. memory: bytes."""
+    its own, and whether it has Liger's kernels. memory: bytes."""
     if device == "cpu" or memory is None:
         return spec
     cluster = spec.cluster or Cluster(hosts={"localhost": 1})
     accelerator = Accelerator(name=device, memory_gib=memory / GIB)
-    return spec.model_copy(update={"cluster": cluster.model_copy(update={"accelerator": accelerator})})
+    found: dict[str, Any] = {"cluster": cluster.model_copy(update={"accelerator": accelerator})}
+    if spec.model.kernels == "auto" and find_spec("liger_kernel") is None:
+        found["model"] = spec.model.model_copy(update={"kernels": "torch"})
+    return spec.model_copy(update=found)
 
 
 def runs_on_cpu(spec: Spec) -> bool:
     accelerator = spec.accelerator
     return accelerator is not None and accelerator.name.lower() == "cpu"
+
+
+def fuses(spec: Spec) -> bool:
+    """Return whether Liger's kernels compute what they can: auto uses them on a GPU, where
+    `dsft.model.kernels` finds them."""
+    model = spec.model
+    if model.kernels == "auto":
+        return not (model.compile or runs_on_cpu(spec))
+    return model.kernels == "liger"
 
 
 def compute_bytes(spec: Spec) -> int:
