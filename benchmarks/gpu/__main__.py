@@ -30,7 +30,7 @@ import psutil
 from benchmarks import paired
 from benchmarks.gpu.carry import prepare
 from benchmarks.gpu.cases import CASES, STAGE_SECONDS, STAGES, Case, cases_of
-from benchmarks.gpu.page import PAGE, compare, judge, page, table
+from benchmarks.gpu.page import PAGE, compare, judge, merge, page, table
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
@@ -50,7 +50,7 @@ def main() -> int:
                 print(f"scripts/gpu: {folder} has no results.json, which a stage writes.", file=sys.stderr)
                 return 66
         results = [one for folder in options.folders for one in read(folder / "results.json")]
-        PAGE.write_text(page(results), encoding="utf-8")
+        PAGE.write_text(page(merge(results)), encoding="utf-8")
         return 0
     if options.command == "list":
         for case in CASES:

@@ -3,6 +3,7 @@ tables of results.md, and docs/gpu.md."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,15 +48,16 @@ def figure(result: Mapping[str, Any], name: str) -> float | None:
 
 
 def compare(results: Sequence[Result]) -> list[Result]:
-    """In the order of the table; each case that has others beside it gets `ratios` of its tokens per second
-    to theirs, and the largest difference of its losses from theirs, and is judged again."""
+    """In the order of the table; each case that has others of the same commit beside it gets `ratios` of its
+    tokens per second to theirs, and the largest difference of its losses from theirs, and is judged again."""
     order = {case.name: number for number, case in enumerate(CASES)}
     by_name = {one["case"]: dict(one) for one in results if one["case"] in order}
     for one in by_name.values():
         case = BY_NAME[one["case"]]
         if not case.beside or "tokens_per_s" not in one:
             continue
-        others = [by_name[name] for name in case.beside if "tokens_per_s" in by_name.get(name, {})]
+        named = [by_name[name] for name in case.beside if "tokens_per_s" in by_name.get(name, {})]
+        others = [other for other in named if other.get("commit") == one.get("commit")]
         one["ratios"] = {other["case"]: one["tokens_per_s"] / other["tokens_per_s"] for other in others}
         alike = [o for o in others if BY_NAME[o["case"]].settings["way"] not in OWN_ROWS]
         apart = [apart_by(one["losses"], other["losses"]) for other in alike]
@@ -157,25 +159,32 @@ def shown(value: float | None, digits: int = 3) -> str:
 # --- the page -----------------------------------------------------------------------------------------------
 
 GUIDE = Path(__file__).with_name("guide.md")
+MEASURED = Path(__file__).with_name("measured.json")
+"""The results on the page, one a line."""
+NOT_KEPT = ("argv", "longest", "phases", "reference_losses", "ratios", "loss_difference")
 
-NONE = """\
-No GPU was at hand yet: nothing here has been measured on one, and the goals below are goals. The cases have
-been rehearsed from a clone without `.git` on the stand-in GPU (`scripts/standin`) or on a CPU, some on both,
-at a size at which no figure says anything of a GPU. A profiled step, several GPUs and TRL were
-rehearsed on the CPU only, running out of memory on the stand-in only. Rehearsed nowhere: liger, which
-needs Triton, and documents-compiled, since packed rows are compiled on a GPU alone.
-"""
+
+def merge(results: Sequence[Result]) -> list[Result]:
+    """Put results of GPUs in the place of earlier ones of the same cases in `MEASURED`, and return all."""
+    known = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else []
+    new = [one for one in results if one["pass"] is not None and not one.get("rehearsed")]
+    by_name = {one["case"]: one for one in [*known, *new]}
+    kept = [{key: one[key] for key in one if key not in NOT_KEPT} for one in by_name.values()]
+    lines = ",\n".join(json.dumps(one, ensure_ascii=False) for one in kept)
+    MEASURED.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    return kept
 
 
 def page(results: Sequence[Result]) -> str:
     """The guide, then what was measured; rehearsals are not results."""
     guide = GUIDE.read_text(encoding="utf-8")
     real = compare([one for one in results if not one.get("rehearsed")])
-    if not any(one["pass"] is not None for one in real):
-        return f"{guide}{NONE}\n{goals()}\n"
     heads = "\n".join(f"- {line}" for line in sorted({head(one) for one in real}))
-    reached, skipped = (sum(one["pass"] is which for one in real) for which in (True, None))
-    count = f"{reached} of {len(real)} cases reached their goals; {skipped} were not run."
+    missing = ", ".join(case.name for case in CASES if case.name not in {one["case"] for one in real})
+    count = (
+        f"{sum(one['pass'] for one in real)} of {len(real)} cases that were run reached their goals. Not run "
+        f"yet: {missing}."
+    )
     return f"{guide}{heads}\n\n{count}\n\n{table(real)}\n{goals()}\n"
 
 

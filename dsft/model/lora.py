@@ -11,7 +11,6 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.experts import NO_ADAPTERS, of_experts, routers
 from dsft.model.init import module_seed
+from dsft.model.lora_sum import sum_in_product
 from dsft.model.names import ADAPTER, is_adapter, plain_name
 from dsft.model.quantize import load_bitsandbytes
 from dsft.model.vocabulary import vocabulary_names
@@ -66,51 +66,10 @@ def inject(causal_lm: PreTrainedModel, lora: Lora, names: Names = str) -> Any:
         inject_adapter_in_model(config, causal_lm, ADAPTER, low_cpu_mem_usage=True)
     if not lora.use_dora:
         for _, layer in _adapted(causal_lm):
-            layer.__class__ = _summed(type(layer))
-            layer.lora_B[ADAPTER].__class__ = SummedLinear
+            sum_in_product(layer)
     for _, module in saved:
         module.requires_grad_(True)
     return config
-
-
-class SummedLinear(nn.Linear):
-    """B of an adapter. It adds its product to the output of the layer that it adapts."""
-
-    def forward(self, input: Tensor, output: Tensor) -> Tensor:  # type: ignore[override]
-        """Return output + input Bᵀ, in the shape of `output` (…, out); input: (…, rank)."""
-        found: Tensor = _Sum.apply(input.flatten(0, -2), output.flatten(0, -2), self.weight)
-        return found.view_as(output)
-
-
-class _Sum(torch.autograd.Function):
-    """addmm that saves the weight as it is, not transposed: ZeRO 3 can then release it until the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, output: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        return torch.addmm(output, input, weight.t())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        [upstream], (input, weight) = gradients, ctx.saved_tensors
-        return upstream @ weight, upstream, upstream.t() @ input
-
-
-@cache
-def _summed(cls: Any) -> type[Any]:
-    """Return peft's class of adapted linear layers with another way to compute the same: the factor goes to
-    the product with A, and the sum is in the product with B. peft's operations on whole outputs are a tenth
-    of a step (docs/gpu.md)."""
-    plain = cls.forward
-
-    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.disable_adapters or self.merged:
-            return plain(self, x, *args, **kwargs)
-        output = self.base_layer(x, *args, **kwargs)
-        scaled = self.lora_A[ADAPTER](self.lora_dropout[ADAPTER](x)) * self.scaling[ADAPTER]
-        return self.lora_B[ADAPTER](scaled, output)
-
-    return type(f"Summed{cls.__name__}", (cls,), {"forward": forward})
 
 
 def with_adapters(
