@@ -33,6 +33,7 @@ from deepspeed.runtime.utils import CheckOverflow
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from torch import Tensor, nn
 
+from dsft.engine import gradients
 from dsft.engine.build import build_engine
 from dsft.engine.gradients import StepClip
 from dsft.engine.join import join
@@ -203,6 +204,7 @@ def main(output: Path, names: list[str]) -> None:
     build._weights = lambda *_: NoValues()  # type: ignore[assignment]
     for module in (stage_1_and_2, stage3, bf16_optimizer, fused_optimizer, unfused_optimizer):
         module.is_invalid_grad_norm = lambda *_: False  # nothing is computed, so it may be any number
+    gradients._weight_norm = lambda *_, **__: 1.0  # DeepSpeed takes the root of their sum
     for kind in (stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3, CheckOverflow):
         kind.has_overflow = lambda self, *_, **__: False
     StepClip._global_norm = lambda self, gradients: torch.ones(())  # type: ignore[method-assign]
