@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from dsft.data.steps.batch import Answers, MicroBatch, Segments, Tokens
+from dsft.data.steps.batch import NO_TARGET, Answers, MicroBatch, Segments, Tokens
+from dsft.dist.world import World
 from dsft.model.policy import Policy
 from dsft.rank.environment import Launched
 from dsft.setup.run import Run
-from dsft.spec.layout import batch_on, layout_of
+from dsft.spec.layout import Layout, batch_on, layout_of
 from dsft.spec.schema import Spec
+
+Row = tuple[list[int], list[bool]]
+"""Token ids, and which of them are trained on."""
+ALONE = World(0, 1, 0, Layout(1, 1), torch.device("cpu"))
+"""A world of one rank, without a process group."""
 
 
 def make_micro_batch(  # noqa: PLR0913, PLR0917
@@ -27,6 +35,32 @@ def make_micro_batch(  # noqa: PLR0913, PLR0917
     """Return a micro-batch, packed where `lengths` are given. Each tensor is (B, T)."""
     tokens = Tokens(input_ids, position_ids, targets, noise_scale, is_padding)
     return MicroBatch(tokens, None if lengths is None else Segments(lengths, starts), answers)
+
+
+def padded(rows: Sequence[Row]) -> MicroBatch:
+    """Return the rows padded with token 7, to show that padding does not matter. No row at all gives one of
+    two tokens without a target."""
+    length = max((len(ids) for ids, _ in rows), default=2)
+    shape = (max(len(rows), 1), length)
+    ids, targets = torch.full(shape, 7), torch.full(shape, NO_TARGET)
+    is_padding = torch.ones(shape, dtype=torch.bool)
+    for number, (row, trained) in enumerate(rows):
+        is_padding[number, : len(row)] = False
+        ids[number, : len(row)] = torch.tensor(row)
+        wanted = [i if is_target else NO_TARGET for i, is_target in zip(row, trained, strict=True)]
+        targets[number, : len(row) - 1] = torch.tensor(wanted[1:])
+    return make_micro_batch(ids, torch.arange(length).repeat(shape[0], 1), targets, is_padding=is_padding)
+
+
+def packed(rows: Sequence[Row]) -> MicroBatch:
+    """Return the same rows, one after the other; no row at all gives the two tokens without a target."""
+    each = [padded([row]).tokens for row in rows] or [padded([]).tokens]
+    ids, positions, targets = (
+        torch.cat([getattr(tokens, name) for tokens in each], 1)
+        for name in ("input_ids", "position_ids", "targets")
+    )
+    lengths = tuple(tokens.input_ids.shape[1] for tokens in each)
+    return make_micro_batch(ids, positions, targets, lengths, is_padding=None if rows else each[0].is_padding)
 
 
 def forward(policy: Policy, batch: MicroBatch) -> Any:

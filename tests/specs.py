@@ -19,3 +19,18 @@ def minimal_spec(task: str = "pretrain", *, name: str = "small", **sections: Any
     values["train"] = {"micro_batch_size": 1, **steps, **train}
     values["optim"] = {"learning_rate": 1e-3, **optim}
     return Spec.model_validate(values)
+
+
+def dims(
+    hidden: int, inner: int, layers: int, heads: int, key_heads: int | None = None, **more: Any
+) -> dict[str, Any]:
+    """Return keys of a model's config.json: hidden_size, intermediate_size, num_hidden_layers,
+    num_attention_heads, num_key_value_heads if given, and more."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    grouped = {} if key_heads is None else {"num_key_value_heads": key_heads}
+    return dict(zip(names, (hidden, inner, layers, heads), strict=True)) | grouped | more
+
+
+def llama(*given: int, **more: Any) -> dict[str, Any]:
+    """Return the config.json of a Llama of these `dims`."""
+    return {"model_type": "llama"} | dims(*given, **more)

@@ -10,18 +10,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 
 from dsft.model.config import UNTESTED
 from dsft.model.conversion import persistent_buffers
+from tests.specs import dims
 
 VOCABULARY = 128
-SMALL: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "sliding_window": 4,  # shorter than most rows
-}
+SMALL = dims(16, 32, 2, 2, 1, head_dim=8, max_position_embeddings=64, sliding_window=4)
 """For every architecture that has a key of that name."""
 
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -199,34 +191,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 """The others that `base_model_pp_plan` describes: a small config, and why they are refused."""
 
 PACKED = {
-    "doge": "eager",
-    "falcon": "refused",
-    "gpt_oss": "refused",
-    "granite_swa": "eager",
-    "granitemoe_swa": "eager",
-    "mimo_v2_flash": "eager",
-    "nemotron": "eager",
-    "stablelm": "eager",
-}
+    "doge": "eager", "falcon": "refused", "gpt_oss": "refused", "granite_swa": "eager",
+    "granitemoe_swa": "eager", "mimo_v2_flash": "eager", "nemotron": "eager", "stablelm": "eager",
+}  # fmt: skip
 """Where packed rows are not attended per segment: by the model's own attention, or not at all."""
 
 MIXES = "mix tokens outside of the attention"
 SPLIT = {
-    "bailing_hybrid": MIXES,
-    "doge": "passes its own mask",
-    "falcon": "computes its attention itself",
-    "gpt_oss": "passes s_aux",
-    "granite_swa": "passes s_aux",
-    "granitemoe_swa": "passes s_aux",
-    "lfm2": MIXES,
-    "lfm3": MIXES,
-    "mimo_v2_flash": "passes s_aux",
-    "nemotron": "does not pass the segments",
-    "qwen3_5_moe_text": MIXES,
-    "qwen3_5_text": MIXES,
-    "qwen3_next": MIXES,
+    "bailing_hybrid": MIXES, "doge": "passes its own mask", "falcon": "computes its attention itself",
+    "gpt_oss": "passes s_aux", "granite_swa": "passes s_aux", "granitemoe_swa": "passes s_aux",
+    "lfm2": MIXES, "lfm3": MIXES, "mimo_v2_flash": "passes s_aux", "nemotron": "does not pass the segments",
+    "qwen3_5_moe_text": MIXES, "qwen3_5_text": MIXES, "qwen3_next": MIXES,
     "stablelm": "does not pass the segments",
-}
+}  # fmt: skip
 """Where rows cannot be split over ranks, and why."""
 
 BOUND = 1e-6

@@ -4,7 +4,6 @@ the model that it came from, whatever the architecture. Fresh models, and all th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,26 +36,11 @@ from tests.architectures.cases import (
     keys_of,
     small_model,
 )
-from tests.make import logps_of
+from tests.make import ALONE, logps_of
 from tests.selected import tiered
 
 T = TypeVar("T")
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
-
-
-class Alone:
-    """A `Group` of one rank."""
-
-    rank = 0
-
-    def gather(self, mine: T) -> list[T]:
-        return [mine]
-
-    def broadcast(self, mine: T) -> T:
-        return mine
-
-    def first(self, work: Callable[[], T]) -> T:
-        return work()
 
 
 @pytest.mark.parametrize("kind", tiered(ARCHITECTURES, USUAL))
@@ -111,7 +95,7 @@ def exported(policy: Policy, folder: Path, given: Path) -> Path:
     facts = CheckpointState({"step": 0}, spec, {"global_batch_size": 1}, {}, {}, {})
     shapes = {name: tuple(p.shape) for name, p in trained.items()}
     files = read_files(model_folder)
-    save(folder, fragments, shapes, facts, Alone(), model_files=files, retention=Checkpoint(keep_last=None))
+    save(folder, fragments, shapes, facts, ALONE, model_files=files, retention=Checkpoint(keep_last=None))
     export(CheckpointReader.open(folder / "checkpoints" / "step-0"), folder / "out")
     return folder / "out"
 

@@ -31,11 +31,11 @@ from dsft.model.whole import text_config, whole_of
 from dsft.model.whole_proof import apart, check_text
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Checkpoint, Lora, Model
-from tests.architectures.test_folders import Alone, tensors_of
+from tests.architectures.test_folders import tensors_of
 from tests.architectures.wholes import VOCABULARY, WHOLES, small_whole
 from tests.in_threads import Threads
 from tests.integration.runs import write_spec
-from tests.make import logps_of, make_micro_batch
+from tests.make import ALONE, logps_of, make_micro_batch
 from tests.selected import tiered
 
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -336,7 +336,7 @@ def saved(policy: Policy, model: Model, folder: Path, precision: str = "bf16") -
     base = digests(weight_files(str(model.name_or_path)))
     facts = CheckpointState({"step": 0}, spec, {"global_batch_size": 1}, {}, {}, {}, base=base)
     shapes = {name: tuple(p.shape) for name, p in trained.items()}
-    save(folder, fragments, shapes, facts, Alone(), model_files=files, retention=Checkpoint(keep_last=None))
+    save(folder, fragments, shapes, facts, ALONE, model_files=files, retention=Checkpoint(keep_last=None))
     return folder / "checkpoints" / "step-0"
 
 

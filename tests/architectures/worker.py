@@ -66,9 +66,9 @@ from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Checkpoint, Spec
 from tests.architectures.cases import ARCHITECTURES, VOCABULARY
-from tests.make import forward, make_micro_batch
+from tests.make import forward, packed, padded
 from tests.parity import pairs, plain
-from tests.parity.worker import DECAY, assemble, keep_gradients, merge, micro_batch, relative
+from tests.parity.worker import DECAY, assemble, keep_gradients, merge, relative
 from tests.specs import minimal_spec
 
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
@@ -184,7 +184,7 @@ def run(engine: Any, policy: Policy, steps: list[plain.Step], world: World, atte
     losses, before = [], []
     for name, step in zip(STEPS, steps, strict=True):
         is_packed = name == "packed" and attention != "refused"
-        lay = packed if is_packed else micro_batch
+        lay = packed if is_packed else padded
         before.append(assemble(world, engine))
         counts = {"tokens": plain.count(plain.rows_of(step))}
         is_split = world.layout.sequence_parallel > 1  # one group has all ranks' rows
@@ -194,18 +194,6 @@ def run(engine: Any, policy: Policy, steps: list[plain.Step], world: World, atte
         losses.append(float(world.sum(result.sums)[0]) / counts["tokens"])
     gathered = [merge(world.gather(g)) for g in gradients]
     return Outcome(losses, before, gathered, assemble(world, engine), attention)
-
-
-def packed(rows: list[plain.Row]) -> MicroBatch:
-    """One after the other in one row; no row at all: one of two tokens, no target."""
-    padded = [micro_batch([row]) for row in rows] or [micro_batch([])]
-    ids, positions, targets = (
-        torch.cat(parts, dim=1)
-        for parts in zip(
-            *((b.tokens.input_ids, b.tokens.position_ids, b.tokens.targets) for b in padded), strict=True
-        )
-    )
-    return make_micro_batch(ids, positions, targets, tuple(b.shape[1] for b in padded))
 
 
 def make_spec(folder: Path, mode: str, attention: str = "auto") -> Spec:

@@ -52,15 +52,12 @@ from dsft.tasks.api import EvaluationSet
 from dsft.tasks.preference import score_pairs
 from tests.examples import dataset_of
 from tests.process_groups import own_groups
-from tests.specs import minimal_spec
+from tests.specs import llama, minimal_spec
 
 VOCABULARY, SEED, PAD, PAIRS = 128, 11, 7, 12
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
 WIDE = {"initializer_range": 0.2, "max_position_embeddings": 128}  # logits as spread as a trained model's
-LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
-    "num_attention_heads": 2, **WIDE,
-}  # fmt: skip
+LLAMA = llama(32, 64, 4, 2, **WIDE)
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.1, **WIDE}
 LORA = {"rank": 2, "alpha": 4.0, "target_modules": ["q_proj", "down_proj"]}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -39,16 +39,13 @@ from dsft.run.trainer import watch_hosts
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from tests.make import make_micro_batch
-from tests.specs import minimal_spec
+from tests.specs import llama, minimal_spec
 from tests.trainers import PlainTrainer
 
 SECONDS = 1.0  # that a verdict rests on, in place of 10
 VOCABULARY, LENGTH, ROWS, SLOWED_RANK = 128, 64, 2, 1
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
-LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-    "num_attention_heads": 2, "max_position_embeddings": 128, "vocab_size": VOCABULARY,
-}  # fmt: skip
+LLAMA = llama(64, 128, 4, 2, max_position_embeddings=128, vocab_size=VOCABULARY)
 IN_TURN = """
 import os, signal, sys, time
 rank = int(sys.argv[1])

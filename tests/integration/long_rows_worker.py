@@ -37,18 +37,11 @@ from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from dsft.system.process import end
 from tests.make import make_micro_batch
-from tests.specs import minimal_spec
+from tests.specs import llama, minimal_spec
 
 VOCABULARY = 256
 FACTS = TokenFacts(VOCABULARY, None, None, None)
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+LLAMA = llama(64, 256, 2, 4, 2)
 
 
 class LivePeak(TorchDispatchMode):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.launching import LATE, ROOT, end_group, forked
+from tests.specs import llama
 
 TRAIN = ROOT / "dsft" / "train.py"
 
@@ -33,10 +34,7 @@ checkpoint: {every: 4}
 wandb: {mode: disabled}
 """
 
-LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256,
-}  # fmt: skip
+LLAMA = llama(32, 64, 4, 2, 2, max_position_embeddings=256)
 
 
 @functools.cache

@@ -6,8 +6,6 @@ or a GPU adds is torch's part, and takes minutes here.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -23,16 +21,9 @@ from dsft.model.config import TokenFacts
 from dsft.spec.schema import Model
 from tests import varlen_on_cpu
 from tests.make import forward, logps_of, make_micro_batch
+from tests.specs import llama
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 4096,
-}
+LLAMA = llama(16, 48, 2, 2, 1, max_position_embeddings=4096)
 FACTS = TokenFacts(96, bos_token_id=1, eos_token_id=2, pad_token_id=None)
 
 

@@ -17,26 +17,13 @@ from dsft.data.tokenizer.load import byte_level_tokenizer
 from tests.integration.runs import trained, write_spec
 from tests.launching import ROOT, forked, torchrun
 from tests.selected import tiered
+from tests.specs import dims
 
-MEDIUM = TINY | {
-    "vocab_size": 32_000,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-}
+MEDIUM = TINY | dims(768, 2048, 6, 12, 4, vocab_size=32_000)
 """87 million parameters, of which the embedding and the head have 25 million each."""
 
 # Odd sizes: on three ranks hardly a tensor can be cut into equal parts.
-ODD = TINY | {
-    "num_hidden_layers": 2,
-    "vocab_size": 67,
-    "hidden_size": 30,
-    "intermediate_size": 41,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 5,
-}
+ODD = TINY | dims(30, 41, 2, 5, 5, vocab_size=67)
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,10 @@ from tests.launching import ROOT, forked
 
 KEPT = build_folder()
 WORDS = [
-    str(ROOT / "specs" / "quickstart.yaml"),
-    "train.max_steps=2",
-    "train.eval_every=null",
-    "parallel.zero_stage=2",
-    "parallel.offload_optimizer.device=cpu",
-    "model.from_config.hidden_size=16",
-    "model.from_config.num_hidden_layers=1",
-    "wandb.mode=disabled",
-]
+    str(ROOT / "specs" / "quickstart.yaml"), "train.max_steps=2", "train.eval_every=null",
+    "parallel.zero_stage=2", "parallel.offload_optimizer.device=cpu", "model.from_config.hidden_size=16",
+    "model.from_config.num_hidden_layers=1", "wandb.mode=disabled",
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -26,14 +26,12 @@ from dsft.spec.load import load_spec
 from dsft.system.lock import lock_folder
 from tests.integration.runs import records
 from tests.launching import LATE, ROOT, end_group, free_port, torchrun
+from tests.specs import llama
 from tests.unit.reference.small import model, rows
 
 WORKER = Path(__file__).parent / "reference_worker.py"
 PAIRS, HELD_OUT = 60, 8
-LARGER = {
-    "model_type": "llama", "hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256,
-}  # fmt: skip
+LARGER = llama(384, 1536, 6, 4, 4, max_position_embeddings=256)
 MODEL_MB = 57  # of LARGER, in fp32
 
 

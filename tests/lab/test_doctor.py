@@ -223,16 +223,9 @@ def test_through_srun(lab: Lab, spec: Path) -> None:
     with lab.slurm():
         for hosts, expected in ((2, 0), (1, 69)):
             words = [
-                "salloc",
-                "--quiet",
-                f"-N{hosts}",
-                sys.executable,
-                "-c",
-                COMMAND,
-                "doctor",
-                str(spec),
+                "salloc", "--quiet", f"-N{hosts}", sys.executable, "-c", COMMAND, "doctor", str(spec),
                 "--json",
-            ]
+            ]  # fmt: skip
             done = lab.run("node1", [*words, "cluster.launcher=slurm"], cwd=spec.parent)
             found = faults(json.loads(done.stdout)["findings"])
             assert done.returncode == expected, done.stderr

@@ -131,15 +131,9 @@ def test_slurm_starts_tasks_on_both_hosts(lab: Lab) -> None:
         assert sorted(printed.stdout.splitlines()) == ["0 node1", "1 node2"], printed
         out = slurm.folder / "out"
         asked = [
-            "sbatch",
-            "--parsable",
-            "-N2",
-            "--gpus-per-node=1",
-            "--output",
-            str(out),
-            "--wrap",
+            "sbatch", "--parsable", "-N2", "--gpus-per-node=1", "--output", str(out), "--wrap",
             "srun hostname",
-        ]
+        ]  # fmt: skip
         job = lab.run("node1", asked).stdout.strip()
         assert slurm.wait(job)["JobState"] == "COMPLETED"
         assert sorted(out.read_text().split()) == ["node1", "node2"]

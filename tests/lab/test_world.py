@@ -54,15 +54,9 @@ def test_processes_of_mpirun_stop_before_torch(
     spec, hostfile = write_spec(tmp_path), tmp_path / "hostfile"
     hostfile.write_text("node1 slots=1\nnode2 slots=1\n")
     words = [
-        "mpirun",
-        "-n",
-        "2",
-        "-hostfile",
-        str(hostfile),
-        "--mca",
-        "plm_rsh_args",
+        "mpirun", "-n", "2", "-hostfile", str(hostfile), "--mca", "plm_rsh_args",
         lab.environ["DSFT_SSH_ARGS"],
-    ]
+    ]  # fmt: skip
     words += ["-x", "PYTHONPATH", sys.executable, str(TRAIN), str(spec)]
     ended = lab.run("node1", [*words, OTHER], env=without_torch)
     assert f"{SAID.format('mpirun')}: mpirun's -n and hostfile decide that" in ended.stderr

@@ -10,20 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dsft.plan.cut import Cut, balanced
+from tests.specs import llama
 
 ACCUMULATION = {"varying": (3, 1, 2), "one": (1, 1, 1), "four": (4, 4, 4)}
 FAULTY_STEP = 1
 CHUNK_ROWS = 3
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.02,
-}
+LLAMA = llama(16, 48, 4, 2, 1, max_position_embeddings=64, initializer_range=0.02)
 SMALL_HEADS = {"num_hidden_layers": 5, "head_dim": 8}
 WINDOWS = {**SMALL_HEADS, "sliding_window": 6}  # shorter than most rows
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
@@ -257,33 +249,16 @@ class Case:
 
 
 FP32_BOUNDS = {
-    "fresh": 0.0,
-    "loss": 1e-6,
-    "gradient": 1e-6,
-    "norm": 1e-6,
-    "weights": 1e-6,
-    "change": 1e-5,
-    "evaluation": 1e-6,
-    "metrics": 1e-6,
-    "frozen": 0.0,
-    "copies": 0.0,
-    "gathers": 0.0,
-    "busy": 0.0,
-}
+    "fresh": 0.0, "loss": 1e-6, "gradient": 1e-6, "norm": 1e-6, "weights": 1e-6, "change": 1e-5,
+    "evaluation": 1e-6, "metrics": 1e-6, "frozen": 0.0, "copies": 0.0, "gathers": 0.0, "busy": 0.0,
+}  # fmt: skip
 # Under so small an eps an element whose gradient is near 0 moves by rounding noise.
 DEFAULT_EPS_BOUNDS = {name: bound for name, bound in FP32_BOUNDS.items() if name != "weights"}
 # Against the plain loop in fp32: what bf16 costs, with fp32 master weights.
 BF16_BOUNDS = {
-    "fresh": 0.0,
-    "loss": 1e-3,
-    "gradient": 5e-2,
-    "norm": 5e-3,
-    "change": 3e-2,
-    "evaluation": 1e-3,
-    "metrics": 1e-3,
-    "frozen": 0.0,
-    "copies": 0.0,
-}
+    "fresh": 0.0, "loss": 1e-3, "gradient": 5e-2, "norm": 5e-3, "change": 3e-2, "evaluation": 1e-3,
+    "metrics": 1e-3, "frozen": 0.0, "copies": 0.0,
+}  # fmt: skip
 
 # Adapters begin at values of 0.1 to 1 and change by 1e-3, of which the last bit of a value is 3e-5;
 # DeepSpeed's CPU Adam rounds once more. The terms of peft's DoRA cancel, which costs a bit of the gradient.

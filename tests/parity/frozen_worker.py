@@ -55,20 +55,11 @@ from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from tests.make import make_micro_batch
 from tests.process_groups import own_groups
-from tests.specs import minimal_spec
+from tests.specs import llama, minimal_spec
 
 VOCABULARY, SEED = 96, 7
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-}
+LLAMA = llama(32, 64, 4, 4, 2, max_position_embeddings=64, initializer_range=0.2)
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
     "replicated": {"reference_zero_stage": 0},

@@ -54,7 +54,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsft.data.sets.dataset import Dataset, Example
-from dsft.data.steps.batch import NO_TARGET, Annotate, MicroBatch
+from dsft.data.steps.batch import Annotate, MicroBatch
 from dsft.dist.sequence import exchange_of
 from dsft.dist.world import World
 from dsft.engine import state
@@ -86,7 +86,8 @@ from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Model, Spec
 from tests.examples import dataset_of
-from tests.make import make_micro_batch
+from tests.make import packed as packed_micro_batch
+from tests.make import padded as micro_batch
 from tests.parity import pairs, plain
 from tests.parity.cases import ACCUMULATION, BALANCE_WEIGHT, CHUNK_ROWS, FAULTY_STEP, SHAPES, Case, cases
 from tests.process_groups import own_groups
@@ -547,38 +548,6 @@ def plain_settings(name: str, rate: float) -> dict[str, float]:
 def share(step: plain.Step, world: World, case: Case) -> list[MicroBatch]:
     made = packed_micro_batch if case.packed else micro_batch
     return [made(ranks[world.data_rank]) for ranks in step]
-
-
-def micro_batch(rows: list[plain.Row]) -> MicroBatch:
-    """Padded with token 7, to show that padding does not matter; no row at all: one of two tokens, no
-    target."""
-    length = max((len(ids) for ids, _ in rows), default=2)
-    shape = (max(len(rows), 1), length)
-    batch = make_micro_batch(
-        torch.full(shape, 7),
-        torch.arange(length).repeat(shape[0], 1),
-        torch.full(shape, NO_TARGET),
-        is_padding=torch.ones(shape, dtype=torch.bool),
-    )
-    assert batch.tokens.is_padding is not None
-    for number, (ids, trained) in enumerate(rows):
-        batch.tokens.is_padding[number, : len(ids)] = False
-        batch.tokens.input_ids[number, : len(ids)] = torch.tensor(ids)
-        wanted = [i if is_target else NO_TARGET for i, is_target in zip(ids, trained, strict=True)]
-        batch.tokens.targets[number, : len(ids) - 1] = torch.tensor(wanted[1:])
-    return batch
-
-
-def packed_micro_batch(rows: list[plain.Row]) -> MicroBatch:
-    """Return the same rows, one after the other; no row at all: the two tokens without a target."""
-    alone = [micro_batch([row]) for row in rows] or [micro_batch([])]
-    return make_micro_batch(
-        torch.cat([batch.tokens.input_ids for batch in alone], 1),
-        torch.cat([batch.tokens.position_ids for batch in alone], 1),
-        torch.cat([batch.tokens.targets for batch in alone], 1),
-        tuple(batch.shape[1] for batch in alone),
-        is_padding=None if rows else alone[0].tokens.is_padding,
-    )
 
 
 def proof_rows(steps: list[plain.Step]) -> Dataset:

@@ -20,6 +20,7 @@ from dsft.model.attention import attend_padded, attend_per_segment
 from dsft.model.older import checkpoint_activations
 from dsft.model.policy import Policy
 from tests.make import forward, make_micro_batch
+from tests.specs import dims
 from tests.standin.inside import attention_kernel, counted, in_fork, report, waits
 
 attention_choice.differ = lambda _: False  # kernels that compute nothing give no numbers
@@ -53,10 +54,7 @@ def kernels(cudnn: bool) -> dict[str, str]:
 
 
 def policy_of(layers: int, key_heads: int, dtype: torch.dtype, **keys: Any) -> Policy:
-    given: dict[str, Any] = {
-        "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": layers,
-        "num_attention_heads": 16, "num_key_value_heads": key_heads, "max_position_embeddings": TOKENS,
-    }  # fmt: skip
+    given = dims(2048, 5504, layers, 16, key_heads, vocab_size=32000, max_position_embeddings=TOKENS)
     kind = keys.pop("kind", "llama")
     with GPU:
         made = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**given | keys), dtype=dtype)

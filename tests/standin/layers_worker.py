@@ -19,15 +19,13 @@ from dsft.model.config import TokenFacts
 from dsft.model.experts import choose_experts, described
 from dsft.model.kernels import choose_kernels
 from dsft.spec.schema import Model
+from tests.specs import llama
 from tests.standin.gpu import folder
 from tests.standin.inside import counted, in_fork, peak, report, waits
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LAYERS, TOKENS = 6, 1024
-LLAMA = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 16, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64,
-}  # fmt: skip
+LLAMA = llama(64, 16, LAYERS, 2, 1, head_dim=16, vocab_size=64)
 QWEN = {
     "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_experts": 16, "num_experts_per_tok": 2, "vocab_size": 64,

@@ -56,16 +56,11 @@ from dsft.spec.layout import layout_of
 from dsft.spec.schema import Spec
 from dsft.system.host import free_port
 from tests.make import make_micro_batch
+from tests.specs import dims
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "1.3B": {
-        "hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16,
-        "num_key_value_heads": 16, "vocab_size": 32_000,
-    },
-    "8B": {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128_256,
-    },
+    "1.3B": dims(2048, 5504, 24, 16, 16, vocab_size=32_000),
+    "8B": dims(4096, 14336, 32, 32, 8, vocab_size=128_256),
 }  # fmt: skip
 
 

@@ -40,16 +40,13 @@ from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Dpo
 from tests.make import make_micro_batch
-from tests.specs import minimal_spec
+from tests.specs import llama, minimal_spec
 from tests.standin import inside
 from tests.trainers import PlainTrainer
 
 VOCABULARY, LENGTH, SEGMENTS, MICRO_BATCHES = 64, 8, 4, 2
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
-LLAMA = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "max_position_embeddings": 64, "vocab_size": VOCABULARY,
-}  # fmt: skip
+LLAMA = llama(32, 64, 1, 2, max_position_embeddings=64, vocab_size=VOCABULARY)
 COUNTED, LAST = (4, 5), 6
 """The steps that are counted, and the last one. ZeRO 3 looks at the first two."""
 NEVER = 1000

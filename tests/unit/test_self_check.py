@@ -44,31 +44,12 @@ from dsft.spec.schema import Model
 from tests import varlen_on_cpu
 from tests.examples import dataset_of
 from tests.in_threads import Threads
-from tests.make import forward, logps_of
+from tests.make import ALONE, forward, logps_of
 from tests.parity.cases import SHAPES
+from tests.specs import llama
 
 FACTS = TokenFacts(128, bos_token_id=1, eos_token_id=2, pad_token_id=None)
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
-
-
-class Alone:
-    """A world of one rank."""
-
-    device = torch.device("cpu")
-
-    def each(self, work: Any) -> Any:
-        return work()
-
-    def gather(self, mine: Any) -> list[Any]:
-        return [mine]
+LLAMA = llama(16, 48, 2, 2, 1, max_position_embeddings=64)
 
 
 class Scores:
@@ -104,7 +85,7 @@ def scores(precision: str = "fp32", attention: str = SEGMENTS, config: dict[str,
 
 
 def prove(engine: Scores, data: Dataset, precision: Any = "fp32") -> None:
-    check_packing(engine, engine.policy, data, Alone(), precision, 0)  # type: ignore[arg-type]
+    check_packing(engine, engine.policy, data, ALONE, precision, 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -219,7 +200,7 @@ REAL = ((9, 5, 8), (20, 7, 12), (6, 9, 3), (1, 4, 4), (30, 20, 10))
 @pytest.mark.parametrize("tokens", [REAL, REAL[:1], ((1, 4, 4), (1, 5, 6))])
 def test_shared_prompts_pass(tokens: Any, precision: str) -> None:
     engine, data = scores(precision), pairs(*tokens)
-    line = check_packing(engine, engine.policy, data, Alone(), precision, 0)  # type: ignore[arg-type]
+    line = check_packing(engine, engine.policy, data, ALONE, precision, 0)  # type: ignore[arg-type]
     is_shared = any(prompt > 1 for prompt, *_ in tokens)
     assert ("of answers that share their prompt" in line) is is_shared
     assert any(batch.segments and batch.segments.starts for batch in engine.given) is is_shared
@@ -267,7 +248,7 @@ def test_the_pairs_are_real_and_one_answer_at_a_time_is_changed() -> None:
 
 
 def prove_the_head(engine: Scores) -> str:
-    return check_head(engine, engine.policy, rows(20, 30, 17), Alone(), 0)  # type: ignore[arg-type]
+    return check_head(engine, engine.policy, rows(20, 30, 17), ALONE, 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -335,7 +316,7 @@ def with_norms(monkeypatch: pytest.MonkeyPatch, precision: str, forward: Any) ->
 
 
 def proven_kernels(engine: Any, data: Any, *, may_fall_back: bool = False) -> str:
-    world: Any = Alone()
+    world: Any = ALONE
     return check_kernels(engine, engine.policy, data, world, 0, may_fall_back=may_fall_back)
 
 
@@ -434,7 +415,7 @@ def prove_split(monkeypatch: pytest.MonkeyPatch, precision: Any = "fp32") -> lis
     engines = [SplitScores(ranks, precision) for _ in range(2)]
 
     def check(number: int) -> str:
-        engine, world = engines[number], Alone()
+        engine, world = engines[number], ALONE
         line = check_split(engine, engine.policy, data, world, precision, 0)  # type: ignore[arg-type]
         check_packing(engine, engine.policy, data, world, precision, 0)  # type: ignore[arg-type]
         return line

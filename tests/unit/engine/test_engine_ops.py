@@ -9,11 +9,9 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import Any
 
 import deepspeed
 import pytest
@@ -23,6 +21,7 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from dsft.engine.ops import LOG, load_everywhere, load_op
 from dsft.engine.toolchain import build_folder, compiler_version, is_compiled, lacking_tool
 from dsft.errors import BuildError, StorageError
+from tests.make import ALONE
 
 MODULE = """
 #include <Python.h>
@@ -76,23 +75,11 @@ def path_with(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str) -> 
     monkeypatch.setenv("PATH", str(folder))
 
 
-class Alone:
-    """A world of one rank."""
-
-    local_rank = 0
-
-    def gather(self, mine: Any) -> list[Any]:
-        return [mine]
-
-    def hosts_first(self, work: Callable[[], object]) -> None:
-        work()
-
-
 def test_op_is_built_once_and_logged(
     extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builder = Small(tmp_path)
-    load_everywhere(builder, Alone(), lines.append)  # type: ignore[arg-type]
+    load_everywhere(builder, ALONE, lines.append)
     assert [line.split()[:2] for line in lines] == [["building", builder.name], ["built", builder.name]]
     assert (build_folder() / builder.name / f"{builder.name}.so").exists()
     assert build_folder().parent == extensions == Path(os.environ["TORCH_EXTENSIONS_DIR"])
@@ -100,7 +87,7 @@ def test_op_is_built_once_and_logged(
     OpBuilder._loaded_ops.pop(builder.name)
     lines.clear()
     monkeypatch.setattr("dsft.engine.ops.lacking_tool", lambda *_: pytest.fail("tries the compiler again"))
-    load_everywhere(builder, Alone(), lines.append)  # type: ignore[arg-type]
+    load_everywhere(builder, ALONE, lines.append)
     assert lines == [], "what is there is not announced as being built"
     assert builder.name in OpBuilder._loaded_ops, "DeepSpeed finds it loaded, and takes no lock"
 
@@ -207,7 +194,7 @@ def test_folder_that_cannot_be_examined_is_an_error(
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / ("x" * 300)))
     with pytest.raises(StorageError, match="File name too long"):
-        load_everywhere(Small(tmp_path), Alone(), lines.append)  # type: ignore[arg-type]
+        load_everywhere(Small(tmp_path), ALONE, lines.append)
 
 
 def test_stale_build_lock_is_removed(extensions: Path, tmp_path: Path, lines: list[str]) -> None:

@@ -57,6 +57,7 @@ from dsft.objective.preference import preference
 from dsft.spec.schema import Dpo
 from tests import varlen_on_cpu
 from tests.make import forward, logps_of, make_micro_batch
+from tests.specs import dims
 
 LENGTHS = (7, 13, 1, 9)
 TOKENS, HEADS, SIZE = sum(LENGTHS), 4, 8
@@ -195,18 +196,8 @@ def test_arguments_of_flash_attention() -> None:
 
 # --- in models ----------------------------------------------------------------------------------------------
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+SMALL = dims(32, 48, 4, 4, 2, vocab_size=97, max_position_embeddings=128)
+SMALL |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 5},

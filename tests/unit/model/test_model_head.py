@@ -24,6 +24,7 @@ from dsft.model.products import pieces
 from dsft.model.softmax import Shaping, Softmax
 from dsft.plan.memory import sizes
 from dsft.plan.memory.sizes import BYTES_PER_LOGIT
+from tests.specs import dims
 
 HIDDEN, VOCABULARY = 12, 37
 SHAPINGS = (Shaping(), Shaping(scale=0.0625), Shaping(softcap=3.0), Shaping(scale=2.5, softcap=4.0))
@@ -316,18 +317,8 @@ def test_chunks_cover_all_tokens_evenly(rows: int, width: int, limit: int) -> No
 
 # --- in a model -------------------------------------------------------------------------------------------
 
-SMALL = {
-    "vocab_size": 48,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
+SMALL = dims(16, 24, 2, 2, 1, head_dim=8, vocab_size=48, pad_token_id=0)
+SMALL |= {"max_position_embeddings": 32, "initializer_range": 0.3}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "gemma2": {"final_logit_softcapping": 2.0},

@@ -18,17 +18,10 @@ from dsft.plan.cut import balanced
 from dsft.plan.storage import Storage
 from dsft.spec.schema import Model
 from tests.make import logps_of
+from tests.specs import llama
 
 FACTS = TokenFacts(96, bos_token_id=1, eos_token_id=2, pad_token_id=None)
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+LLAMA = llama(64, 96, 5, 4, 2, max_position_embeddings=64)
 
 
 def build(

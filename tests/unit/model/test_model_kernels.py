@@ -24,16 +24,9 @@ from dsft.model.kernels import choose_kernels, fused_modules, plain_kernels, use
 from dsft.model.lora import inject
 from dsft.spec.schema import Lora
 from tests.launching import ROOT
+from tests.specs import dims
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+SMALL = dims(32, 48, 1, 4, 2, vocab_size=61, head_dim=8)
 CHANGED = {
     "llama": "1 MLPs, 3 norms, 1 rotary embeddings",
     "qwen2": "1 MLPs, 3 norms, 1 rotary embeddings",

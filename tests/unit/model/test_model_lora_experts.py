@@ -23,23 +23,17 @@ from dsft.model.experts import left_out
 from dsft.model.lora import CONFIG, WEIGHTS, own_names
 from dsft.model.policy import Policy
 from dsft.spec.schema import Lora, Model
+from tests.specs import dims
 from tests.unit.model.test_model_init import FACTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SHAPE = {
-    "hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2,
-    "vocab_size": FACTS.vocab_size, "max_position_embeddings": 64,
-}  # fmt: skip
+SHAPE = dims(16, 24, 2, 2, 2, vocab_size=FACTS.vocab_size, max_position_embeddings=64)
+SHAPE |= {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
 GROUPS = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
+    "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4},
     "mixtral": {"num_local_experts": 4},

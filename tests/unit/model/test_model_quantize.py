@@ -22,17 +22,10 @@ from dsft.plan.census import census_from
 from dsft.plan.storage import Storage
 from dsft.spec.schema import Lora, Model
 from tests.architectures.cases import VOCABULARY, small_model
+from tests.specs import dims
 
 FACTS = TokenFacts(64, None, None, None)
-MIXTURE = {
-    "model_type": "mixtral",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-}
+MIXTURE = dims(32, 64, 2, 4, 2, model_type="mixtral", num_local_experts=4)
 LORA = Lora(rank=2, target_modules=("q_proj", "up_proj"), modules_to_save=("layers.1.mlp.down_proj",))
 
 

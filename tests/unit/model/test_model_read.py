@@ -26,19 +26,10 @@ from dsft.model.policy import Policy
 from dsft.model.weights import Sharding
 from dsft.plan.cut import Cut
 from dsft.spec.schema import Model
+from tests.specs import dims
 
 FACTS = TokenFacts(96, 1, 2, None)
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-}
+SMALL = dims(32, 48, 2, 4, 2, vocab_size=96, head_dim=8, max_position_embeddings=64, pad_token_id=None)
 KINDS = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "cohere",
     "granite", "olmo2", "gpt_neox", "gpt2", "starcoder2", "stablelm", "mixtral", "qwen3_moe",

@@ -23,15 +23,12 @@ from dsft.model.policy import Policy
 from dsft.model.routing import Routing, StepLoss, affinity_of, sequences_of
 from dsft.spec.schema import Experts, Model
 from tests.in_threads import Threads
-from tests.make import forward, make_micro_batch
+from tests.make import forward, make_micro_batch, packed, padded
 from tests.parity import plain
+from tests.specs import dims
 
 FACTS = TokenFacts(64, bos_token_id=1, eos_token_id=2, pad_token_id=None)
-SMALL: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}  # fmt: skip
+SMALL = dims(16, 24, 2, 2, 2, num_experts_per_tok=2, max_position_embeddings=64, initializer_range=0.3)
 GROUPS = {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 8},
@@ -80,38 +77,10 @@ def step_of(number: int = 5) -> list[plain.Row]:
     return [(torch.randint(3, 64, (n,), generator=draw).tolist(), [True] * n) for n in lengths]
 
 
-def padded(rows: Sequence[plain.Row]) -> MicroBatch:
-    length = max(len(ids) for ids, _ in rows)
-    ids = torch.tensor([row + [7] * (length - len(row)) for row, _ in rows])
-    is_padding = torch.tensor([[t >= len(row) for t in range(length)] for row, _ in rows])
-    positions = torch.arange(length).expand(len(rows), length).contiguous()
-    targets = torch.cat([ids[:, 1:], torch.zeros_like(ids[:, :1])], 1)
-    wanted = ~torch.cat([is_padding[:, 1:], torch.ones_like(is_padding[:, :1])], 1)
-    return make_micro_batch(ids, positions, targets.where(wanted, -100), is_padding=is_padding)
-
-
-def packed(rows: Sequence[plain.Row]) -> MicroBatch:
-    parts = [padded([row]) for row in rows]
-    return make_micro_batch(
-        torch.cat([part.tokens.input_ids for part in parts], 1),
-        torch.cat([part.tokens.position_ids for part in parts], 1),
-        torch.cat([part.tokens.targets for part in parts], 1),
-        tuple(part.shape[1] for part in parts),
-    )
-
-
 def answers() -> list[MicroBatch]:
     """Without targets."""
-    batches = [padded([(ids, [])]) for ids in ANSWERS]
+    batches = [padded([(ids, [True] * len(ids))]) for ids in ANSWERS]
     return [replace(b, tokens=b.tokens._replace(targets=b.tokens.targets * 0 - 100)) for b in batches]
-
-
-def empty() -> MicroBatch:
-    ids = torch.full((1, 2), 7)
-    positions = torch.arange(2)[None]
-    return make_micro_batch(
-        ids, positions, torch.full((1, 2), -100), is_padding=torch.ones(1, 2, dtype=torch.bool)
-    )
 
 
 def trained(
@@ -180,7 +149,7 @@ def test_balance_gradient_equals_the_paper_for_any_split_of_the_step(kind: str, 
     bound = 1e-6 if kind in SIGMOID else 1e-12  # those compute their scores in float32
     cuts: dict[str, list[MicroBatch]] = {
         "one": [padded(rows)],
-        "two, and one without rows": [padded(rows[:2]), padded(rows[2:]), empty()],
+        "two, and one without rows": [padded(rows[:2]), padded(rows[2:]), padded([])],
         "each row": [padded([row]) for row in rows],
     }
     for name, batches in cuts.items():
@@ -220,7 +189,7 @@ def test_split_rows_have_gradients_and_counts_of_whole_rows(
     """Of padded, packed and preference rows in one step; layers are computed again in the backward pass."""
     rows, ranks = step_of(), Threads(2, monkeypatch)
     tokens, cpu = plain.count(rows), torch.device("cpu")
-    batches = [batch.to(cpu) for batch in (padded(rows[:2]), packed(rows[2:]), SHARED, empty())]
+    batches = [batch.to(cpu) for batch in (padded(rows[:2]), packed(rows[2:]), SHARED, padded([]))]
     policy = build_model(model_of(kind), FACTS, 3, torch.float32)
     expected, balance = trained(policy, [padded(rows), *answers()], loss, 7, tokens)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dsft.spec.schema import Spec
+from tests.specs import llama
 
 
 def _spec(**sections: Any) -> Spec:
@@ -15,17 +16,7 @@ def _spec(**sections: Any) -> Spec:
     values: dict[str, Any] = {
         "name": "small",
         "task": "pretrain",
-        "model": {
-            "from_config": {
-                "model_type": "llama",
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "tie_word_embeddings": False,
-            }
-        },
+        "model": {"from_config": llama(64, 128, 4, 4, 2, tie_word_embeddings=False)},
         "data": {"train": [{"path": "builtin:quickstart"}]},
         "train": {"micro_batch_size": 2, "accumulation_steps": 3, "precision": "fp32"},
         "optim": {"learning_rate": 1e-3},

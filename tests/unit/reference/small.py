@@ -13,6 +13,7 @@ from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.dist.world import World
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
+from tests.specs import dims
 
 
 class Alone(World):
@@ -30,10 +31,7 @@ class Alone(World):
 
 ALONE = Alone(0, 1, 0, Layout(1, 1), torch.device("cpu"))
 
-TINY: dict[str, Any] = {
-    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "vocab_size": 259,
-}  # fmt: skip
+TINY = dims(16, 16, 1, 2, vocab_size=259)
 
 
 def rows(path: Path, count: int, shown: str = "yes") -> None:

@@ -25,18 +25,10 @@ from dsft.reference.key import Key, weights_of
 from dsft.reference.refer import adapter_off, refer_to_start, with_scores
 from dsft.spec.schema import Spec
 from tests.make import make_micro_batch
+from tests.specs import llama
 
 FACTS = TokenFacts(32, bos_token_id=1, eos_token_id=2, pad_token_id=None)
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "initializer_range": 0.2,
-}
+LLAMA = llama(16, 32, 2, 2, 2, max_position_embeddings=32, initializer_range=0.2)
 
 
 def spec(tmp_path: Path, model: dict[str, Any], **dpo: Any) -> Spec:

@@ -247,13 +247,9 @@ def test_quick_and_without_torch(arguments: Sequence[str]) -> None:
 def test_output_that_the_terminal_cannot_show(write: Write) -> None:
     path = write()
     command = [
-        sys.executable,
-        "-c",
-        "from dsft.cli import main; main()",
-        "validate",
-        str(path),
+        sys.executable, "-c", "from dsft.cli import main; main()", "validate", str(path),
         "cluster={hosts: {a: 1}}",
-    ]
+    ]  # fmt: skip
     environment = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "\\xd7" in done.stdout

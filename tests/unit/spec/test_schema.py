@@ -75,13 +75,9 @@ def test_defaults_are_those_of_the_design() -> None:
 )
 def test_the_default_of_zero_stage_follows_from_the_spec_alone(sections: dict[str, Any], stage: int) -> None:
     values = {
-        "name": "x",
-        "task": "sft",
-        "model": {"name_or_path": "x"},
-        "data": {"train": [{"path": "x.jsonl"}]},
-        "train": {},
-        "optim": {"learning_rate": 1e-3},
-    }
+        "name": "x", "task": "sft", "model": {"name_or_path": "x"}, "data": {"train": [{"path": "x.jsonl"}]},
+        "train": {}, "optim": {"learning_rate": 1e-3},
+    }  # fmt: skip
     spec = Spec.model_validate(values | sections)
     assert spec.parallel.zero_stage == stage
     assert Spec.model_validate(spec.model_dump()).parallel == spec.parallel
