@@ -24,12 +24,13 @@ LAUNCHED = {"architectures", "integration", "lab", "parity", "standin"}
 """Folders of tests that start several processes."""
 LONGEST = (
     "parity/test_parity.py", "lab/test_supervised_faults.py", "lab/test_ways_in.py",
-    "integration/test_launchers.py", "architectures/test_architectures.py", "integration/test_reference.py",
-    "integration/test_lora.py", "integration/test_stopped.py", "lab/test_network.py", "lab/test_world.py",
-    "integration/test_killed.py", "integration/test_resume.py", "unit/launcher/test_attempt.py",
-    "parity/test_state.py", "lab/test_typed_faults.py", "integration/test_flipped.py",
-    "integration/test_loading.py", "parity/test_frozen.py", "integration/test_memory.py",
-    "standin/test_jobs.py", "standin/test_memory.py",
+    "integration/test_quantize.py", "integration/test_reference.py", "integration/test_lora.py",
+    "integration/test_launchers.py", "architectures/test_architectures.py", "integration/test_stopped.py",
+    "integration/test_killed.py", "parity/test_state.py", "standin/test_jobs.py", "standin/test_memory.py",
+    "integration/test_resume.py", "standin/test_attention.py", "lab/test_typed_faults.py",
+    "unit/launcher/test_attempt.py", "lab/test_world.py", "lab/test_network.py",
+    "integration/test_flipped.py", "integration/test_loading.py", "parity/test_frozen.py",
+    "standin/test_step.py", "parity/test_probe.py", "integration/test_memory.py",
 )  # fmt: skip
 """Files that take more than some fifteen seconds, the longest first."""
 
@@ -118,18 +119,18 @@ def place_in_line(item: pytest.Item) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "long" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        for item in items:
+            shorten(item)
     # First the files that take longest, then all that start processes: no worker is left alone at the end.
     items.sort(key=place_in_line)
-    is_long = "long" in config.option.markexpr
     for item in items:
-        if not is_long:
-            shorten(item)
         if LAUNCHED & set(item.path.parts):  # the launch is given up first, which says what its ranks wrote
             item.add_marker(pytest.mark.timeout(2 * LATE))
         if item.get_closest_marker("standin") and (reason := why_not()):
             item.add_marker(pytest.mark.skip(reason=reason))
-        if item.get_closest_marker("long") and not is_long:
-            item.add_marker(pytest.mark.skip(reason="takes many minutes: asked for with -m long"))
         if item.get_closest_marker("gpu") and GPUS == 0:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, this machine has none"))
 
