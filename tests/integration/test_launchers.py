@@ -11,80 +11,65 @@ from tests.integration.runs import TRAIN, command, records, shows_traceback, tra
 from tests.launching import forked
 
 
-def test_every_launcher_trains_the_same(tmp_path: Path) -> None:
-    """Two processes by deepspeed, and one that is forked, have the same losses; the next test types python.
-    tests/integration/test_stopped.py types torchrun too, and three processes are in tests/parity."""
-    spec = write_spec(tmp_path)
-    options = [str(spec), "train.max_steps=3", "checkpoint.every=null"]
-    runs = {
-        "one": forked(TRAIN, 1, [*options, "name=one"]),
-        "deepspeed": command(
-            ["deepspeed", "--num_gpus", "2", str(TRAIN), *options, "name=deepspeed"], cwd=tmp_path
-        ),
-    }
-    for name, result in runs.items():
-        assert result.returncode == 0, f"{name}: {result.stdout}{result.stderr}"
-    for key in ("train/loss", "train/grad_norm", "eval/loss"):
-        expected = records(tmp_path / "runs" / "one", key)
-        for name in runs:
-            assert records(tmp_path / "runs" / name, key) == pytest.approx(expected, rel=1e-6), (name, key)
-    left = list(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*_29500_[01]"))  # its port
-    assert not left, "DeepSpeed's shared memory outlives its processes"
-
-
 def test_command_without_spec_runs_the_quickstart_from_any_folder(tmp_path: Path) -> None:
     done = command(["python", str(TRAIN), "train.max_steps=2", "wandb.mode=disabled"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "quickstart"
     left = {
-        "spec.yaml",
-        "deepspeed.json",
-        "versions.json",
-        "command.txt",
-        "metrics.jsonl",
-        "curves.png",
-        "checkpoints",
-        "export",
-        "logs",
-    }
+        "spec.yaml", "deepspeed.json", "versions.json", "command.txt", "metrics.jsonl", "curves.png",
+        "checkpoints", "export", "logs",
+    }  # fmt: skip
     assert left <= {path.name for path in run.iterdir()}
     assert "train/loss went from" in done.stdout
 
 
-RECORDING = """
-import json, runpy, sys, deepspeed
+RECORDING = f"""
+import json, os, runpy, sys, deepspeed
 initialize = deepspeed.initialize
 def recorded(*, config, **rest):
-    with open("given.json", "w") as file:
-        json.dump(config, file)
+    if os.environ["RANK"] == "0":
+        with open("given.json", "w") as file:
+            json.dump(config, file)
     return initialize(config=config, **rest)
 deepspeed.initialize = recorded
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
+runpy.run_path({str(TRAIN)!r}, run_name="__main__")
 """
-"""Runs a program, and writes the configuration that it gives to DeepSpeed into given.json."""
+"""train.py, which writes the configuration that it gives to DeepSpeed into given.json."""
 
 
-def test_deepspeed_json_overrides_the_spec(tmp_path: Path) -> None:
-    spec = write_spec(tmp_path)
-    chosen = tmp_path / "zero3.json"
+def test_deepspeed_trains_the_same_with_a_json_that_overrides_the_spec(tmp_path: Path) -> None:
+    """Two processes by deepspeed at the JSON's ZeRO 3, and one that is forked, have the same losses; other
+    tests type python. tests/integration/test_stopped.py types torchrun too, and three processes are in
+    tests/parity."""
+    spec, chosen, program = write_spec(tmp_path), tmp_path / "zero3.json", tmp_path / "recording.py"
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 5000}
     chosen.write_text(
         json.dumps({"zero_optimization": zero, "train_batch_size": 16, "gradient_clipping": "auto"})
     )
-    options = ["train.max_steps=1", "--deepspeed_config", str(chosen)]
-    result = command(["python", "-c", RECORDING, str(TRAIN), str(spec), *options], cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert "zero3.json: train_batch_size 16" in result.stdout
-    assert "stage3_prefetch_bucket_size: the DeepSpeed JSON's 5,000 is used" in result.stdout
-    config = json.loads((tmp_path / "runs" / "small" / "deepspeed.json").read_text())
+    program.write_text(RECORDING)
+    words = [str(spec), "train.max_steps=3", "checkpoint.every=null"]
+    options = ["--deepspeed_config", str(chosen)]
+    one = forked(TRAIN, 1, [*words, "name=one"])
+    two = command(["deepspeed", "--num_gpus", "2", str(program), *words, *options], cwd=tmp_path)
+    for result in (one, two):
+        assert result.returncode == 0, result.stdout + result.stderr
+    run = tmp_path / "runs" / "small"
+    for key in ("train/loss", "train/grad_norm", "eval/loss"):
+        expected = records(tmp_path / "runs" / "one", key)
+        assert records(run, key) == pytest.approx(expected, rel=1e-6), key
+    left = list(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*_29500_[01]"))  # its port
+    assert not left, "DeepSpeed's shared memory outlives its processes"
+
+    assert "zero3.json: train_batch_size 16" in two.stdout
+    assert "stage3_prefetch_bucket_size: the DeepSpeed JSON's 5,000 is used" in two.stdout
+    config = json.loads((run / "deepspeed.json").read_text())
     assert config == json.loads((tmp_path / "given.json").read_text())
-    reasons = json.loads((tmp_path / "runs" / "small" / "deepspeed.reasons.json").read_text())
+    reasons = json.loads((run / "deepspeed.reasons.json").read_text())
     assert "a quarter of the" in reasons["zero_optimization.reduce_bucket_size"]
     assert reasons["zero_optimization.stage3_prefetch_bucket_size"].startswith("zero3.json sets it; without")
     assert config["zero_optimization"]["stage"] == 3
     assert (config["train_batch_size"], config["gradient_clipping"]) == (12, 1.0)
-    assert "zero_stage: 3" in (tmp_path / "runs" / "small" / "spec.yaml").read_text()
+    assert "zero_stage: 3" in (run / "spec.yaml").read_text()
 
     strict = command(["python", str(TRAIN), str(spec), *options, "--strict"])
     assert (

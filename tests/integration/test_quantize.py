@@ -25,15 +25,9 @@ from tests.integration.runs import TRAIN, records, shows_traceback, trained, wri
 from tests.integration.test_preference import write_dpo, write_pairs
 from tests.launching import alone, forked
 from tests.make import logps_of
+from tests.specs import dims
 
-ODD = TINY | {
-    "num_hidden_layers": 3,
-    "vocab_size": 67,
-    "hidden_size": 36,
-    "intermediate_size": 41,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-}
+ODD = TINY | dims(36, 41, 3, 6, 3, vocab_size=67)
 """Blocks of 64 elements across rows, and a last one that is not full."""
 
 
@@ -47,7 +41,24 @@ def write_odd(folder: Path) -> None:
     model.save_pretrained(folder, max_shard_size="10KB")
 
 
-ALONE: tuple[dict[str, Any], ...] = (
+ALWAYS: tuple[dict[str, Any], ...] = (
+    {"zero": 0, "packed": True},
+    {"zero": 1, "precision": "bf16", "checkpointing": True},
+    {"zero": 2},
+    {"zero": 3, "precision": "bf16"},
+    {"zero": 3, "packed": True, "checkpointing": True},
+    {"zero": 3, "task": "dpo"},
+    {"zero": 0, "stages": 2, "packed": True},
+    {"zero": 2, "task": "dpo", "live": True},
+    {"zero": 3, "task": "dpo", "live": True},
+    {"zero": 1, "stages": 2, "task": "dpo", "live": True},
+)
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"zero": 1, "checkpointing": True},
+    {"zero": 2, "task": "dpo"},
+    {"zero": 1, "stages": 2, "task": "dpo"},
+)
+ALONE: tuple[dict[str, Any], ...] = (  # a whole run of one rank is always tried below
     {"zero": 0},
     {"zero": 2, "packed": True},
     {"zero": 3},
@@ -55,22 +66,12 @@ ALONE: tuple[dict[str, Any], ...] = (
     {"zero": 3, "precision": "bf16"},
     {"zero": 0, "task": "dpo", "live": True},
 )
-ON_TWO: tuple[dict[str, Any], ...] = (
-    {"zero": 0, "packed": True},
-    {"zero": 1, "checkpointing": True},
-    {"zero": 2},
-    {"zero": 2, "task": "dpo"},
-    {"zero": 3, "packed": True, "checkpointing": True},
-    {"zero": 3, "task": "dpo"},
-    {"zero": 0, "stages": 2, "packed": True},
-    {"zero": 1, "stages": 2, "task": "dpo"},
-    {"zero": 2, "task": "dpo", "live": True},
-    {"zero": 3, "task": "dpo", "live": True},
-    {"zero": 1, "stages": 2, "task": "dpo", "live": True},
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [(2, ALWAYS), *(pytest.param(*more, marks=pytest.mark.long) for more in ((2, OTHERS), (1, ALONE)))],
 )
-
-
-@pytest.mark.parametrize(("ranks", "cases"), [(1, ALONE), (2, ON_TWO)])
 def test_adapters_on_4_bits_equal_a_plain_loop(
     ranks: int, cases: tuple[dict[str, Any], ...], tmp_path: Path
 ) -> None:

@@ -43,18 +43,16 @@ from dsft.model.files import digests, model_files
 from dsft.spec.files import CHAT_TEMPLATES
 from dsft.spec.schema import Model
 from tests.damage import damage, damaged_bytes, damaged_value, fresh, json_bytes
+from tests.specs import llama
 from tests.unit.checkpoint.conftest import make_llama, make_maker, make_tokenizer
 from tests.unit.convert.test_convert import AXOLOTL, LLAMA_FACTORY
 
 ROOT = Path(__file__).resolve().parents[2]
-ALWAYS, FULL = 20, 1_000
+ALWAYS, FULL = 10, 1_000
 """Seeds of each kind that always run, and with `-m long`."""
 CPU_SECONDS, MEMORY = 40.0, 3 * 2**30
 """Limits of one case. A chat template alone may take 10 seconds for each of two rows."""
-TINY = {
-    "model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1,
-}  # fmt: skip
+TINY = llama(16, 16, 1, 2, 1)
 TURNS = {"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}
 ROWS = [{"messages": [*TURNS]}, {"messages": [*TURNS, *TURNS]}] * 3
 ALPACA = [{"instruction": f"question {i}", "input": "", "output": f"answer {i}"} for i in range(6)]

@@ -119,41 +119,30 @@ def test_offline_twice_is_one_run(tmp_path: Path) -> None:
     no_canary(folder)
 
 
-@pytest.mark.parametrize(
-    ("mode", "environ"),
-    [("disabled", {}), ("none", {}), ("none", {"WANDB_API_KEY": KEY}), ("none", {"WANDB_PROJECT": "p"})],
-)
-def test_what_is_not_asked_for_imports_and_writes_nothing(
-    tmp_path: Path, mode: str, environ: dict[str, str]
-) -> None:
-    """A section asks for it, or a key and a project; neither of these alone."""
-    printed = report(tmp_path / "run", mode, 0, **environ)
+@pytest.mark.parametrize("mode", ["disabled", "none"])
+def test_what_is_not_asked_for_imports_and_writes_nothing(tmp_path: Path, mode: str) -> None:
+    printed = report(tmp_path / "run", mode)
     assert "wandb imported False" in printed and "W&B" not in printed
     assert not (tmp_path / "run" / "wandb.json").exists()
 
 
-def test_a_key_and_a_project_in_the_environment_ask_for_it(tmp_path: Path) -> None:
+def test_a_section_asks_for_it_or_a_key_and_a_project_in_the_environment(tmp_path: Path) -> None:
+    """The server that the environment names is not there."""
     absent = {"NETRC": str(tmp_path / "absent")}
     both = absent | {"WANDB_API_KEY": KEY, "WANDB_PROJECT": "mine", "WANDB_ENTITY": "us"}
     assert section_of(None, both) == Wandb(project="mine", entity="us")
     assert section_of(None, both | {"WANDB_PROJECT": " "}) is None
-    assert section_of(None, absent | {"WANDB_PROJECT": "mine"}) is None
+    for alone in ({}, {"WANDB_PROJECT": "mine"}, {"WANDB_API_KEY": KEY}):
+        assert section_of(None, absent | alone) is None
     assert section_of(Wandb(project="of the spec"), both) == Wandb(project="of the spec")
     folder = tmp_path / "run"
     printed = report(
         folder, "none", WANDB_API_KEY=KEY, WANDB_PROJECT="mine", WANDB_BASE_URL="http://127.0.0.1:9"
     )
     assert "W&B: recording offline, " in printed
-    assert {record.run.project for record in records(segments(folder)[0]) if record.HasField("run")} == {
-        "mine"
-    }
-
-
-def test_a_server_that_is_not_there(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    printed = report(folder, "auto", WANDB_API_KEY=KEY, WANDB_BASE_URL="http://127.0.0.1:9")
-    assert "W&B: recording offline, " in printed
-    assert len(history(segments(folder)[0])) == 5
+    (segment,) = segments(folder)
+    assert {record.run.project for record in records(segment) if record.HasField("run")} == {"mine"}
+    assert len(history(segment)) == 5
     no_canary(folder)
 
 
@@ -182,7 +171,9 @@ def server() -> Iterator[str]:
     listening.server_close()
 
 
-@pytest.mark.parametrize(("status", "reason"), [(500, "HTTP 500"), (401, "error 401")])
+@pytest.mark.parametrize(
+    ("status", "reason"), [pytest.param(500, "HTTP 500", marks=pytest.mark.long), (401, "error 401")]
+)
 def test_a_server_that_refuses(
     tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch, status: int, reason: str
 ) -> None:
