@@ -66,15 +66,6 @@ def test_blank_lines_marks_and_carriage_returns(tmp_path: Path) -> None:
     assert dataset.lines[1].endswith('a.jsonl: detected text: every row has "text"')
 
 
-def test_a_list_keeps_the_line_of_each_element(tmp_path: Path) -> None:
-    dataset = load(tmp_path, b'\n[{"text": "one"},\n\n  {"text":\n "two"}, {"text": "three"}\n]\n', "a.json")
-    assert [example.source.rsplit(":")[-1] for example in dataset.train] == ["2", "4", "5"]
-
-
-def test_a_json_file_of_lines_is_read_as_lines(tmp_path: Path) -> None:
-    assert decoded(load(tmp_path, texts("one", "two"), "a.json")) == ["one<|im_end|>", "two<|im_end|>"]
-
-
 def test_alpaca_becomes_a_conversation(tmp_path: Path) -> None:
     rows = [
         {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be exact.", "history": []},

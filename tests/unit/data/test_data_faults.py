@@ -17,7 +17,6 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
-from dsft.cli import main
 from dsft.data.sets.load import RunData, load_data
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError
@@ -165,30 +164,6 @@ def test_the_same_rows_in_any_kind_of_file_are_the_same_tokens(
     assert f"data.train: d: 1 file: {name}" in loaded.lines
     first = 2 if name == "a.csv" else 1
     assert loaded.train[16].source == f"d/e/{name}:{16 + first}"
-
-
-SPEC = """
-name: faulty
-task: pretrain
-model: {from_config: {model_type: llama, hidden_size: 8, intermediate_size: 8, num_hidden_layers: 1,
-  num_attention_heads: 1, max_position_embeddings: 64}}
-data: {train: [{path: a.jsonl}], max_length: 64}
-train: {max_steps: 1, micro_batch_size: 1, global_batch_size: 1}
-optim: {name: sgd, learning_rate: 0.1}
-"""
-
-
-def test_the_command_ends_with_code_65(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("a.jsonl").write_bytes(as_lines(with_fault(FAULTS["cut_line"].line)))
-    Path("spec.yaml").write_text(SPEC)
-    monkeypatch.setattr("sys.argv", ["dsft", "preview", "spec.yaml"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 65
-    assert "a.jsonl:17: cut off: the JSON ends before it is complete" in "".join(capsys.readouterr())
 
 
 def test_a_row_that_makes_the_tokenizer_panic_is_named_or_dropped(

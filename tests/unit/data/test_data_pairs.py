@@ -419,16 +419,8 @@ def test_the_account_counts_pairs(tmp_path: Path) -> None:
     loaded = load(tmp_path, *rows, on_bad_row="drop", on_too_long="truncate", max_length=32)
     total = loaded.account["train"]["total"]
     kept = (
-        "rows",
-        "used",
-        "bad",
-        "identical",
-        "duplicate",
-        "truncated",
-        "examples",
-        "dropped",
-        "without_end",
-    )
+        "rows", "used", "bad", "identical", "duplicate", "truncated", "examples", "dropped", "without_end",
+    )  # fmt: skip
     assert [total[name] for name in kept] == [6, 3, 2, 1, 1, 2, 3, 0, 0]
     assert total["example_tokens"] == int(loaded.train.lengths.sum())
     assert total["trained_tokens"] == int(loaded.train.target_counts.sum()) == 3 * 4

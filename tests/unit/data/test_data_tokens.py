@@ -23,20 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 WORDS = [
-    "the cat",
-    " sat",
-    "  on\n\n",
-    "a mat.",
-    "é日本",
-    "\n",
-    " ",
-    "cat the",
-    "\t",
-    "<",
-    "|>",
-    "’s",
-    "1234",
-]
+    "the cat", " sat", "  on\n\n", "a mat.", "é日本", "\n", " ", "cat the", "\t", "<", "|>", "’s", "1234",
+]  # fmt: skip
 SPECIALS = ["<s>", "<|a|>", "<|a|>b", "<b>", "<c>", "<d>", "<e>"]
 
 

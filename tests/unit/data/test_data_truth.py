@@ -35,17 +35,10 @@ SPECIAL = re.compile(
 )
 """Of the tokenizers that the templates were made for; <s> and </s> begin and end a text in all of them."""
 ENDS = {
-    "cohere": "<|END_OF_TURN_TOKEN|>",
-    "deepseek": "<｜end▁of▁sentence｜>",
-    "gemma": "<end_of_turn>",
-    "glm": "<|user|>",
-    "llama2": "</s>",
-    "llama3": "<|eot_id|>",
-    "llama3_1": "<|eot_id|>",
-    "mistral": "</s>",
-    "phi3": "<|end|>",
-    "zephyr": "</s>",
-}
+    "cohere": "<|END_OF_TURN_TOKEN|>", "deepseek": "<｜end▁of▁sentence｜>", "gemma": "<end_of_turn>",
+    "glm": "<|user|>", "llama2": "</s>", "llama3": "<|eot_id|>", "llama3_1": "<|eot_id|>", "mistral": "</s>",
+    "phi3": "<|end|>", "zephyr": "</s>",
+}  # fmt: skip
 """What ends a turn; <|im_end|> in all others."""
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"a": "number"}}}
 CALL: Message = {
@@ -226,22 +219,11 @@ def test_every_file_has_its_name_and_its_truth() -> None:
 # --- the published ones -----------------------------------------------------------------------------------
 
 PUBLISHED = {
-    "chatml": "chatml",
-    "cohere": "cohere",
-    "gemma": "gemma",
-    "gemma3": "gemma",
-    "llama-2-chat": "llama2",
-    "llama3": "llama3",
-    "llama3_1": "llama3_1",
-    "llama3_training": "llama3",
-    "mistral-instruct": "mistral",
-    "phi3": "phi3",
-    "qwen2_5": "qwen2_5",
-    "qwen3": "qwen3_published",
-    "qwen3_training": "qwen3",
-    "zephyr": "zephyr",
-    "tokenizer": "minimind",
-}
+    "chatml": "chatml", "cohere": "cohere", "gemma": "gemma", "gemma3": "gemma", "llama-2-chat": "llama2",
+    "llama3": "llama3", "llama3_1": "llama3_1", "llama3_training": "llama3", "mistral-instruct": "mistral",
+    "phi3": "phi3", "qwen2_5": "qwen2_5", "qwen3": "qwen3_published", "qwen3_training": "qwen3",
+    "zephyr": "zephyr", "tokenizer": "minimind",
+}  # fmt: skip
 """The truth that each is held to; "tokenizer" is the one of the tokenizer there."""
 THEIRS = [(name, case) for name, truth in PUBLISHED.items() for case in truths(truth)]
 

@@ -97,14 +97,9 @@ FORMATS: dict[str, tuple[str, list[Any]]] = {
     "kto": ("sft", [{"prompt": "a", "completion": "b", "label": n % 2 == 0} for n in range(4)]),
 }
 LINES = [
-    '{"text": "a"}',
-    "",
-    '{"text": NaN}',
-    '{"text": "b", "text": "c"}',
-    "[1]",
-    '{"text": "d"',
+    '{"text": "a"}', "", '{"text": NaN}', '{"text": "b", "text": "c"}', "[1]", '{"text": "d"',
     '{"text": "e"}',
-]
+]  # fmt: skip
 PLAIN = pyarrow.table({"text": ["a", WORDS, "c"], "n": [1, 2, 3]})
 
 
