@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import fsum
 from typing import Any, Literal
 
 from dsft.plan.cut import Cut, balanced
@@ -323,11 +325,14 @@ def covered(case: Case, paired: Sequence[tuple[str, str]] = PAIRED) -> set[objec
 
 
 def core(of: Sequence[Case], paired: Sequence[tuple[str, str]] = PAIRED) -> list[Case]:
-    """Return few cases that together try all that `of` do, by greedy choice: next is one that adds most."""
+    """Return few cases that together try all that `of` do, by greedy choice: next is one that adds most for
+    its cost. What few cases try counts most; the cost is that of each rank's engine and micro-batches."""
     tried = {case: covered(case, paired) for case in of}
-    left, chosen = set().union(*tried.values()), list[Case]()
+    cost = {case: case.ranks * (6 + sum(ACCUMULATION[case.micro_batches])) for case in of}
+    times = Counter(value for values in tried.values() for value in values)
+    left, chosen = set(times), list[Case]()
     while left:
-        chosen.append(max(of, key=lambda case: len(tried[case] & left)))
+        chosen.append(max(of, key=lambda case: fsum(1 / times[v] for v in tried[case] & left) / cost[case]))
         left -= tried[chosen[-1]]
     return chosen
 
