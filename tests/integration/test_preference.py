@@ -100,6 +100,7 @@ def test_its_export_is_another_model_that_loads_with_a_card(preferred: Path, sup
     assert "the policy as it starts" in card
 
 
+@pytest.mark.long  # test_quantize.py always does so on weights in 4 bits
 def test_one_adapter_over_a_multimodal_model_is_supervised_and_then_preferred(tmp_path: Path) -> None:
     """The second run names the first one's export and nothing else of the adapter."""
     tokenizer = byte_level_tokenizer()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, BitsAndBytesConfig
 
 from benchmarks.load import TINY
@@ -22,7 +23,7 @@ from dsft.model.quantize import QuantizedLinear
 from dsft.spec.schema import Lora, Model
 from tests.architectures.wholes import WHOLES, small_whole
 from tests.integration.runs import TRAIN, records, shows_traceback, trained, write_model, write_spec
-from tests.integration.test_preference import write_dpo, write_pairs
+from tests.integration.test_preference import STEPS, write_dpo, write_pairs
 from tests.launching import alone, forked
 from tests.make import logps_of
 from tests.specs import dims
@@ -172,11 +173,14 @@ def test_the_text_model_of_a_multimodal_one_is_quantized_and_its_tower_is_not(tm
     done = alone(TRAIN, [*first, *words])
     assert done.returncode == 0, done.stdout + done.stderr
     write_pairs(export.parent / "pairs.jsonl")
-    second = [str(write_dpo(tmp_path, export)), f"model.lora={{path: {export}}}", "train.max_steps=2"]
+    second = [str(write_dpo(tmp_path, export)), f"model.lora={{path: {export}}}", "data.packing=true"]
     done = alone(TRAIN, [*second, "checkpoint.every=null", *words])
     assert done.returncode == 0, done.stdout + done.stderr
-    losses = records(tmp_path / "runs" / "preferred", "train/loss")
-    assert losses[1] == pytest.approx(0.6931471805599453, abs=1e-5)
+    preferred = tmp_path / "runs" / "preferred"
+    losses = records(preferred, "train/loss")
+    assert losses[1] == pytest.approx(0.6931471805599453, abs=1e-5) and losses[STEPS] < losses[1]
+    before, moved = (load_file(out / "adapter_model.safetensors") for out in (export, preferred / "export"))
+    assert before.keys() == moved.keys() and not any(torch.equal(before[name], moved[name]) for name in moved)
 
     recorded = json.loads((export / "dsft_export.json").read_text())["quantization_config"]
     form = BitsAndBytesConfig.from_dict(recorded)
