@@ -6,8 +6,6 @@ import functools
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,9 +16,10 @@ from safetensors.torch import load_file
 
 from tests.integration.runs import records, write_spec
 from tests.integration.test_preference import DPO, write_pairs
-from tests.launching import LATE, ROOT
+from tests.launching import ROOT, alone
 from tests.selected import selected, tiered
-from tests.standin.gpu import environ
+from tests.standin import jobs_worker
+from tests.standin.gpu import environ, run
 
 pytestmark = pytest.mark.standin
 
@@ -67,13 +66,15 @@ def jobs(folder: Path, names: Collection[str]) -> list[dict[str, Any]]:
     return made
 
 
-def done(folder: Path, variables: dict[str, str], names: Collection[str]) -> Path:
-    """Run the jobs in a process with these variables."""
+def done(folder: Path, place: str, names: Collection[str]) -> Path:
+    """Run the jobs in one process, on the stand-in GPU or on the CPU."""
     (folder / "zero2-packed" / "small").mkdir(parents=True)
     file = folder / "jobs.json"
     file.write_text(json.dumps(jobs(folder, names)))
-    command = [sys.executable, "-m", "tests.standin.jobs_worker", str(file)]
-    ended = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=LATE)
+    if place == "gpu":
+        ended = run("-m", jobs_worker.__name__, str(file), mode="numbers")
+    else:
+        ended = alone(Path(jobs_worker.__file__), [str(file)])
     assert ended.returncode == 0, ended.stderr[-6000:]
     return folder
 
@@ -85,12 +86,12 @@ def both(
     """Yield the folders of all selected runs on the stand-in GPU and on the CPU."""
     names = selected(request, "name")
     names += ["quickstart", "resumed"] if len(names) > len(ALWAYS) else []
-    places = {"gpu": environ("numbers"), "cpu": dict(os.environ)}
-    for variables in places.values():
+    for variables in (environ("numbers"), os.environ):
         Path(variables["TORCH_EXTENSIONS_DIR"]).mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor() as pool:
+        places = ("gpu", "cpu")
         folders = [tmp_path_factory.mktemp(name) for name in places]
-        gpu, cpu = pool.map(functools.partial(done, names=names), folders, places.values())
+        gpu, cpu = pool.map(functools.partial(done, names=names), folders, places)
     yield gpu, cpu
 
 
