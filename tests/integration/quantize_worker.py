@@ -46,6 +46,7 @@ from dsft.system.process import end
 from tests.parity import pairs, plain
 from tests.parity.worker import keep_gradients, merge, micro_batch, packed_micro_batch, relative
 from tests.process_groups import own_groups
+from tests.specs import minimal_spec
 
 FACTS = TokenFacts(67, None, None, None)
 LORA = {"rank": 4, "alpha": 8.0}
@@ -225,28 +226,13 @@ def make_spec(
     folder: str, zero: int, stages: int, task: str, checkpointing: bool, precision: str, reference: str
 ) -> Spec:
     offloaded = {"reference_offload": "cpu"} if zero == 3 and reference == "live" else {}
-    return Spec.model_validate(
-        {
-            "name": "quantize",
-            "task": task,
-            "dpo": {"reference": reference} | offloaded if task == "dpo" else None,
-            "model": {
-                "name_or_path": folder,
-                "lora": LORA,
-                "quantize": "nf4",
-                "gradient_checkpointing": checkpointing,
-            },
-            "data": {"train": [{"path": "builtin:quickstart"}]},
-            "parallel": {"zero_stage": zero, "pipeline_stages": stages},
-            "train": {
-                "micro_batch_size": 2,
-                "accumulation_steps": 2,
-                "precision": precision,
-                "max_grad_norm": 0.0,
-            },
-            "optim": {"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0},
-        }
-    )
+    of_pairs: dict[str, Any] = {"dpo": {"reference": reference} | offloaded} if task == "dpo" else {}
+    keys = {"name_or_path": folder, "lora": LORA, "quantize": "nf4", "gradient_checkpointing": checkpointing}
+    train = {"micro_batch_size": 2, "accumulation_steps": 2, "precision": precision, "max_grad_norm": 0.0}
+    return minimal_spec(
+        task, model=keys, parallel={"zero_stage": zero, "pipeline_stages": stages}, train=train,
+        optim={"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0}, **of_pairs,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from tests.process_groups import own_groups
+from tests.specs import minimal_spec
 
 MODEL: dict[str, Any] = dict(
     vocab_size=61, hidden_size=16, intermediate_size=36, num_hidden_layers=3, num_attention_heads=2
@@ -45,21 +46,11 @@ CPU: Any = torch.cpu.Stream()
 
 
 def spec(reduced: str | None, zero_stage: int = 3, precision: str = "bf16") -> Spec:
-    values: dict[str, Any] = {
-        "name": "small",
-        "task": "pretrain",
-        "model": {"from_config": {"model_type": "llama", **MODEL}},
-        "data": {"train": [{"path": "builtin:quickstart"}]},
-        "parallel": {"zero_stage": zero_stage},
-        "train": {
-            "micro_batch_size": ROWS,
-            "accumulation_steps": 1,
-            "reduce_dtype": reduced,
-            "precision": precision,
-        },
-        "optim": {"learning_rate": 1e-3},
-    }
-    return Spec.model_validate(values)
+    return minimal_spec(
+        model={"from_config": {"model_type": "llama", **MODEL}},
+        parallel={"zero_stage": zero_stage},
+        train={"micro_batch_size": ROWS, "reduce_dtype": reduced, "precision": precision},
+    )
 
 
 def trained(

@@ -56,7 +56,7 @@ from dsft.spec.layout import layout_of
 from dsft.spec.schema import Spec
 from dsft.system.host import free_port
 from tests.make import make_micro_batch
-from tests.specs import dims
+from tests.specs import dims, minimal_spec
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1.3B": dims(2048, 5504, 24, 16, 16, vocab_size=32_000),
@@ -75,22 +75,9 @@ class Case:
 
     def spec(self) -> Spec:
         config = SHAPES[self.shape] | {"model_type": "llama", "max_position_embeddings": self.tokens}
-        plain: dict[str, Any] = {
-            "name": "memory",
-            "task": "pretrain",
-            "model": {"from_config": config},
-            "data": {
-                "train": [{"path": "builtin:quickstart"}],
-                "packing": True,
-                "max_length": self.tokens,
-                "max_tokens_per_micro_batch": self.tokens,
-            },
-            "train": {"micro_batch_size": 1, "accumulation_steps": 1},
-            "optim": {"learning_rate": 1e-3},
-        }
-        for section, keys in self.sections.items():
-            plain[section] = plain.get(section, {}) | keys
-        return Spec.model_validate(plain)
+        longest = {"packing": True, "max_length": self.tokens, "max_tokens_per_micro_batch": self.tokens}
+        model = {"from_config": config} | self.sections.get("model", {})
+        return minimal_spec(**self.sections | {"model": model, "data": longest})
 
 
 def cases() -> Iterator[Case]:

@@ -11,6 +11,7 @@ from dsft.plan.memory.layer import mlp_chunks
 from dsft.plan.memory.ranks import RankMemory, stage_memory
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
+from tests.specs import minimal_spec
 
 HIDDEN, INNER = 4096, 14336  # as in Llama 3.1 8B
 MLP = "model.layers.0.mlp"
@@ -30,17 +31,8 @@ def census(mlp: str | None = MLP) -> Census:
 
 
 def spec(zero: int = 1, **model: Any) -> Spec:
-    return Spec.model_validate(
-        {
-            "name": "chunks",
-            "task": "pretrain",
-            "model": {"from_config": {"model_type": "llama"}, "gradient_checkpointing": True, **model},
-            "data": {"train": [{"path": "builtin:quickstart"}]},
-            "parallel": {"zero_stage": zero},
-            "train": {"micro_batch_size": 1, "accumulation_steps": 1},
-            "optim": {"learning_rate": 1e-3},
-        }
-    )
+    keys = {"from_config": {"model_type": "llama"}, "gradient_checkpointing": True, **model}
+    return minimal_spec(model=keys, parallel={"zero_stage": zero})
 
 
 def planned(tokens: int, zero: int = 1, mlp: str | None = MLP, **model: Any) -> RankMemory:

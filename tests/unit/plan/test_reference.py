@@ -22,19 +22,14 @@ from dsft.plan.reference import (
 )
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Experts, Spec
+from tests.specs import minimal_spec
 
 
 def spec(model: dict[str, Any] | None = None, parallel: dict[str, Any] | None = None, **dpo: Any) -> Spec:
-    return Spec.model_validate({
-        "name": "one",
-        "task": "dpo",
-        "model": {"name_or_path": "start", **(model or {})},
-        "data": {"train": [{"path": "pairs.jsonl"}]},
-        "train": {"global_batch_size": 4, "micro_batch_size": 1},
-        "optim": {"learning_rate": 1e-5},
-        "parallel": parallel or {},
-        "dpo": dpo,
-    })  # fmt: skip
+    return minimal_spec(
+        "dpo", model={"name_or_path": "start", **(model or {})}, data={"train": [{"path": "pairs.jsonl"}]},
+        train={"global_batch_size": 4}, optim={"learning_rate": 1e-5}, parallel=parallel or {}, dpo=dpo,
+    )  # fmt: skip
 
 
 def test_nothing_of_the_reference_is_trained() -> None:

@@ -15,24 +15,15 @@ from dsft.rank import cores
 from dsft.rank.cores import Share, physical_cores, share_of
 from dsft.rank.environment import Launched
 from dsft.spec.schema import Spec
+from tests.specs import minimal_spec
 
 HOST = frozenset(range(12))
 THIS_HOST = sorted(os.sched_getaffinity(0))
 
 
 def spec(device: str = "cpu", **env: str) -> Spec:
-    return Spec.model_validate(
-        {
-            "name": "small",
-            "task": "pretrain",
-            "model": {"name_or_path": "a/b"},
-            "data": {"train": [{"path": "builtin:quickstart"}]},
-            "parallel": {"zero_stage": 1, "offload_optimizer": {"device": device}},
-            "train": {"micro_batch_size": 1, "accumulation_steps": 1},
-            "optim": {"learning_rate": 1e-3},
-            "cluster": {"hosts": {"a": 1}, "env": env},
-        }
-    )
+    parallel = {"zero_stage": 1, "offload_optimizer": {"device": device}}
+    return minimal_spec(parallel=parallel, cluster={"hosts": {"a": 1}, "env": env})
 
 
 def launched(local_rank: int = 0, ranks: int | None = 3, launcher: str = "torchrun") -> Launched:

@@ -25,23 +25,16 @@ from dsft.reference.key import Key, weights_of
 from dsft.reference.refer import adapter_off, refer_to_start, with_scores
 from dsft.spec.schema import Spec
 from tests.make import make_micro_batch
-from tests.specs import llama
+from tests.specs import llama, minimal_spec
 
 FACTS = TokenFacts(32, bos_token_id=1, eos_token_id=2, pad_token_id=None)
 LLAMA = llama(16, 32, 2, 2, 2, max_position_embeddings=32, initializer_range=0.2)
 
 
 def spec(tmp_path: Path, model: dict[str, Any], **dpo: Any) -> Spec:
-    return Spec.model_validate({
-        "name": "one",
-        "task": "dpo",
-        "model": model,
-        "data": {"train": [{"path": "pairs.jsonl"}]},
-        "train": {"global_batch_size": 4, "micro_batch_size": 1, "precision": "fp32"},
-        "optim": {"learning_rate": 1e-5},
-        "dpo": dpo,
-        "output_dir": str(tmp_path),
-    })  # fmt: skip
+    train = {"global_batch_size": 4, "precision": "fp32"}
+    data = {"train": [{"path": "pairs.jsonl"}]}
+    return minimal_spec("dpo", model=model, data=data, train=train, dpo=dpo, output_dir=str(tmp_path))
 
 
 def micro_batch() -> MicroBatch:

@@ -14,6 +14,7 @@ import pytest
 from dsft.errors import MissingInputError
 from dsft.report.sinks import BackgroundSink, check_installed, open_sinks
 from dsft.spec.schema import Spec
+from tests.specs import minimal_spec
 
 RECORDS: tuple[Mapping[str, float], ...] = (
     {"train/global_step": 1, "train/loss": 2.5, "train/grad_norm": math.inf},
@@ -28,18 +29,8 @@ def needs(package: str) -> Any:
 
 
 def spec(**sections: Any) -> Spec:
-    return Spec.model_validate(
-        {
-            "name": "run",
-            "task": "sft",
-            "model": {"name_or_path": "m"},
-            "data": {"train": [{"path": "a.jsonl"}]},
-            "train": {"micro_batch_size": 1, "accumulation_steps": 1},
-            "optim": {"learning_rate": 1e-3},
-            "wandb": {"mode": "disabled"},
-            **sections,
-        }
-    )
+    given = {"model": {"name_or_path": "m"}, "wandb": {"mode": "disabled"}, **sections}
+    return minimal_spec("sft", name="run", **given)
 
 
 def report(asked: Spec, folder: Path, resume_step: int = 0, records: Any = RECORDS) -> list[str]:

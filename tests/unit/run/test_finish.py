@@ -20,21 +20,14 @@ from dsft.run.main import resume_warnings
 from dsft.setup.inputs import read_inputs
 from dsft.spec.schema import Spec
 from tests.make import make_run
+from tests.specs import minimal_spec
 
 EXPORT, CHECKPOINT = Path("runs/a/export"), Path("runs/a/checkpoints/step-9")
 
 
 def spec(task: str, model: dict[str, object]) -> Spec:
-    return Spec.model_validate(
-        {
-            "name": "a",
-            "task": task,
-            "model": model,
-            "data": {"train": ({"path": "rows.jsonl"},)},
-            "train": {"micro_batch_size": 1, "accumulation_steps": 1},
-            "optim": {"learning_rate": 1.0},
-        }
-    )
+    data, optim = {"train": [{"path": "rows.jsonl"}]}, {"learning_rate": 1.0}
+    return minimal_spec(task, name="a", model=model, data=data, optim=optim)
 
 
 TEXT_END, TURN_END = 256, 258  # of the base: its tokens <|pad|> and <|im_end|>

@@ -20,8 +20,8 @@ from dsft.errors import MissingInputError, WorldError
 from dsft.model.files import samples
 from dsft.setup.identity import file_digests
 from dsft.spec.layout import Layout
-from dsft.spec.schema import Spec
 from dsft.system import digest
+from tests.specs import minimal_spec
 from tests.unit.checkpoint.conftest import Meeting, Rank
 
 T = TypeVar("T")
@@ -79,10 +79,7 @@ def start(*folders: Path) -> list[dict[str, dict[str, str]]]:
         layout, device = Layout(1, len(folders)), torch.device("cpu")
         world = Thread(number, len(folders), number % 2, layout, device, agreed=meeting)
         model = {"name_or_path": str(folders[number])}
-        given = {"name": "a", "task": "sft", "model": model, "data": {"train": [{"path": "a.jsonl"}]}}
-        spec = Spec.model_validate(
-            given | {"train": {"global_batch_size": 1}, "optim": {"learning_rate": 1.0}}
-        )
+        spec = minimal_spec("sft", model=model)
         found = file_digests(spec, world, lambda line: None)
         world.check_same(found)
         return found

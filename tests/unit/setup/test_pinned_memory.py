@@ -15,22 +15,13 @@ from dsft.setup import resolve
 from dsft.setup.resolve import pinning
 from dsft.spec.schema import Spec
 from tests.make import make_run
+from tests.specs import minimal_spec
 
 COUNTED = Census("X", 1, None, (Parameter("w", (1000, 1000), 0, False, ()),))  # 10 MB locked at ZeRO 1
 
 
 def spec(offload: dict[str, Any]) -> Spec:
-    return Spec.model_validate(
-        {
-            "name": "small",
-            "task": "pretrain",
-            "model": {"from_config": {"model_type": "llama"}},
-            "data": {"train": [{"path": "builtin:quickstart"}]},
-            "parallel": {"zero_stage": 1, "offload_optimizer": offload},
-            "train": {"micro_batch_size": 1, "accumulation_steps": 1},
-            "optim": {"learning_rate": 1e-3},
-        }
-    )
+    return minimal_spec(parallel={"zero_stage": 1, "offload_optimizer": offload})
 
 
 def decide(spec: Spec, device: str, memory: int, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, str] | None:

@@ -16,6 +16,7 @@ from dsft.plan.ds_config import entries
 from dsft.setup import resolve
 from dsft.spec.schema import Spec
 from tests.make import make_run
+from tests.specs import minimal_spec
 
 COUNTED = Census("X", 1, None, (Parameter("w", (5000, 5000), 0, False, ()),))
 STATES, PARAMETERS = 16 * 5000**2, 2 * 5000**2  # bytes: fp32 value, two moments, gradient; bf16
@@ -25,21 +26,8 @@ def spec(folder: Path) -> Spec:
     offload = {key: {"device": "nvme", "nvme_path": str(folder / key)} for key in ("states", "parameters")}
     for section in offload.values():
         Path(section["nvme_path"]).mkdir()
-    return Spec.model_validate(
-        {
-            "name": "small",
-            "task": "pretrain",
-            "model": {"from_config": {"model_type": "llama"}},
-            "data": {"train": [{"path": "builtin:quickstart"}]},
-            "parallel": {
-                "zero_stage": 3,
-                "offload_optimizer": offload["states"],
-                "offload_parameters": offload["parameters"],
-            },
-            "train": {"micro_batch_size": 1, "accumulation_steps": 1, "precision": "bf16"},
-            "optim": {"learning_rate": 1e-3},
-        }
-    )
+    parts = {"offload_optimizer": offload["states"], "offload_parameters": offload["parameters"]}
+    return minimal_spec(parallel={"zero_stage": 3, **parts}, train={"precision": "bf16"})
 
 
 @pytest.mark.parametrize(("free", "fits"), [(STATES + PARAMETERS, True), (STATES + PARAMETERS - 1, False)])

@@ -13,19 +13,10 @@ from dsft.plan.ds_config import deepspeed_config
 from dsft.spec.aliases import ALIASES, VALUES, fields, keys, suggestion
 from dsft.spec.architecture import model_findings
 from dsft.spec.not_offered import NOT_OFFERED, feature_of_key, feature_of_value, in_json, is_off
-from dsft.spec.schema import Spec
 from dsft.spec.task import TASKS
+from tests.specs import minimal_spec
 
-SPEC = Spec.model_validate(
-    {
-        "name": "x",
-        "task": "sft",
-        "model": {"name_or_path": "a/b"},
-        "data": {"train": [{"path": "builtin:quickstart"}]},
-        "train": {"micro_batch_size": 1, "accumulation_steps": 1},
-        "optim": {"learning_rate": 1.0},
-    }
-)
+SPEC = minimal_spec("sft", model={"name_or_path": "a/b"})
 
 
 def test_no_key_or_alias_asks_for_a_feature_that_is_not_offered() -> None:

@@ -7,24 +7,14 @@ from typing import Any
 import pytest
 
 from dsft.spec.combinations import combinations
-from dsft.spec.schema import Spec
+from tests.specs import minimal_spec
 
 MODEL = {"name_or_path": "owner/name", "lora": {"rank": 4}, "quantize": "nf4"}
 SAVED = {"rank": 4, "modules_to_save": ["up_proj"]}
 
 
 def found(task: str = "sft", **sections: Any) -> dict[str, str]:
-    spec = Spec.model_validate(
-        {
-            "name": "small",
-            "task": task,
-            "data": {"train": [{"path": "builtin:quickstart"}]},
-            "optim": {"learning_rate": 1e-4},
-            "train": {"micro_batch_size": 1, "accumulation_steps": 1} | sections.pop("train", {}),
-            "model": MODEL | sections.pop("model", {}),
-            **sections,
-        }
-    )
+    spec = minimal_spec(task, **sections | {"model": MODEL | sections.get("model", {})})
     return {".".join(map(str, one.path)): one.message for one in combinations(spec)}
 
 

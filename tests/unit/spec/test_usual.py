@@ -11,7 +11,7 @@ import pytest
 from dsft.errors import SpecError
 from dsft.spec.load import load_spec
 from dsft.spec.rules import warnings
-from dsft.spec.schema import Spec
+from tests.specs import minimal_spec
 
 PRETRAINED = {"name_or_path": "a/b"}
 LORA = PRETRAINED | {"lora": {"rank": 8}}
@@ -41,16 +41,8 @@ def test_a_loss_that_the_models_config_asks_for_is_told(tmp_path: Path) -> None:
 
 
 def rate_warnings(task: str, model: dict[str, Any], rate: float, optimizer: str = "adamw") -> list[str]:
-    spec = Spec.model_validate(
-        {
-            "name": "small",
-            "task": task,
-            "model": model,
-            "data": {"train": [{"path": "rows.jsonl"}]},
-            "train": {"micro_batch_size": 1, "accumulation_steps": 1},
-            "optim": {"learning_rate": rate, "name": optimizer},
-        }
-    )
+    data, optim = {"train": [{"path": "rows.jsonl"}]}, {"learning_rate": rate, "name": optimizer}
+    spec = minimal_spec(task, model=model, data=data, optim=optim)
     return [warning for warning in warnings(spec) if "learning_rate" in warning]
 
 
