@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -81,13 +82,14 @@ class Order:
 
 
 def quotas(sizes: Sequence[int], weights: Sequence[float] | None) -> tuple[int, ...]:
-    """Return the number of slots of each source in an epoch, by weight, the largest remainders rounded up.
-    Their sum is the number of examples."""
+    """Return the number of slots of each source in an epoch, by weight, the largest remainders rounded up,
+    of equal ones the first. Their sum is the number of examples. In fractions: Python 3.12 rounds a sum of
+    floats in another way than 3.11."""
     if weights is None:
         return tuple(sizes)
-    weights = [weight if size else 0.0 for weight, size in zip(weights, sizes, strict=True)]
-    whole, total = sum(sizes), sum(weights)
-    exact = [weight / total * whole for weight in weights]
+    parts = [Fraction(str(weight) if size else 0) for weight, size in zip(weights, sizes, strict=True)]
+    whole, total = sum(sizes), sum(parts)
+    exact = [part / total * whole for part in parts]
     given = [int(share) for share in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: (given[i] - exact[i], i))
     for i in by_remainder[: whole - sum(given)]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dsft.doctor import devices, inputs, ops, storage
+from dsft.doctor import devices, inputs, ops, probe, storage
 from dsft.doctor.command import quick
 from dsft.doctor.hosts import PROBE, ask_probes
 from dsft.doctor.network import listening, reach
@@ -155,6 +155,41 @@ def test_end_of_the_input_ends_a_probe_at_work(tmp_path: Path) -> None:
         return time.monotonic() - began
 
     assert asyncio.run(close_at_work()) < allowed(3)
+
+
+class OneReader:
+    """A connection that refuses a second reader, as a StreamReader does. A reader that is cancelled ends a
+    turn of the loop later, so that a second one comes too early on every version of Python."""
+
+    def __init__(self, *questions: Any) -> None:
+        self.questions, self.answers, self.is_read = list(questions), [], False
+
+    async def receive(self) -> Any:
+        assert not self.is_read, "a second reader"
+        self.is_read = True
+        try:
+            await asyncio.sleep(0.1)
+            return self.questions.pop(0)
+        finally:
+            await asyncio.sleep(0)
+            self.is_read = False
+
+    def send(self, answer: Any) -> None:
+        self.answers.append(answer)
+
+
+def test_one_reader_of_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = OneReader({"number": 1}, {"number": 2, "targets": {}}, None)
+
+    async def own() -> OneReader:
+        return connection
+
+    monkeypatch.setattr(probe, "own_connection", own)
+    monkeypatch.setattr(probe, "facts", lambda question, resources: {"facts": question["number"]})
+    monkeypatch.setattr(probe, "second", lambda question, resources: {"second": question["number"]})
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    asyncio.run(probe.serve())
+    assert connection.answers == [{"facts": 1}, {"second": 2}]
 
 
 def test_commit_of_a_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
