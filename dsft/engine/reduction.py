@@ -33,8 +33,7 @@ class OneRankZero2(DeepSpeedZeroOptimizer):
     def process_gradients(self, param: nn.Parameter, i: int) -> None:
         assert param.grad is not None
         whole = self._get_compact_grad_partition_slice(i, 0, self.get_param_id(param), param.numel())
-        add = whole.add_ if self.micro_step_id > 0 else whole.copy_
-        add(param.grad.view(-1))
+        whole.add_(param.grad.view(-1))
         param.grad = None
 
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:

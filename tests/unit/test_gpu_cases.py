@@ -23,7 +23,7 @@ from benchmarks.gpu.bodies import BODIES, differences, work_of
 from benchmarks.gpu.cases import CASES, MODELS, STAGE_SECONDS, STAGES, Case, cases_of
 from benchmarks.gpu.kernels import measure
 from benchmarks.gpu.page import MEASURED, PAGE, compare, judge, page
-from benchmarks.gpu.trace import by_kind, kernels_of, longest, only_trace
+from benchmarks.gpu.trace import by_kind, kernels_of, only_trace
 from dsft.spec.load import load_spec
 from tests.launching import LATE, ROOT
 
