@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import TRAIN, command, records, shows_traceback, trained, write_spec
-from tests.launching import forked
+from tests.launching import forked, free_port
 
 
 def test_command_without_spec_runs_the_quickstart_from_any_folder(tmp_path: Path) -> None:
@@ -48,16 +48,17 @@ def test_deepspeed_trains_the_same_with_a_json_that_overrides_the_spec(tmp_path:
     )
     program.write_text(RECORDING)
     words = [str(spec), "train.max_steps=3", "checkpoint.every=null"]
-    options = ["--deepspeed_config", str(chosen)]
+    options, port = ["--deepspeed_config", str(chosen)], str(free_port())
+    launcher = ["deepspeed", "--num_gpus", "2", "--master_port", port]
     one = forked(TRAIN, 1, [*words, "name=one"])
-    two = command(["deepspeed", "--num_gpus", "2", str(program), *words, *options], cwd=tmp_path)
+    two = command([*launcher, str(program), *words, *options], cwd=tmp_path)
     for result in (one, two):
         assert result.returncode == 0, result.stdout + result.stderr
     run = tmp_path / "runs" / "small"
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
         expected = records(tmp_path / "runs" / "one", key)
         assert records(run, key) == pytest.approx(expected, rel=1e-6), key
-    left = list(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*_29500_[01]"))  # its port
+    left = list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_[01]"))
     assert not left, "DeepSpeed's shared memory outlives its processes"
 
     assert "zero3.json: train_batch_size 16" in two.stdout
