@@ -18,7 +18,8 @@ from dsft.model.names import ADAPTER
 
 def sum_in_product(layer: Any) -> None:
     """Change one of peft's adapted layers, which is no DoRA's, in place."""
-    layer.__class__ = _summed(type(layer))
+    cls: Any = type(layer)
+    layer.__class__ = _summed(cls)
     layer.lora_B[ADAPTER].__class__ = SummedLinear
 
 
