@@ -33,8 +33,8 @@ class PlainTrainer:
     def ask(self) -> Callable[[], str | None]:
         return lambda: None
 
-    def annotate(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        return micro_batches
+    def annotate(self, step: GlobalStep) -> Sequence[MicroBatch]:
+        return step.micro_batches
 
     def record(self, window: Window, progress: Progress, *, saves: bool, pauses: bool) -> str:
         return self.recorder.record(window, progress, saves=saves, pauses=pauses)

@@ -14,10 +14,11 @@ from dsft.convert.parallel import parallel
 from dsft.convert.values import names_in, number, whole
 from dsft.spec.aliases import OTHER_NAMES, VALUES
 from dsft.spec.document import quote
-from dsft.spec.schema import Dpo, Schedule
+from dsft.spec.schema import Dpo, Kto, Schedule
+from dsft.spec.task import TASKS
 from dsft.system import json_file
 
-LOSSES = get_args(Dpo.model_fields["loss_type"].annotation)
+LOSSES, KTO_LOSSES = (get_args(one.model_fields["loss_type"].annotation) for one in (Dpo, Kto))
 _CARRIED = (
     "train.seed", "train.max_grad_norm", "train.neftune_alpha", "train.label_smoothing", "train.log_every",
     "train.eval_on_start", "optim.learning_rate", "optim.weight_decay", "optim.eps", "checkpoint.keep_last",
@@ -262,7 +263,7 @@ def lora(draft: Draft, name: str) -> None:
         draft.put("model.lora.alpha", 2 * rank, "default of lora_alpha: twice the rank")
     else:
         draft.carry("model.lora.alpha")
-    if draft.values["task"] == "dpo" and draft.number("lora_dropout") > 0:
+    if TASKS[draft.values["task"]].kind == "preference training" and draft.number("lora_dropout") > 0:
         draft.put("model.lora.dropout", 0.0, "lora_dropout, but dropout would change the policy alone")
         draft.leave("lora_dropout", "dropout would make the policy differ from its reference: 0 here")
     else:
@@ -296,8 +297,26 @@ def preferences(
         draft.leave("simpo_gamma", "for the loss simpo only")
     if losses[0] in ("simpo", "orpo"):
         draft.leave("ref_model ref_model_name_or_path", "this loss has no reference")
-    elif draft.carry("dpo.reference_model") is None and draft.has("model.lora"):
-        draft.put("dpo.reference", "adapter", "the model without its adapter, as there")
+    else:
+        _reference(draft, "dpo")
+
+
+def labeled_answers(draft: Draft, key: str | None = None) -> None:
+    """Convert section kto. key: names the loss, kto where it is not given; None: the tool has no other. The
+    reference is as in `preferences`."""
+    if key is not None and (loss := draft.get(key)) is not None:
+        if loss not in KTO_LOSSES:
+            raise refuse(key, str(loss))
+        draft.put("kto.loss_type", loss, key)
+    draft.carry("kto.beta", OTHER_NAMES["dpo.beta"], "the divergence is estimated over the whole step here")
+    draft.carry_all("kto.desirable_weight", "kto.undesirable_weight")
+    _reference(draft, "kto")
+
+
+def _reference(draft: Draft, section: str) -> None:
+    other = draft.carry(f"{section}.reference_model", OTHER_NAMES["dpo.reference_model"])
+    if other is None and draft.has("model.lora"):
+        draft.put(f"{section}.reference", "adapter", "the model without its adapter, as there")
 
 
 def rows(draft: Draft, too_long: str, note: str) -> None:

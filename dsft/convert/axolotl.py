@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.convert import arguments
-from dsft.convert.draft import Draft, refuse
+from dsft.convert.draft import Draft, mistake, refuse
 from dsft.spec.document import quote
 
 _LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
@@ -36,6 +36,8 @@ _DETECTED = ("chat_template", "completion", "pretrain", "chatml", "llama3", "Non
 def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     method = draft.get("rl")
     if task is None and method is not None and method not in _LOSSES:
+        if method == "kto":
+            raise mistake("rl", "'kto' of Axolotl is not converted; write task: kto (docs/kto.md)")
         raise refuse("rl", str(method))
     for name in ("reward_model", "process_reward_model"):
         if draft.get(name) is True:

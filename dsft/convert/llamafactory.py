@@ -45,6 +45,9 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     _thinking(draft, task)
     if task == "dpo":
         arguments.preferences(draft, "pref_loss")
+    elif task == "kto":
+        arguments.labeled_answers(draft)
+        draft.leave("pref_ftx", "kto has no next-token term here")
     arguments.training(draft, "fp32")
 
 

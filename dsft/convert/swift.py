@@ -11,7 +11,7 @@ from dsft.convert.draft import Draft, refuse
 from dsft.convert.values import names_in, whole
 from dsft.spec.aliases import VALUES
 from dsft.spec.document import quote
-from dsft.spec.task import task_names
+from dsft.spec.task import TASKS, task_names
 
 _METHODS = {"dpo": "sigmoid", "simpo": "simpo", "orpo": "orpo", "cpo": "simpo"}
 _TRAIN_ON = {"last_round": "last", "all": "all", "default": "assistant"}
@@ -20,11 +20,14 @@ _THINKING = ("enable_thinking", "preserve_thinking", "add_non_thinking_prefix", 
 
 def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     method = draft.get("rlhf_type")
-    if task is None and method is not None and method not in _METHODS:
+    if task is None and method not in (None, "kto", *_METHODS):
         raise refuse("rlhf_type", str(method))
     if draft.get("task_type") not in (None, "causal_lm"):
         raise refuse("task_type", str(draft.get("task_type")))
-    task = task or ("dpo" if method else "pretrain" if draft.get("use_chat_template") is False else "sft")
+    preference = "kto" if method == "kto" else "dpo"
+    task = task or (
+        preference if method else "pretrain" if draft.get("use_chat_template") is False else "sft"
+    )
     draft.put("task", task, "rlhf_type" if method else f"choose another one with --task {task_names()}")
     kind = arguments.model(draft, TOOL, "tuner_type train_type sft_type")
     draft.comments["model.name_or_path"] = "model; a name of ModelScope may differ on the Hugging Face hub"
@@ -33,6 +36,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     _data(draft, task)
     if task == "dpo":
         arguments.preferences(draft, "loss_type", _METHODS[method or "dpo"], method="rlhf_type")
+    elif task == "kto":
+        arguments.labeled_answers(draft, "loss_type")
     dtype = draft.get("torch_dtype dtype")
     arguments.training(draft, VALUES["train.precision"].get(str(dtype), "bf16"))
     draft.comments["train.precision"] = "torch_dtype" if dtype else "the model's own type there"
@@ -62,7 +67,8 @@ def _targets(draft: Draft, task: str) -> bool:
     """Convert loss_scale, such as last_round+ignore_empty_think, and return whether only the last answer is
     trained on there."""
     parts = [part for part in str(draft.get("loss_scale") or "").split("+") if part not in ("", "default")]
-    base = next((part for part in parts if part in _TRAIN_ON), "last_round" if task == "dpo" else "default")
+    default = "last_round" if TASKS[task].whole else "default"
+    base = next((part for part in parts if part in _TRAIN_ON), default)
     if base in parts:
         draft.put("data.train_on", _TRAIN_ON[base], "loss_scale")
     others = [part for part in parts if part not in (*_TRAIN_ON, "ignore_empty_think")]

@@ -7,14 +7,15 @@ from pathlib import Path
 from dsft.convert import arguments
 from dsft.convert.draft import Draft, hub_path, is_file_name
 from dsft.convert.values import flag
-from dsft.spec.task import task_names
+from dsft.spec.task import TASKS, task_names
 
 _PREFERENCES = (
     "beta", "precompute_ref_log_probs", "ref_model_mixup_alpha", "sync_ref_model", "max_prompt_length",
 )  # fmt: skip
+_LABELED = ("desirable_weight", "undesirable_weight")
 _MARKS = (
     "dataset_name", "dataset_train_split", "use_peft", "assistant_only_loss", "completion_only_loss",
-    "dataset_text_field", "max_length", "packing", *_PREFERENCES, "dataset_num_proc",
+    "dataset_text_field", "max_length", "packing", *_PREFERENCES, *_LABELED, "dataset_num_proc",
 )  # fmt: skip
 _TARGETS = (
     "peft's default for the model there, such as q_proj and v_proj; name them as a list to train only those"
@@ -26,10 +27,11 @@ _OF_TRL = {
 
 
 def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
-    task = task or ("dpo" if any(map(draft.is_given, _PREFERENCES)) else "sft")
+    preference = "kto" if any(map(draft.is_given, _LABELED)) else "dpo"
+    task = task or (preference if any(map(draft.is_given, (*_PREFERENCES, *_LABELED))) else "sft")
     trl = any(map(draft.is_given, _MARKS))
     if trl:
-        of_task = {"learning_rate": 1e-6, "beta": 0.1} if task == "dpo" else {"learning_rate": 2e-5}
+        of_task = {"learning_rate": 1e-6, "beta": 0.1} if TASKS[task].whole else {"learning_rate": 2e-5}
         draft.defaults |= {**_OF_TRL, **of_task}
     draft.put("task", task, f"choose another one with --task {task_names()}")
     if trl and draft.get("router_aux_loss_coef") is None:
@@ -43,6 +45,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     _rows(draft, task, trl)
     if task == "dpo":
         arguments.preferences(draft, "loss_type", "sigmoid")
+    elif task == "kto":
+        arguments.labeled_answers(draft, "loss_type")
     arguments.training(draft, "bf16" if trl and draft.given.get("bf16") is None else "fp32")
 
 

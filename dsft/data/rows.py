@@ -62,7 +62,7 @@ Sample = Text | Conversation
 @dataclass(frozen=True, slots=True)
 class Row:
     """A converted line: one sample, or the chosen and the rejected one of a pair. label: desirable or not
-    (KTO); None if the row has no label."""
+    (KTO), of the first sample; the second has the opposite one. None: the row has no label."""
 
     samples: tuple[Sample, ...]
     label: bool | None = None

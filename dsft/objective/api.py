@@ -25,7 +25,7 @@ class Term:
 
     count   name of the global count that the sum is divided by, e.g. "tokens"
     weight  its weight in the loss; with 0 the term is a metric alone
-    metric  the name under which sum ÷ count is reported
+    metric  the name under which sum ÷ count is reported; those of several terms of one name are added up
     """
 
     count: str
@@ -62,12 +62,13 @@ class Objective:
         return tuple(t.weight / counts[t.count] if counts[t.count] else 0.0 for t in self.terms)
 
     def metrics(self, sums: Sequence[float], counts: Mapping[str, int]) -> dict[str, float]:
-        """Return sum ÷ count by name, of the terms that have a metric; NaN for a count of 0."""
-        return {
-            t.metric: total / counts[t.count] if counts[t.count] else math.nan
-            for t, total in zip(self.terms, sums, strict=True)
-            if t.metric is not None
-        }
+        """Return sum ÷ count by name, of the terms that have a metric, but of none with a count of 0."""
+        unknown = {None, *(t.metric for t in self.terms if not counts[t.count])}
+        found: Counter[str] = Counter()
+        for t, total in zip(self.terms, sums, strict=True):
+            if t.metric not in unknown:
+                found[str(t.metric)] += total / counts[t.count]  # type: ignore[assignment]
+        return dict(found)
 
 
 def evaluation_record(

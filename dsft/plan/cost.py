@@ -17,7 +17,7 @@ from dsft.plan.census import Census
 from dsft.plan.cut import cut_of
 from dsft.plan.flops import gpu_of, work
 from dsft.plan.memory.sizes import runs_on_cpu
-from dsft.plan.reference import scores_in_training
+from dsft.plan.reference import policy_passes, reference_passes, scores_in_training
 from dsft.plan.traffic import Flow, Link, bubble, hidden_size
 from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Spec
@@ -103,7 +103,8 @@ def cost(
 
 def step_flops(census: Census, spec: Spec) -> float:
     """Return FLOPs per token: of the model, of recomputation, of the pass that counts the tokens of experts,
-    and of a reference's forward passes; a precomputed reference scores each pair once per run."""
+    of the estimate of KTO, and of a reference's forward passes; a precomputed reference scores each pair once
+    per run (and mismatched answers once per epoch)."""
     length = spec.data.max_length
     needed = work(census, hidden_size(census))
     whole = sum(p.active for p in census.parameters if not p.embedding or p.aliases)
@@ -114,10 +115,12 @@ def step_flops(census: Census, spec: Spec) -> float:
     found += (2 * layers + attention) * recomputed / census.num_layers
     if spec.model.experts.balance == "global_batch":
         found += 2 * whole + attention
-    if spec.reference is not None:
-        passes = 1 if scores_in_training(spec) else 1 / max(1.0, spec.train.num_train_epochs)
-        found += (2 * whole + attention) * passes
-    return found
+    passes: float = policy_passes(spec)
+    if scores_in_training(spec):
+        passes += reference_passes(spec)
+    elif spec.reference is not None:
+        passes += 1 / max(1.0, spec.train.num_train_epochs) + policy_passes(spec)
+    return found + (2 * whole + attention) * passes
 
 
 def _slower(census: Census, tokens: int) -> float:

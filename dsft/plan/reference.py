@@ -58,6 +58,17 @@ def scores_in_training(spec: Spec) -> bool:
     return spec.reference is not None and spec.reference.reference != "precomputed"
 
 
+def policy_passes(spec: Spec) -> int:
+    """Return the number of forward passes of the policy without gradients before each step."""
+    return int(spec.reference is not None and spec.reference.has_baseline)
+
+
+def reference_passes(spec: Spec) -> int:
+    """Return the number of forward passes of the reference over as many tokens as a step or, if it is
+    precomputed, an epoch has; 0 if there is none."""
+    return 0 if spec.reference is None else 1 + policy_passes(spec)
+
+
 def other_model(spec: Spec) -> str | None:
     """Return the name of the reference where it is another model than the policy's initial one; also None if
     there is none."""
@@ -125,6 +136,9 @@ def check_precomputed(spec: Spec, command: str) -> None:
         where = spec.own_key("reference")
         why = f"{spec.reference.reference} computes the reference while it trains; start dsft/train.py, or "
         why += "set precomputed"
+    elif spec.reference.has_baseline and spec.train.global_batch_size is None:
+        where = "train.global_batch_size"
+        why = "null depends on the number of ranks, and each step pairs its own prompts and answers; set it"
     else:
         return
     raise SpecError(f"There is nothing for {command} to score.", [Problem(where, why)])

@@ -18,7 +18,13 @@ from dsft.plan.cut import Cut, cut_of
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
 from dsft.plan.memory.ranks import most_tokens
 from dsft.plan.memory.sizes import compute_bytes, moment_bytes, runs_on_cpu
-from dsft.plan.reference import has_engine, reference_stage, scores_in_training
+from dsft.plan.reference import (
+    has_engine,
+    policy_passes,
+    reference_passes,
+    reference_stage,
+    scores_in_training,
+)
 from dsft.plan.storage import FP32, Stored
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout, hosts_of_ranks
@@ -195,7 +201,7 @@ def _gradients(step: _Step) -> Iterator[Flow]:
 
 def _parameters(step: _Step) -> Iterator[Flow]:
     """Yield the gathering of parameters: of the updated ones once per step at ZeRO 1 and 2, for each forward
-    and backward at ZeRO 3, and there for the pass that counts the tokens of experts."""
+    and backward at ZeRO 3, and there for the passes before a step."""
     zero = step.spec.parallel.zero_stage
     if zero in (1, 2):
         yield from step.ring("updated parameters", 1, step.trained * compute_bytes(step.spec))
@@ -204,6 +210,9 @@ def _parameters(step: _Step) -> Iterator[Flow]:
         if step.spec.model.experts.balance == "global_batch":
             counting = step.size(step.sharded_elements)
             yield from step.ring("parameters to count tokens", step.micro_batches, counting)
+        if policy_passes(step.spec):
+            estimating = step.size(step.sharded_elements)
+            yield from step.ring("parameters to estimate the divergence", step.micro_batches, estimating)
 
 
 def _gathered(step: _Step) -> int:
@@ -224,16 +233,17 @@ def _reference(step: _Step) -> Iterator[Flow]:
         return
     if (reference_stage(spec) if has_engine(spec) else spec.parallel.zero_stage) == 3:
         size = step.size(step.sharded_elements)
-        yield from step.ring("reference's parameters", step.micro_batches, size)
+        yield from step.ring("reference's parameters", reference_passes(spec) * step.micro_batches, size)
 
 
 def _pipeline(step: _Step) -> Iterator[Flow]:
-    """Yield the traffic between stages: hidden states to the next stage, twice where a first pass counts the
-    tokens of experts; their gradient to the previous one; and the gradient of a tied embedding, all-reduced
-    over all ranks of the first and the last stage (engine/pipeline.py)."""
+    """Yield the traffic between stages: hidden states to the next stage, once more where a first pass counts
+    the tokens of experts or estimates the divergence of KTO; their gradient to the previous one; and the
+    gradient of a tied embedding, all-reduced over all ranks of the first and the last stage
+    (engine/pipeline.py)."""
     last, times = step.layout.pipeline_stages - 1, step.micro_batches
     if step.stage < last:
-        passes = 2 if step.spec.model.experts.balance == "global_batch" else 1
+        passes = 1 + (step.spec.model.experts.balance == "global_batch") + policy_passes(step.spec)
         link = _link_between(step, step.stage + 1)
         yield Flow("hidden states", link, passes * times, step.hidden_bytes)
     if step.stage > 0:
@@ -251,7 +261,7 @@ def _split_rows(step: _Step) -> Iterator[Flow]:
     spec, group, size = step.spec, step.group, step.layout.sequence_parallel
     if size == 1:
         return
-    again = scores_in_training(spec)
+    again = policy_passes(spec) + (reference_passes(spec) if scores_in_training(spec) else 0)
     counts = spec.model.experts.balance == "global_batch"
     if step.heads is not None:
         times = ((2 + counts + again) * step.layers + step.recomputed) * step.micro_batches

@@ -45,6 +45,7 @@ class Key:
                 examples: the fingerprint of each dataset
     precision   train.precision
     quantize    model.quantize and model.quantize_skip; only where weights are quantized
+    also        the fingerprint of each of `Inputs.also_scored`; only where there are any
     """
 
     components: Components
@@ -79,6 +80,7 @@ def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
             },
             "precision": spec.train.precision,
             **({"quantize": [model.quantize, *model.quantize_skip]} if model.quantize else {}),
+            **({"also": [one.fingerprint for one in inputs.also_scored]} if inputs.also_scored else {}),
         }
     )
 
@@ -159,4 +161,7 @@ _CLAUSES: Mapping[str, Any] = {
     "data": _other_data,
     "precision": lambda then, now: [f"train.precision was {then}, now {now}"],
     "quantize": lambda then, now: [f"model.quantize and quantize_skip were {then}, now {now}"],
+    "also": lambda then, now: [
+        "the steps (train.seed, the global batch size) pair prompts and answers otherwise"
+    ],
 }

@@ -109,7 +109,7 @@ def precompute(
     key = world.first(lambda: key_of(spec, reference_model(spec), inputs))
     world.first(lambda: check_key(key))
     store, unit = Store.of(spec, key), spec.task_kind.unit
-    datasets = (inputs.train, *(one.data for one in inputs.held_out))
+    datasets = (inputs.train, *(one.data for one in inputs.held_out), *inputs.also_scored)
     shapes, total = [(len(one), one.answers) for one in datasets], sum(map(len, datasets))
     count = spec.reference.recheck_rows if recheck and spec.reference is not None else 0
 

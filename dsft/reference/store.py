@@ -117,7 +117,8 @@ class Store:
                 if shard is None:
                     log(f"warning: {path} is damaged and is ignored; its rows are scored again")
                 elif shard.key == self.key.digest and shard.dataset < len(logps):
-                    logps[shard.dataset][shard.ids] = shard.logps
+                    within = shard.ids < len(logps[shard.dataset])  # mismatched answers of a shorter run
+                    logps[shard.dataset][shard.ids[within]] = shard.logps[within]
         except OSError as error:
             raise self._not_read(error) from None
         return StoreContents(logps)

@@ -23,7 +23,7 @@ Points = tuple[list[int], list[float]]
 SMOOTHED_FROM = 60
 """Number of points from which on the training loss is also shown smoothed."""
 BLUE, RED = "#1f5fa8", "#c0392b"
-REWARDS = ("rewards/margins", "rewards/accuracies")
+REWARDS = ("rewards/margins", "rewards/accuracies", "kl")
 COLORS = (BLUE, "#e07a1f", "#2a9d5c", "#8e44ad", "#b8336a", "#0f8b8d", "#7a5c3e")
 DOTTED: dict[str, Any] = {"marker": "o", "markersize": 4}
 
@@ -79,13 +79,14 @@ def figure(name: str, records: Sequence[Mapping[str, float]]) -> Any:
     """Return the figure of one run: losses, rewards of pairs, learning rate and gradient norm."""
     drawn = _empty(7)
     rows: list[Any] = [["loss", "loss"], ["rate", "norm"]]
-    has_rewards = any(key.endswith(REWARDS[0]) for record in records for key in record)
-    if has_rewards:
-        rows.insert(1, list(REWARDS))
+    names = {key.partition("/")[2] for record in records for key in record}
+    shown = [key for key in REWARDS if key in names]
+    if shown:
+        rows.insert(1, [shown[0], shown[-1]])
     axes = drawn.subplot_mosaic(rows, height_ratios=[1.6, *[1.0] * (len(rows) - 1)])
     drawn.suptitle(_plain(name), fontsize=13, fontweight="bold")
     _losses(axes["loss"], records)
-    for key in REWARDS if has_rewards else ():
+    for key in shown:
         for part, color, style in (("train", BLUE, {}), ("eval", COLORS[1], DOTTED)):
             points = series(records, f"{part}/{key}")
             _plot(axes[key], points, color, _last(part, points[1]), **style)

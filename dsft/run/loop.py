@@ -103,8 +103,8 @@ class Trainer(Protocol):
         agree, over all ranks, on whether the run should stop; the function that it gives waits for the
         reason, or None."""
 
-    def annotate(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """Fill in what the objective needs beside the policy's log-probabilities."""
+    def annotate(self, step: GlobalStep) -> Sequence[MicroBatch]:
+        """Return the step's micro-batches with the objective needs beside the policy's log-probabilities."""
 
     def record(self, window: Window, progress: Progress, *, saves: bool, pauses: bool) -> str:
         """Report the metrics of a window. Return the rows of a step that was not applied, as messages name
@@ -179,7 +179,7 @@ def fit(
             batch = steps.step(progress.step)
             waited = time.perf_counter() - fetched
 
-            micro_batches = trainer.annotate(batch.micro_batches)
+            micro_batches = trainer.annotate(batch)
             seed_step(schedule.seed, progress.step, trainer.rank)
             given = micro_batches, batch.counts, learning_rate
             result = engine.step(*given) if is_checked else engine.first_step(*given, progress.applied_steps)

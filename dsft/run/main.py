@@ -116,6 +116,8 @@ def train(run: Run, progress: Progress) -> Path | None:
         for line in run.world.first(lambda: describe(run, inputs, plan.keys)):
             run.log(line)
         task = task_of(run.spec)
+        also = task.also_scored(run.spec, inputs, run.batch.global_batch_size)
+        inputs = replace(inputs, also_scored=also)
         largest, held_out = longest(run, inputs)
         memory = open_memory(run, plan, largest.shape.numel())
         with explain_out_of_memory(memory.meter):
@@ -195,6 +197,11 @@ def score_only(spec: Spec, launched: Launched, stopping: Stopping, heartbeat: He
         inputs = world.each(lambda: read_inputs(spec, log, first=world.rank == 0))
         files = file_digests(spec, world, log)
         world.check_same(world.each(lambda: input_identity(spec, inputs, build_identity(inputs), files)))
+        total = spec.train.global_batch_size
+        if total is not None:  # always, where the task scores more than its rows
+            steps = total_steps(spec.train, len(inputs.train), total)
+            also = task_of(spec).also_scored(spec, replace(inputs, total_steps=steps), total)
+            inputs = replace(inputs, also_scored=also)
         precompute(spec, micro_batch_size(spec, places.data_parallel), inputs, world, log, recheck=True)
         log(f"next: {way_on}")
         ranks.leave()

@@ -18,7 +18,7 @@ from torch import Tensor
 from dsft.checkpoint.card import origin_of
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.data.sets.dataset import Dataset
-from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch, unchanged
+from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch, unchanged_step
 from dsft.data.steps.prefetch import Prefetcher
 from dsft.data.steps.steps import TrainSteps
 from dsft.dist.world import Agreement, World
@@ -83,8 +83,8 @@ class Trainer:
         steps = TrainSteps(
             inputs.train, run.batch, run.world.data_rank, train.seed, inputs.pad_id, train.neftune_alpha
         )
-        ahead = annotator.annotate[0] if annotator and annotator.prefetched else unchanged
         try:
+            ahead = annotator.ahead if annotator else unchanged_step
             prefetcher = Prefetcher(steps.step, inputs.total_steps, run.world.device, ahead)
             with explain_out_of_memory(model.memory.meter), prefetcher:
                 end = fit(model.engine, prefetcher, when, self, self.progress)
@@ -105,12 +105,10 @@ class Trainer:
         finally:
             self.recorder.read()
 
-    def annotate(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+    def annotate(self, step: GlobalStep) -> Sequence[MicroBatch]:
         self.run.heartbeat.mark("step")
         annotator = self.model.annotator
-        if annotator is None or annotator.prefetched:
-            return micro_batches
-        return annotator.annotate[0](micro_batches)
+        return (step if annotator is None else annotator.now(step)).micro_batches
 
     def record(self, window: Window, progress: Progress, *, saves: bool, pauses: bool) -> str:
         return self.recorder.record(window, progress, saves=saves, pauses=pauses)

@@ -40,6 +40,7 @@ class Inputs:
     built_from   of a training run: by `build_identity`
     software     of a training run: by `software_identity`, with the kind of device
     total_steps  from the run's first step to its last
+    also_scored  further examples that a reference scores: by `Task.also_scored`
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -52,6 +53,7 @@ class Inputs:
     built_from: Mapping[str, Any] = field(default_factory=dict)
     software: Mapping[str, Any] = field(default_factory=dict)
     total_steps: int = 0
+    also_scored: Sequence[Dataset] = ()
 
     @property
     def train(self) -> Dataset:

@@ -105,6 +105,8 @@ OTHER_NAMES = {
     "dpo.loss_type: simpo or orpo": "reference_free",
     "dpo.reference_model": "ref_model ref_model_path ref_model_name_or_path reference_model_name_or_path",
     "dpo.reference: precomputed": "precompute_ref_log_probs cache_logprobs",
+    "kto.desirable_weight": "kto_chosen_weight desirable_weight",
+    "kto.undesirable_weight": "kto_rejected_weight undesirable_weight",
     "data.max_length (of the prompt and one answer)": "max_prompt_length max_completion_length",
     "parallel.zero_stage": "zero zero_optimization parallel.stage",
     "parallel.pipeline_stages": "pipeline pipeline_model_parallel_size pipeline_parallel_size pp pp_size",

@@ -97,13 +97,11 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
         "onebitadam onebitlamb adagrad rmsprop ademamix",
     ),
     NotOffered(
-        "training with generated answers, rewards, labels or a teacher (PPO, GRPO, reward models, KTO, "
-        "distillation)",
-        "the tasks are sft, pretrain and dpo; sft reads KTO's rows (format: kto) and trains on the desirable "
-        "answers",
-        "reward reward_model reward_funcs grpo ppo kto num_generations vllm teacher_model kd hybrid_engine",
+        "training with generated answers, rewards or a teacher (PPO, GRPO, reward models, distillation)",
+        "the tasks are sft, pretrain, dpo and kto",
+        "reward reward_model reward_funcs grpo ppo num_generations vllm teacher_model kd hybrid_engine",
         TASKS,
-        "rm ppo grpo gspo dapo rloo reinforce kto kd gkd online_dpo reward distill",
+        "rm ppo grpo gspo dapo rloo reinforce kd gkd online_dpo reward distill",
         "hybrid_engine",
     ),
     NotOffered(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from dsft.spec.document import quote
 from dsft.spec.findings import Finding, finding, value_at, value_finding
-from dsft.spec.schema import REFERENCE_FREE, SECTIONS, Dpo, Reference, Section, Spec
+from dsft.spec.schema import REFERENCE_FREE, SECTIONS, Dpo, Kto, Reference, Section, Spec
 from dsft.spec.task import TASKS
 
 SMOOTHED = ("sigmoid", "robust")
@@ -32,12 +32,20 @@ def preference_findings(spec: Spec) -> Iterator[Finding]:
             message = f"the section has no effect with task {spec.task}; set task: {tasks}, or leave it out"
             yield finding(name, message, "task")
     if spec.task_kind.whole and spec.task_kind.answers and spec.data.train_on == "all":
-        message = "would also train on the prompt, which is the same for both answers; use assistant or last"
+        why = (
+            "which is the same for both answers"
+            if spec.task_kind.rows > 1
+            else "which is no part of the answer"
+        )
+        message = f"would also train on the prompt, {why}; use assistant or last"
         yield value_finding(spec, "data.train_on", message, "task")
     if isinstance(own, Reference):
         yield from _policy_is_not_its_reference(spec)
     if isinstance(own, Dpo):
         yield from _dpo(spec, own)
+    if isinstance(own, Kto) and own.has_baseline and spec.train.global_batch_size == 1:
+        message = "has no second row, whose answer loss_type kto needs; raise it, or use apo_zero_unpaired"
+        yield value_finding(spec, "train.global_batch_size", message, "kto.loss_type")
     if spec.reference is not None:
         if spec.reference.reference == "adapter":
             yield from _adapter(spec, spec.reference)

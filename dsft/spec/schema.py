@@ -236,12 +236,17 @@ class Reference(Section):
     reference_store: Text | None = None
     """Folder of precomputed log-probabilities; by default OUTPUT_DIR/.cache/reference."""
     recheck_rows: Natural = 4
-    """Number of stored pairs, chosen at random, that are scored again at the start; 0: none."""
+    """Number of stored rows or pairs, chosen at random, that are scored again at the start; 0: none."""
 
     @property
     def is_needed(self) -> bool:
         """Whether the loss needs the reference."""
         return True
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether an estimate over each step is needed before it, from a pass over as many tokens again."""
+        return False
 
 
 LossType = Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "simpo", "orpo"]
@@ -271,7 +276,24 @@ class Dpo(Reference):
         return self.loss_type not in REFERENCE_FREE
 
 
-SECTIONS: dict[str, type[Section]] = {"dpo": Dpo}
+class Kto(Reference):
+    """KTO: training on single answers, each labeled desirable or undesirable."""
+
+    beta: Positive = 0.1
+    """Strength of the pull towards the reference; it has no unit."""
+    loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"
+    """Loss to minimize; apo_zero_unpaired is that of kto without the divergence that it estimates."""
+    desirable_weight: Positive = 1.0
+    """Weight of the loss of desirable answers."""
+    undesirable_weight: Positive = 1.0
+    """Weight of the loss of undesirable answers."""
+
+    @property
+    def has_baseline(self) -> bool:
+        return self.loss_type == "kto"
+
+
+SECTIONS: dict[str, type[Section]] = {"dpo": Dpo, "kto": Kto}
 """The sections of tasks, by name: see `TaskFacts.section`."""
 
 
@@ -488,13 +510,16 @@ class Spec(Section):
     name: str = Field(pattern=NAME_PATTERN)
     """Name of the run and of its folder: at most 100 letters, digits, '.', '_' and '-'."""
     task: TaskName
-    """Training task: sft (answers in conversations), pretrain (plain text) or dpo (preferences)."""
+    """Training task: sft (answers in conversations), pretrain (plain text), dpo (preferences) or kto (answers
+    labeled desirable or undesirable)."""
     model: Model
     """The model to train."""
     data: Data
     """The rows to train on and to evaluate."""
     dpo: Dpo | None = None
     """Settings of task dpo; by default the defaults of its keys."""
+    kto: Kto | None = None
+    """Settings of task kto; by default the defaults of its keys."""
     parallel: Parallel = Parallel()
     """How state and layers are divided among the ranks."""
     train: Train

@@ -81,11 +81,26 @@ TASKS: dict[str, TaskFacts] = {
             "sft_weight": "weight of the SFT term",
         },
     ),
+    "kto": TaskFacts(
+        "row",
+        ("kto", "preference"),
+        "KTO on labeled answers",
+        "preference training",
+        cut="answers",
+        labels=True,
+        section="kto",
+        options={
+            "loss_type": "loss",
+            "beta": "β",
+            "desirable_weight": "weight of desirable answers",
+            "undesirable_weight": "weight of undesirable answers",
+        },
+    ),
 }
 """The facts of each task; `dsft.tasks.registry` has what it does."""
 
 
 def task_names() -> str:
-    """Return the names of all tasks as a phrase: "sft, pretrain or dpo"."""
+    """Return the names of all tasks as a phrase: "sft, pretrain, dpo or kto"."""
     *most, last = TASKS
     return f"{', '.join(most)} or {last}"

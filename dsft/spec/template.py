@@ -48,12 +48,12 @@ _PRETRAIN_DATA = """\
   packing: true                      # rows of exactly max_length; false: a row per document
 """
 
-_PAIR_DATA = """\
-  train: [{path: "builtin:quickstart-pairs"}]          # rows with prompt, chosen, rejected; docs/formats.md
-  eval: [{path: "builtin:quickstart-pairs-heldout"}]   # held-out pairs; [] for none
+_ANSWERS_DATA = """\
+  train: [{{path: "builtin:quickstart-pairs"}}]          # {rows}; docs/formats.md
+  eval: [{{path: "builtin:quickstart-pairs-heldout"}}]   # held-out pairs; [] for none
   max_length: 256                    # tokens of a prompt and one answer
   on_too_long: drop                  # leave longer rows out (dsft preview counts them) | truncate | error
-  packing: true                      # several pairs in one row, without padding; same loss
+  packing: true                      # several {examples} in one row, without padding; same loss
 """
 
 _OWN_DATA = """\
@@ -75,7 +75,16 @@ dpo:                                 # docs/dpo.md
   beta: 0.1                          # strength of the pull towards the reference
   loss_type: sigmoid                 # {" | ".join(get_args(LossType))}
   reference: precomputed             # precomputed | live | adapter (with model.lora)
-"""
+""",
+    "kto": """\
+
+kto:                                 # docs/kto.md
+  beta: 0.1                          # strength of the pull towards the reference
+  loss_type: kto                     # kto | apo_zero_unpaired
+  desirable_weight: 1.0              # with unequal numbers: see docs/kto.md
+  undesirable_weight: 1.0
+  reference: precomputed             # precomputed | live | adapter (with model.lora)
+""",
 }
 """Sections of tasks, by name."""
 
@@ -219,7 +228,12 @@ def _check(path: Path) -> None:
 def _tiny(name: str, task: str, path: Path) -> str:
     """Return the spec of a tiny model."""
     kind = TASKS[task]
-    data = _PAIR_DATA if kind.rows == 2 else _SFT_DATA
+    data = _SFT_DATA
+    if kind.whole:
+        rows = (
+            "prompt, completion and label; or pairs" if kind.labels else "rows with prompt, chosen, rejected"
+        )
+        data = _ANSWERS_DATA.format(rows=rows, examples=kind.examples)
     if not kind.answers:
         data = _PRETRAIN_DATA.format(text_file=json.dumps(str(_text_file(path))))
     return _filled(

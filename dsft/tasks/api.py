@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.load import HeldOutSet
-from dsft.data.steps.batch import Annotate, MicroBatch, unchanged
+from dsft.data.steps.batch import Annotate, Complete, MicroBatch, unchanged
 from dsft.data.steps.steps import evaluation
 from dsft.engine.api import Engine
 from dsft.model.policy import Policy
@@ -30,15 +31,16 @@ class Annotator:
     """Fills into micro-batches what an objective needs beside the policy's log-probabilities, such as those
     of a reference.
 
-    annotate    a function for each dataset: data.train first, then each held-out set
-    identity    what checkpoints record of it; its task compares a resumed run's with it
-    prefetched  `annotate` only looks values up, so steps are annotated while they are prefetched, in any
-                thread. Otherwise it is a collective, right before a step
+    ahead     completes a training step while it is prefetched, in any thread, so it only reads and looks up
+    now       completes a training step right before it is trained. A collective
+    held_out  completes the micro-batches of each held-out set before it is evaluated. A collective
+    identity  what checkpoints record of it; its task compares a resumed run's with it
     """
 
-    annotate: Sequence[Annotate]
+    ahead: Complete
+    now: Complete
+    held_out: Sequence[Annotate]
     identity: Mapping[str, Any]
-    prefetched: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class EvaluationSet:
 def evaluation_sets(run: Run, inputs: Inputs, model: Model) -> list[EvaluationSet]:
     """Return the held-out sets, in the order of the data."""
     sets = inputs.held_out
-    annotate = model.annotator.annotate[1:] if model.annotator else [unchanged] * len(sets)
+    annotate = model.annotator.held_out if model.annotator else [unchanged] * len(sets)
     return [
         EvaluationSet(one, *evaluation(one.data, run.batch, run.world.data_rank, inputs.pad_id), fill)
         for one, fill in zip(sets, annotate, strict=True)
@@ -90,6 +92,10 @@ class Task:
     def objective(self, spec: Spec) -> Objective:
         """Return the objective that the engine minimizes."""
         raise NotImplementedError
+
+    def also_scored(self, spec: Spec, inputs: Inputs, global_batch_size: int) -> Sequence[Dataset]:
+        """Return the examples that a reference scores beside those of data.train and of the held-out sets."""
+        return ()
 
     def before_policy(self, run: Run, inputs: Inputs, memory: MemoryFile) -> Any:
         """Do what must be done while the policy is not in memory yet. What it returns is passed to

@@ -4,15 +4,16 @@ adapter, as the task's section says (`dsft.spec.schema.Reference`)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dsft.checkpoint.read import CheckpointReader
-from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.batch import Annotate, GlobalStep, MicroBatch, unchanged_step
 from dsft.data.steps.steps import TrainSteps, micro_batches_of
 from dsft.engine.api import Engine
 from dsft.errors import CheckpointError
@@ -32,6 +33,29 @@ from dsft.tasks.api import Annotator, Model, Task
 
 FILE = "reference.json"
 """File in a run's folder that identifies the run's reference."""
+
+
+@dataclass(frozen=True)
+class References:
+    """What fills in the reference's values.
+
+    annotate    a function for each dataset: data.train, each held-out set, then each of `Inputs.also_scored`
+    identity    that of the reference
+    prefetched  `annotate` only looks values up. Otherwise it is a collective
+    """
+
+    annotate: Sequence[Annotate]
+    identity: Mapping[str, Any]
+    prefetched: bool = False
+
+    def annotator(self, held_out: int) -> Annotator:
+        """Return what fills in the values of the examples of data.train and of so many held-out sets."""
+
+        def fill(step: GlobalStep) -> GlobalStep:
+            return replace(step, micro_batches=tuple(self.annotate[0](step.micro_batches)))
+
+        ahead, now = (fill, unchanged_step) if self.prefetched else (unchanged_step, fill)
+        return Annotator(ahead, now, self.annotate[1 : 1 + held_out], self.identity)
 
 
 class Referenced(Task):
@@ -69,13 +93,25 @@ class Referenced(Task):
         engine: Engine,
         prepared: PrecomputedReference | None,
     ) -> Annotator | None:
-        """Open the reference. Raises CheckpointError where the run began with another one."""
+        found = self.references(run, inputs, policy, engine, prepared)
+        return None if found is None else found.annotator(len(inputs.held_out))
+
+    def references(
+        self,
+        run: Run,
+        inputs: Inputs,
+        policy: Policy,
+        engine: Engine,
+        prepared: PrecomputedReference | None,
+    ) -> References | None:
+        """Open the reference; return None if the loss needs none. Raises CheckpointError where the run began
+        with another one."""
         spec, world = run.spec, run.world
         if spec.reference is None:
             return None
         if prepared is not None:
             world.each(lambda: check_weights(spec, prepared.key))
-            return Annotator(prepared.annotate, prepared.key.as_json(), prefetched=True)
+            return References(prepared.annotate, prepared.key.as_json(), prefetched=True)
         run.log(reference_line(spec))
 
         def checked_key() -> Key:
@@ -92,7 +128,8 @@ class Referenced(Task):
             for line in proven(opened, spec, inputs, world):
                 run.log(f"reference: {line}")
             annotate = refer_to_engine(opened.engine)
-        return Annotator([annotate] * (1 + len(inputs.held_out)), key.as_json())
+        datasets = 1 + len(inputs.held_out) + len(inputs.also_scored)
+        return References([annotate] * datasets, key.as_json())
 
     def for_probe(self, micro_batch: MicroBatch) -> MicroBatch:
         """Fill in zeros as the reference's values."""
@@ -109,14 +146,15 @@ class Referenced(Task):
         if annotator is None or own is None or own.reference_model is not None:
             return
         steps = TrainSteps(inputs.train, run.batch, data_rank, spec.train.seed, inputs.pad_id)
-        checked = steps.step(0).micro_batches[:NUM_BATCHES]
-        if annotator.prefetched:
+        first = steps.step(0)
+        checked = first.micro_batches[:NUM_BATCHES]
+        if own.reference == "precomputed":
             ids = run.world.broadcast(random_ids(len(inputs.train), own.recheck_rows))
             if len(ids):
                 checked += tuple(micro_batches_of(inputs.train, ids, run.batch, data_rank, inputs.pad_id))
         # Not under ZeRO 3, where every pass must use the same modules as the one before.
         bare = partial(adapter_off, policy) if spec.model.lora and spec.parallel.zero_stage < 3 else None
-        annotated = annotator.annotate[0](checked)
+        annotated = annotator.now(annotator.ahead(replace(first, micro_batches=checked))).micro_batches
         start = StartCheck(spec, self.beta(spec), inputs.train, annotated, inputs.pad_id, bare)
         yield check_start(start, model.engine, policy, run.world)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dsft.spec.schema import Spec
 from dsft.tasks.api import Task
+from dsft.tasks.kto import LabeledAnswers
 from dsft.tasks.language import LanguageModeling
 from dsft.tasks.preference import Preference
 
-TASKS: dict[str, Task] = {"sft": LanguageModeling(), "pretrain": LanguageModeling(), "dpo": Preference()}
+TASKS: dict[str, Task] = {
+    "sft": LanguageModeling(), "pretrain": LanguageModeling(), "dpo": Preference(), "kto": LabeledAnswers(),
+}  # fmt: skip
 
 
 def task_of(spec: Spec) -> Task:

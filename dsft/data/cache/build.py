@@ -141,9 +141,11 @@ def _render(
         if mistake is not None:
             refused.append((line.number, mistake))
             continue
-        for sample in samples:
+        for sample, label in zip(
+            samples, (row.label, None if row.label is None else not row.label), strict=False
+        ):
             spelled += [line.number] * sample.spelled
-            builder.add(sample, line=line.number, content=line.content, desirable=row.label is not False)
+            builder.add(sample, line=line.number, content=line.content, desirable=label is not False)
     return refused
 
 

@@ -40,7 +40,8 @@ def prompt_completion(fields: Fields) -> Row:
 
 
 def preference(fields: Fields, task: str = "dpo") -> Row:
-    """Return the chosen and the rejected sample, which have the same prompt; for sft, only the chosen one."""
+    """Return the chosen and the rejected sample, which have the same prompt: for sft only the chosen one, for
+    a task with labels both as records of their own."""
     if fields.get("chosen") is None and fields.get("rejected_messages") is not None:
         ours = "messages" if fields.get("chosen_messages") is None else "chosen_messages"
         names = {"chosen": fields.name(ours), "rejected": fields.name("rejected_messages")}
@@ -53,7 +54,7 @@ def preference(fields: Fields, task: str = "dpo") -> Row:
         pair = _pair(fields, task)
     if pair[0] == pair[1]:
         raise BadRowError("the chosen and the rejected answer are the same, so the pair has no preference")
-    return Row(pair[: TASKS[task].rows])
+    return Row(pair, label=True) if TASKS[task].labels else Row(pair[: TASKS[task].rows])
 
 
 def kto(fields: Fields) -> Row:

@@ -87,4 +87,4 @@ def _examples(rows: TokenRows, columns: Sequence[NDArray[Any]], is_shared: bool)
         headed[:, 1:] = False
         length -= positions
     spans = spans_of(row.reshape(-1), start.reshape(-1), length.reshape(-1), headed.reshape(-1))
-    return Examples(rows, *spans, targets, digest, positions=positions)
+    return Examples(rows, *spans, targets, digest, positions=positions, prompts=prompts)

@@ -69,6 +69,7 @@ class Examples:
     segments   (m + 1,) cumulative number of segments of the examples; None: one segment per answer
     positions  (m, k) position id of the first token of each answer; None: 0. An answer that begins at p > 0
                continues the first p tokens of the answer before it
+    prompts    (m,) tokens of each example's prompt; None: the examples are not answers to prompts
     """
 
     rows: TokenRows
@@ -80,6 +81,7 @@ class Examples:
     digest: str
     segments: Ids | None = None
     positions: Ids | None = None
+    prompts: Ids | None = None
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -286,7 +288,11 @@ class Dataset:
     def counts(self) -> Mapping[str, NDArray[np.int32]]:
         """The counts that losses are normalized by, name -> (n,) of each example."""
         names = self.parts[0].counts if self.parts else ()
-        return {name: _joined([part.counts[name] for part in self.parts]) for name in names}
+        counts = {name: _joined([part.counts[name] for part in self.parts]) for name in names}
+        if self.labels:
+            counts |= {"desirable": self.desirable.astype(np.int32)}
+            counts |= {"undesirable": 1 - counts["desirable"]}
+        return counts
 
     @property
     def answers(self) -> int:
@@ -298,6 +304,11 @@ class Dataset:
         """(n,) the label of each example: that of the row in which it begins."""
         labels = (part.rows.desirable[part.row_ids] for part in self.parts)
         return np.concatenate([np.zeros(0, np.bool_), *labels])
+
+    @cached_property
+    def prompts(self) -> NDArray[np.int32]:
+        """(n,) tokens of each example's prompt, where examples are answers to prompts."""
+        return _joined([part.prompts for part in self.parts if part.prompts is not None])
 
     @cached_property
     def fingerprint(self) -> str:

@@ -169,6 +169,8 @@ def _select(
     """Select the records of a set that have targets. Duplicates are found across all of the sources."""
     counts = [len(one.content[: source.max_rows]) for one, source in zip(records, sources, strict=True)]
     content = [one.content[:count] for one, count in zip(records, counts, strict=True)]
+    if labels:  # the two answers of a pair have its content
+        content = [one ^ ~other.desirable[: len(one)] for one, other in zip(content, records, strict=True)]
     duplicates = np.split(is_duplicate(np.concatenate(content)), np.cumsum(counts)[:-1])
     selected = []
     for name, source, one, count, duplicate in zip(names, sources, records, counts, duplicates, strict=True):

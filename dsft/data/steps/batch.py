@@ -84,6 +84,8 @@ class Answers:
                  None: not known
     segments     (T,) int32: packed: the segment, from 0, of each position; set by `to`
     desirable    (n,) bool: the label of each example (KTO); None: the task uses none
+    kl           () float64: the divergence of policy and reference, estimated over the whole step (KTO);
+                 None: not estimated
     """
 
     ids: Tensor
@@ -91,6 +93,7 @@ class Answers:
     reference: Tensor | None = None
     segments: Tensor | None = None
     desirable: Tensor | None = None
+    kl: Tensor | None = None
 
     def to(self, device: torch.device, row: Segments | None) -> Answers:
         """Copy all but `ids` to `device`. row: the packed row's segments; None: the rows are padded."""
@@ -98,7 +101,7 @@ class Answers:
         if segments is None and row is not None:
             numbers = torch.arange(len(row.lengths), dtype=torch.int32)
             segments = numbers.repeat_interleave(torch.tensor(row.lengths))
-        others = (self.reference, segments, self.desirable)
+        others = (self.reference, segments, self.desirable, self.kl)
         moved = (None if one is None else to_device(one, device) for one in others)
         return Answers(self.ids, to_device(self.num_targets, device), *moved)
 
@@ -106,7 +109,7 @@ class Answers:
         """Return the answers of the first `count` examples."""
         others = (self.reference, self.desirable)
         reference, desirable = (None if one is None else one[:count] for one in others)
-        return Answers(self.ids[:count], self.num_targets[:count], reference, desirable=desirable)
+        return Answers(self.ids[:count], self.num_targets[:count], reference, None, desirable, self.kl)
 
 
 @dataclass(frozen=True)
@@ -236,6 +239,9 @@ class GlobalStep:
     example_ids    global: indices of the step's examples in the dataset
     sources        global: by name of the source; empty if there is only one
     assigned_ids   of this rank: the example ids of each micro-batch, in order
+    first          global: number of examples of the run before this step
+    mismatched     of this rank: micro-batches that are scored before the step, for an estimate over the whole
+                   step; every rank has the same number of them
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -246,3 +252,14 @@ class GlobalStep:
     squared: int = 0
     sources: Mapping[str, SourceShare] = field(default_factory=dict)
     assigned_ids: tuple[tuple[int, ...], ...] = ()
+    first: int = 0
+    mismatched: tuple[MicroBatch, ...] = ()
+
+
+Complete = Callable[[GlobalStep], GlobalStep]
+"""A function from a step to the same with what an objective needs of it."""
+
+
+def unchanged_step(step: GlobalStep) -> GlobalStep:
+    """Return the step as it is, where nothing has to be filled in."""
+    return step

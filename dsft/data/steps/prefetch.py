@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 
-from dsft.data.steps.batch import GlobalStep, MicroBatch
+from dsft.data.steps.batch import GlobalStep
 
 
 class Prefetcher:
@@ -24,10 +24,10 @@ class Prefetcher:
         build: Callable[[int], GlobalStep],
         total_steps: int,
         device: torch.device,
-        complete: Callable[[Sequence[MicroBatch]], Sequence[MicroBatch]] = lambda batches: batches,
+        complete: Callable[[GlobalStep], GlobalStep] = lambda step: step,
     ) -> None:
         """build: returns a step by its number, from 0; total_steps: of the run, none after them is
-        prefetched; complete: called in the thread to complete the micro-batches of a step."""
+        prefetched; complete: called in the thread to complete a step."""
         self._build, self._total, self._device, self._complete = build, total_steps, device, complete
         self._next: tuple[int, Future[GlobalStep]] | None = None
         if device.type == "cuda":  # else the thread's current GPU is 0, where pinning memory makes a context
@@ -53,6 +53,8 @@ class Prefetcher:
         return step
 
     def _complete_step(self, index: int) -> GlobalStep:
-        step = self._build(index)
-        micro_batches = self._complete(step.micro_batches)
-        return replace(step, micro_batches=tuple(batch.to(self._device) for batch in micro_batches))
+        step = self._complete(self._build(index))
+        batches, others = (
+            tuple(batch.to(self._device) for batch in some) for some in (step.micro_batches, step.mismatched)
+        )
+        return replace(step, micro_batches=batches, mismatched=others)

@@ -56,6 +56,7 @@ class TrainSteps:
             squared=int(data.squares[sample.ids].sum()),
             sources=self._sources(sample),
             assigned_ids=tuple(tuple(ids.tolist()) for ids in assigned),
+            first=int(sample.taken.sum()) - len(sample.ids),
         )
 
     def _sources(self, sample: StepSample) -> Mapping[str, SourceShare]:

@@ -43,6 +43,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "file_name": "pairs.json", "ranking": True, "formatting": "sharegpt",
             "columns": {"messages": "conversations", "chosen": "good", "rejected": "bad"},
         },
+        "tagged": {
+            "file_name": "identity.json", "formatting": "sharegpt",
+            "columns": {"messages": "messages", "kto_tag": "label"},
+            "tags": {"role_tag": "role", "content_tag": "content", "user_tag": "user"},
+        },
         "wiki": {"file_name": "wiki.txt", "columns": {"prompt": "text"}},
         "hub": {"hf_hub_url": "owner/name", "subset": "en", "split": "train"},
         "elsewhere": {"ms_hub_url": "owner/name"},
@@ -236,6 +241,41 @@ def test_trl_and_training_arguments() -> None:
         converted(plain)
 
 
+@pytest.mark.parametrize(
+    ("config", "kto"),
+    [
+        (
+            {**SFT, "stage": "kto", "dataset": "tagged", "pref_beta": 0.2, "kto_rejected_weight": 1.5,
+             "lora_dropout": 0.05},
+            "loss_type: kto, beta: 0.2, desirable_weight: 1.0, undesirable_weight: 1.5, reference: adapter",
+        ),
+        (
+            {**SFT, "stage": "kto", "dataset": "tagged", "finetuning_type": "full", "ref_model": "c/d"},
+            "loss_type: kto, beta: 0.1, reference: precomputed, reference_model: c/d",
+        ),
+        (
+            {**TRL, "desirable_weight": 1.2, "undesirable_weight": 0.8, "loss_type": "apo_zero_unpaired"},
+            "loss_type: apo_zero_unpaired, beta: 0.1, desirable_weight: 1.2, undesirable_weight: 0.8",
+        ),
+        (
+            {**SWIFT, "rlhf_type": "kto", "beta": 0.3, "desirable_weight": 2.0, "lora_rank": 4, "lora_alpha": 8},
+            "loss_type: kto, beta: 0.3, desirable_weight: 2.0, reference: adapter",
+        ),
+    ],
+    ids=["llamafactory", "llamafactory, full", "trl", "swift"],
+)  # fmt: skip
+def test_kto(config: dict[str, Any], kto: str) -> None:
+    spec, _ = converted(config)
+    assert spec.task == "kto" and spec.dpo is None
+    assert_has(spec.kto, kto)
+    if spec.model.lora is not None:
+        assert_has(spec.model.lora, "dropout: 0")
+    if config.get("dataset") == "tagged":
+        assert spec.data.train[0].format == "kto"
+    with pytest.raises(SpecError, match="'bco'"):
+        converted({**TRL, "desirable_weight": 1.2, "loss_type": "bco"})
+
+
 def test_swift() -> None:
     spec, _ = converted({
         "model": "Qwen/Qwen2.5-7B-Instruct", "rlhf_type": "dpo", "dataset": "data/pairs.json#10",
@@ -382,7 +422,7 @@ def test_deepspeed() -> None:
     ("config", "wanted"),
     [
         ({"stage": "rm", "template": "x", "dataset": "identity"}, "stage: 'rm': dsft does not offer"),
-        ({"rl": "kto", "base_model": "a/b", "datasets": []}, "rl: 'kto': dsft does not offer"),
+        ({"rl": "kto", "base_model": "a/b", "datasets": []}, "rl: 'kto' of Axolotl is not converted"),
         ({"rlhf_type": "grpo", "model": "a/b", "tuner_type": "lora"}, "rlhf_type: 'grpo'"),
         ({"model": "a", "dataset": "b.json", "task_type": "seq_cls", "tuner_type": "lora"}, "task_type"),
         ({"stage": "sft", "template": "x", "dataset": "nothing"}, "'nothing' is not in dataset_info"),

@@ -126,10 +126,10 @@ def test_an_evaluation_before_the_first_step_is_reported_once() -> None:
 
 
 def test_step_is_trained_on_annotated_micro_batches() -> None:
-    annotated: list[Sequence[MicroBatch]] = []
-    run = Log().run(annotate=lambda micro_batches: annotated.append(micro_batches) or ())
+    annotated: list[GlobalStep] = []
+    run = Log().run(annotate=lambda step: annotated.append(step) or ())
     fit(FakeEngine(), Steps(), schedule(), run, Progress())
-    assert annotated == [()] * 5
+    assert [step.micro_batches for step in annotated] == [()] * 5
 
 
 def test_every_step_is_reported_and_the_end_is_evaluated_and_saved_once() -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from dsft.data.steps.batch import GlobalStep
 from dsft.errors import LockedError
 from dsft.rank.stopping import REASONS
 from dsft.run import trainer as module
 from dsft.run.loop import Progress
 from dsft.run.trainer import Trainer
+from dsft.tasks.referenced import References
 
 
 class Heartbeat:
@@ -50,7 +52,7 @@ def test_step_marks_heartbeats_and_reports_the_record_before_it_at_its_end() -> 
     happened: list[Any] = []
     trainer = make(happened, reason="SIGTERM")
     with trainer.step(4) as agree_on_stop:
-        assert trainer.annotate(()) == ()
+        assert trainer.annotate(GlobalStep((), {}, 0, 0.0, ())) == ()
         assert agree_on_stop() == "SIGTERM"
         assert happened == [("data", 4), ("step", None)]
     assert happened[2:] == ["record"]
@@ -61,9 +63,11 @@ def test_step_marks_heartbeats_and_reports_the_record_before_it_at_its_end() -> 
 
 @pytest.mark.parametrize("prefetched", [False, True])
 def test_micro_batches_are_annotated_in_the_step_unless_they_were_prefetched(prefetched: bool) -> None:
-    annotator = SimpleNamespace(annotate=[lambda batches: ("annotated",)], prefetched=prefetched)
+    annotator = References([lambda batches: ("annotated",)], {}, prefetched).annotator(0)  # type: ignore[list-item]
+    step: Any = GlobalStep(("plain",), {}, 0, 0.0, ())  # type: ignore[arg-type]
     trainer: Any = make([], annotator=annotator)
-    assert trainer.annotate(("plain",)) == (("plain",) if prefetched else ("annotated",))
+    assert trainer.annotate(step) == (("plain",) if prefetched else ("annotated",))
+    assert annotator.ahead(step).micro_batches == (("annotated",) if prefetched else ("plain",))
 
 
 def test_checkpoint_evaluates_then_saves_and_returns_a_stop_that_came_meanwhile(
