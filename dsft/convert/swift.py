@@ -24,10 +24,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
         raise refuse("rlhf_type", str(method))
     if draft.get("task_type") not in (None, "causal_lm"):
         raise refuse("task_type", str(draft.get("task_type")))
-    preference = "kto" if method == "kto" else "dpo"
-    task = task or (
-        preference if method else "pretrain" if draft.get("use_chat_template") is False else "sft"
-    )
+    other = "pretrain" if draft.get("use_chat_template") is False else "sft"
+    task = task or ("kto" if method == "kto" else "dpo" if method else other)
     draft.put("task", task, "rlhf_type" if method else f"choose another one with --task {task_names()}")
     kind = arguments.model(draft, TOOL, "tuner_type train_type sft_type")
     draft.comments["model.name_or_path"] = "model; a name of ModelScope may differ on the Hugging Face hub"

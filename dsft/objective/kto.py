@@ -48,14 +48,16 @@ def kto(own: Kto) -> Objective:
             raise ValueError(f"{own.loss_type} needs the reference's log-probabilities and the divergence")
         desirable = answers.desirable[: len(policy)]
         ratios = policy - answers.reference[: len(policy), 0]
-        baseline = answers.kl if answers.kl is not None else 0.0
-        sign = torch.where(desirable, 1.0, -1.0).double()
-        weight = torch.where(desirable, own.desirable_weight, own.undesirable_weight).double()
-        loss = weight * torch.sigmoid(-own.beta * sign * (ratios - baseline))
-        rewards, shown = own.beta * ratios.detach(), policy.detach()
-        chosen, rejected = rewards[desirable].sum(), rewards[~desirable].sum()
-        figures = chosen, rejected, chosen, -rejected, shown[desirable].sum(), shown[~desirable].sum()
-        divergence = () if answers.kl is None else (answers.kl * len(policy),)
-        return loss.sum(), *figures, *(divergence if own.has_baseline else ())
+        baseline = answers.kl if own.has_baseline and answers.kl is not None else ratios.new_zeros(())
+        weight = torch.full_like(ratios, own.undesirable_weight).masked_fill(desirable, own.desirable_weight)
+        above = own.beta * (ratios - baseline)
+        loss = weight * torch.sigmoid(torch.where(desirable, -above, above))
+        # not by indices, whose number a GPU would have to report
+        (chosen, rejected), logps_of_class = (
+            [values.detach().masked_fill(other, 0.0).sum() for other in (~desirable, desirable)]
+            for values in (own.beta * ratios, policy)
+        )
+        figures = chosen, rejected, chosen, -rejected, *logps_of_class
+        return loss.sum(), *figures, *((baseline * len(policy),) if own.has_baseline else ())
 
     return Objective(terms, sums)

@@ -49,6 +49,7 @@ class RowView:
     why       the reason why it is shown
     shared    for a pair: the rejected answer follows only the last token of the prompt
     prompt    for a pair: number of tokens of the prompt; None: not a pair
+    desirable its label, of a task that uses labels
     """
 
     number: int | None
@@ -59,6 +60,7 @@ class RowView:
     why: str = ""
     shared: bool = False
     prompt: int | None = None
+    desirable: bool | None = None
 
     @property
     def trained(self) -> int:
@@ -119,6 +121,7 @@ class PreviewData:
             why,
             shared=example.starts is not None,
             prompt=int(np.argmax(example.trained)) if is_pairs else None,
+            desirable=bool(self.train.desirable[index]) if self.train.labels else None,
         )
 
     def micro_batch(self) -> BatchView:
@@ -296,6 +299,7 @@ def _row_mapping(row: RowView) -> dict[str, Any]:
         "input_ids": [token.id for token in row.tokens],
         "tokens": [token.text for token in row.tokens],
         "trained": [token.trained for token in row.tokens],
+        **({} if row.desirable is None else {"desirable": row.desirable}),
     } | ({} if row.prompt is None else {"segments": row.segments, "prompt": row.prompt, "shared": row.shared})
 
 

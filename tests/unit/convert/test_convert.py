@@ -258,7 +258,8 @@ def test_trl_and_training_arguments() -> None:
             "loss_type: apo_zero_unpaired, beta: 0.1, desirable_weight: 1.2, undesirable_weight: 0.8",
         ),
         (
-            {**SWIFT, "rlhf_type": "kto", "beta": 0.3, "desirable_weight": 2.0, "lora_rank": 4, "lora_alpha": 8},
+            {**SWIFT, "rlhf_type": "kto", "beta": 0.3, "desirable_weight": 2.0, "lora_rank": 4,
+             "lora_alpha": 8},
             "loss_type: kto, beta: 0.3, desirable_weight: 2.0, reference: adapter",
         ),
     ],
