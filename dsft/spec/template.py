@@ -230,9 +230,7 @@ def _tiny(name: str, task: str, path: Path) -> str:
     kind = TASKS[task]
     data = _SFT_DATA
     if kind.whole:
-        rows = (
-            "prompt, completion and label; or pairs" if kind.labels else "rows with prompt, chosen, rejected"
-        )
+        rows = "rows with labels, or pairs" if kind.labels else "rows with prompt, chosen, rejected"
         data = _ANSWERS_DATA.format(rows=rows, examples=kind.examples)
     if not kind.answers:
         data = _PRETRAIN_DATA.format(text_file=json.dumps(str(_text_file(path))))

@@ -89,7 +89,7 @@ def load_data(
         *(["dropped"] if options.how == "error" else []),
     ]
     lines = [line for sources in sets for line in _lines(sources, refused)]
-    lines += [f"{TRAIN}: {line}" for line in shares_text(train)]
+    lines += [f"{TRAIN}: {line}" for line in (*shares_text(train), *_labels(train))]
     if share_prompts:
         key = spec.own_key("share_prompts")
         lines.append(f"data: the prompt of a {kind.unit} is computed once for both answers ({key})")
@@ -204,6 +204,12 @@ def _notes(account: Account) -> Iterator[str]:
     merged = {f"{file}: {reason}" for reason, names in many.items() for file in names}
     yield from (note for note in account.notes if note not in merged)
     yield from (f"{names[0]} and {len(names) - 1:,} more files: {reason}" for reason, names in many.items())
+
+
+def _labels(data: Dataset) -> Iterator[str]:
+    if data.labels:
+        desirable = int(data.desirable.sum())
+        yield f"{desirable:,} desirable, {len(data) - desirable:,} undesirable"
 
 
 def _first_places(sources: Sequence[SourceData], rows: Sequence[Ids]) -> tuple[str, ...]:

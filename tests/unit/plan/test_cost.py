@@ -77,6 +77,16 @@ def test_a_reference_costs_its_forward_where_it_is_made(costs: Any) -> None:
     assert computing("precomputed") == pytest.approx(seconds(7 * step, tokens=4 * ROW))
 
 
+def test_an_estimate_before_the_step_costs_a_forward_of_the_policy_and_of_the_reference(costs: Any) -> None:
+    def computing(**kto: str) -> float:
+        return float(costs(1, task="kto", kto=kto, train={"num_train_epochs": 2.0}).computing)
+
+    step = 3 * 2 * ROW * 4 * LAYER  # a forward is 2 operations of it, forward and backward 6
+    assert computing(reference="live") == pytest.approx(seconds(12 * step))
+    assert computing() == pytest.approx(seconds(11 * step))
+    assert computing(loss_type="apo_zero_unpaired") == pytest.approx(seconds(7 * step))
+
+
 def test_counting_the_tokens_of_experts_costs_a_forward_pass(costs: Any) -> None:
     balanced = {"experts": {"balance": "global_batch", "balance_weight": 0.1}}
     assert costs(1, model=balanced).computing == pytest.approx(costs(1).computing * 8 / 6)

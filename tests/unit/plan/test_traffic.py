@@ -134,6 +134,20 @@ def test_a_live_reference_that_is_sharded_is_gathered_too(flows: Any) -> None:
     assert found["reference's parameters, within a host"].bytes_each == 4 * SHARDED // 2
 
 
+def test_an_estimate_before_the_step_gathers_policy_and_reference_once_more(flows: Any) -> None:
+    parallel, where = {"zero_stage": 3}, ", within a host"
+    found = flows({"a": 2}, task="kto", kto={"reference": "live"}, parallel=parallel)
+    estimate, reference = (
+        found[f"{what}{where}"]
+        for what in ("parameters to estimate the divergence", "reference's parameters")
+    )
+    assert estimate.bytes_each == reference.bytes_each == 4 * SHARDED // 2
+    assert reference.times == 2 * estimate.times
+    stages = flows({"a": 2}, task="kto", parallel={"pipeline_stages": 2, "zero_stage": 0})
+    plain = flows({"a": 2}, task="dpo", parallel={"pipeline_stages": 2, "zero_stage": 0})
+    assert stages[f"hidden states{where}"].times == 2 * plain[f"hidden states{where}"].times
+
+
 def test_counting_the_tokens_of_experts_gathers_and_sends_once_more(flows: Any) -> None:
     model = {"experts": {"balance": "global_batch", "balance_weight": 0.1}}
     found = flows({"a": 2}, model=model, parallel={"zero_stage": 3})

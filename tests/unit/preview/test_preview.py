@@ -94,6 +94,14 @@ def test_packed_text_has_its_pieces(preview: Preview) -> None:
     assert "begins at token 2 of rows.jsonl:2" in out
 
 
+def test_labels(preview: Preview) -> None:
+    rows = [{"prompt": "a?", "completion": "b", "label": label} for label in (True, False)]
+    _, out, _ = preview("--rows", "2", rows=rows, task="kto")
+    titles = [line for line in out.splitlines() if line.startswith("row ")]
+    assert [title.rpartition(", ")[2] for title in titles[:2]] == ["desirable", "undesirable"]
+    assert "1 desirable, 1 undesirable" in out
+
+
 def test_pairs(preview: Preview) -> None:
     code, out, _ = preview("--rows", "1", rows=PAIRS, task="dpo")
     assert code == 0 and "small: dpo, 3 pairs" in out and "row 2" not in out.split("first micro-batch")[0]

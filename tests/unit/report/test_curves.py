@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsft.report.curves import series, smoothed, write_curves
+from dsft.report.curves import figure, series, smoothed, write_curves
 
 
 def records(steps: int) -> list[dict[str, float]]:
@@ -44,6 +44,13 @@ def test_a_run_on_preference_pairs_has_its_rewards_in_the_picture(tmp_path: Path
     ]
     assert write_curves(pairs, "run", more) == f"curves: {pairs}"
     assert pairs.read_bytes() != plain.read_bytes()
+    for names, titles in (
+        (("rewards/margins", "kl"), ["rewards/margins", "kl"]),  # KTO
+        (("rewards/margins",), ["rewards/margins"]),
+    ):
+        labeled = [record | {f"train/{name}": 0.5 for name in names} for record in records(10)]
+        axes = figure("run", labeled).axes
+        assert [axis.get_title(loc="left") for axis in axes if axis.get_title(loc="left") in titles] == titles
 
 
 def test_a_picture_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -21,7 +21,10 @@ GOOD: dict[str, Any] = {
 
 def told(**changes: dict[str, Any]) -> dict[str, str]:
     """Dotted path -> what is said of it."""
-    values = {key: {**GOOD[key], **changes[key]} if key in changes else GOOD[key] for key in GOOD}
+    values = {
+        key: {**one, **changes[key]} if key in changes and isinstance(one, dict) else changes.get(key, one)
+        for key, one in GOOD.items()
+    }
     spec = Spec.model_validate({**changes, **values})
     return {".".join(map(str, finding.path)): finding.message for finding in combinations(spec)}
 
@@ -99,6 +102,29 @@ def test_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
 )
 def test_goes_together(changes: dict[str, Any]) -> None:
     assert told(**changes) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "changes"),
+    [
+        (
+            "train.global_batch_size",
+            "no second row",
+            {"train": {"micro_batch_size": 1, "global_batch_size": 1}},
+        ),
+        ("kto.reference", "needs model.lora", {"kto": {"reference": "adapter"}}),
+        ("data.train_on", "no part of the answer", {"data": {"train_on": "all"}}),
+        ("train.label_smoothing", "leave it out", {"train": {"label_smoothing": 0.1}}),
+        ("dpo", "set task: dpo", {"dpo": {"beta": 0.2}}),
+    ],
+)
+def test_of_labeled_answers_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
+    if changes.get("train", {}).get("global_batch_size"):
+        changes = {**changes, "train": {**changes["train"], "accumulation_steps": None}}
+        other = {**changes, "kto": {"loss_type": "apo_zero_unpaired"}}
+        assert told(task="kto", **other) == {}  # type: ignore[arg-type]
+    findings = told(task="kto", **changes)  # type: ignore[arg-type]
+    assert list(findings) == [key] and words in findings[key]
 
 
 def test_the_section_belongs_to_its_task() -> None:
