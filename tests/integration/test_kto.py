@@ -22,7 +22,7 @@ from tests.integration.runs import records, train, trained, write_model
 ROWS, BATCH, STEPS, SEED = 10, 4, 6, 42
 BETA, DESIRABLE, UNDESIRABLE, RATE = 0.3, 1.5, 0.7, 0.05
 WORDS = "red fox jumps over a lazy dog and then it sleeps".split()
-LINES = [
+LINES: list[dict[str, Any]] = [
     {
         "prompt": " ".join(WORDS[: 1 + n % 4]),
         "completion": " " + " ".join(WORDS[n % 5 : n % 5 + 1 + 3 * n % 7]),

@@ -59,7 +59,7 @@ class Mismatched(Dataset):
     def lengths(self) -> NDArray[np.int32]:
         prompts = self.of.prompts
         whole = prompts[self.prompt] + self.of.lengths[self.answer] - prompts[self.answer]
-        lengths = np.minimum(whole, self.max_length).astype(np.int32)
+        lengths: NDArray[np.int32] = np.minimum(whole, self.max_length).astype(np.int32)
         return lengths
 
     @property

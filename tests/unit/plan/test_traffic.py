@@ -137,10 +137,8 @@ def test_a_live_reference_that_is_sharded_is_gathered_too(flows: Any) -> None:
 def test_an_estimate_before_the_step_gathers_policy_and_reference_once_more(flows: Any) -> None:
     parallel, where = {"zero_stage": 3}, ", within a host"
     found = flows({"a": 2}, task="kto", kto={"reference": "live"}, parallel=parallel)
-    estimate, reference = (
-        found[f"{what}{where}"]
-        for what in ("parameters to estimate the divergence", "reference's parameters")
-    )
+    estimate = found[f"parameters to estimate the divergence{where}"]
+    reference = found[f"reference's parameters{where}"]
     assert estimate.bytes_each == reference.bytes_each == 4 * SHARDED // 2
     assert reference.times == 2 * estimate.times
     stages = flows({"a": 2}, task="kto", parallel={"pipeline_stages": 2, "zero_stage": 0})

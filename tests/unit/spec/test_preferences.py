@@ -19,7 +19,7 @@ GOOD: dict[str, Any] = {
 }
 
 
-def told(**changes: dict[str, Any]) -> dict[str, str]:
+def told(**changes: Any) -> dict[str, str]:
     """Dotted path -> what is said of it."""
     values = {
         key: {**one, **changes[key]} if key in changes and isinstance(one, dict) else changes.get(key, one)
@@ -30,6 +30,7 @@ def told(**changes: dict[str, Any]) -> dict[str, str]:
 
 
 LORA = {"lora": {"rank": 4}}
+ALONE = {"micro_batch_size": 1, "global_batch_size": 1, "accumulation_steps": None}
 
 
 @pytest.mark.parametrize(
@@ -107,11 +108,7 @@ def test_goes_together(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("key", "words", "changes"),
     [
-        (
-            "train.global_batch_size",
-            "no second row",
-            {"train": {"micro_batch_size": 1, "global_batch_size": 1}},
-        ),
+        ("train.global_batch_size", "no second row", {"train": ALONE}),
         ("kto.reference", "needs model.lora", {"kto": {"reference": "adapter"}}),
         ("data.train_on", "no part of the answer", {"data": {"train_on": "all"}}),
         ("train.label_smoothing", "leave it out", {"train": {"label_smoothing": 0.1}}),
@@ -119,12 +116,9 @@ def test_goes_together(changes: dict[str, Any]) -> None:
     ],
 )
 def test_of_labeled_answers_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
-    if changes.get("train", {}).get("global_batch_size"):
-        changes = {**changes, "train": {**changes["train"], "accumulation_steps": None}}
-        other = {**changes, "kto": {"loss_type": "apo_zero_unpaired"}}
-        assert told(task="kto", **other) == {}  # type: ignore[arg-type]
-    findings = told(task="kto", **changes)  # type: ignore[arg-type]
+    findings = told(task="kto", **changes)
     assert list(findings) == [key] and words in findings[key]
+    assert told(task="kto", train=ALONE, kto={"loss_type": "apo_zero_unpaired"}) == {}
 
 
 def test_the_section_belongs_to_its_task() -> None:
