@@ -63,12 +63,12 @@ class Objective:
 
     def metrics(self, sums: Sequence[float], counts: Mapping[str, int]) -> dict[str, float]:
         """Return sum ÷ count by name, of the terms that have a metric, but of none with a count of 0."""
-        unknown = {None, *(t.metric for t in self.terms if not counts[t.count])}
-        found: Counter[str] = Counter()
+        unknown = {t.metric for t in self.terms if not counts[t.count]}
+        found: dict[str, float] = {}
         for t, total in zip(self.terms, sums, strict=True):
-            if t.metric not in unknown:
-                found[str(t.metric)] += total / counts[t.count]  # type: ignore[assignment]
-        return dict(found)
+            if t.metric is not None and t.metric not in unknown:
+                found[t.metric] = found.get(t.metric, 0.0) + total / counts[t.count]
+        return found
 
 
 def evaluation_record(

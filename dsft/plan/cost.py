@@ -103,8 +103,8 @@ def cost(
 
 def step_flops(census: Census, spec: Spec) -> float:
     """Return FLOPs per token: of the model, of recomputation, of the pass that counts the tokens of experts,
-    of the estimate of KTO, and of a reference's forward passes; a precomputed reference scores each pair once
-    per run (and mismatched answers once per epoch)."""
+    of KTO's estimate, and of a reference's forward passes; a precomputed reference scores each example once
+    per run, and mismatched answers once per epoch."""
     length = spec.data.max_length
     needed = work(census, hidden_size(census))
     whole = sum(p.active for p in census.parameters if not p.embedding or p.aliases)
@@ -115,10 +115,8 @@ def step_flops(census: Census, spec: Spec) -> float:
     found += (2 * layers + attention) * recomputed / census.num_layers
     if spec.model.experts.balance == "global_batch":
         found += 2 * whole + attention
-    passes: float = policy_passes(spec)
-    if scores_in_training(spec):
-        passes += reference_passes(spec)
-    elif spec.reference is not None:
+    passes: float = policy_passes(spec) + reference_passes(spec)
+    if spec.reference is not None and not scores_in_training(spec):
         passes += 1 / max(1.0, spec.train.num_train_epochs) + policy_passes(spec)
     return found + (2 * whole + attention) * passes
 

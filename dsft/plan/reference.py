@@ -64,9 +64,9 @@ def policy_passes(spec: Spec) -> int:
 
 
 def reference_passes(spec: Spec) -> int:
-    """Return the number of forward passes of the reference over as many tokens as a step or, if it is
-    precomputed, an epoch has; 0 if there is none."""
-    return 0 if spec.reference is None else 1 + policy_passes(spec)
+    """Return the number of forward passes of the reference in each step; 0 if it does not score while the run
+    trains."""
+    return 1 + policy_passes(spec) if scores_in_training(spec) else 0
 
 
 def other_model(spec: Spec) -> str | None:

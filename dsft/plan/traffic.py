@@ -261,7 +261,7 @@ def _split_rows(step: _Step) -> Iterator[Flow]:
     spec, group, size = step.spec, step.group, step.layout.sequence_parallel
     if size == 1:
         return
-    again = policy_passes(spec) + (reference_passes(spec) if scores_in_training(spec) else 0)
+    again = policy_passes(spec) + reference_passes(spec)
     counts = spec.model.experts.balance == "global_batch"
     if step.heads is not None:
         times = ((2 + counts + again) * step.layers + step.recomputed) * step.micro_batches

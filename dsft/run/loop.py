@@ -104,7 +104,8 @@ class Trainer(Protocol):
         reason, or None."""
 
     def annotate(self, step: GlobalStep) -> Sequence[MicroBatch]:
-        """Return the step's micro-batches with the objective needs beside the policy's log-probabilities."""
+        """Return the step's micro-batches, and in them what the objective needs beside the policy's
+        log-probabilities."""
 
     def record(self, window: Window, progress: Progress, *, saves: bool, pauses: bool) -> str:
         """Report the metrics of a window. Return the rows of a step that was not applied, as messages name

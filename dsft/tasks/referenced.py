@@ -49,7 +49,7 @@ class References:
     prefetched: bool = False
 
     def annotator(self, held_out: int) -> Annotator:
-        """Return what fills in the values of the examples of data.train and of so many held-out sets."""
+        """Return what fills in the values of data.train and of the held-out sets. held_out: their number."""
 
         def fill(step: GlobalStep) -> GlobalStep:
             return replace(step, micro_batches=tuple(self.annotate[0](step.micro_batches)))

@@ -141,11 +141,10 @@ def _render(
         if mistake is not None:
             refused.append((line.number, mistake))
             continue
-        for sample, label in zip(
-            samples, (row.label, None if row.label is None else not row.label), strict=False
-        ):
+        for number, sample in enumerate(samples):
             spelled += [line.number] * sample.spelled
-            builder.add(sample, line=line.number, content=line.content, desirable=label is not False)
+            desirable = row.label is None or row.label is (number == 0)
+            builder.add(sample, line=line.number, content=line.content, desirable=desirable)
     return refused
 
 

@@ -49,7 +49,8 @@ def cut_answers(records: Records, ids: Ids, options: CutOptions) -> CutRows:
         start, stop = int(prompts[record]), int(stops[record, 0])
         first, *others = (rows.read_part(one, start, stop).input_ids for one in row[record].tolist())
         same[record] = all(np.array_equal(first, other) for other in others)
-    columns = (ids, small(prompts - kept + headed), small(kept), headed, small(short), small(targets))
+    columns = [ids, small(prompts - kept + headed), small(kept), headed, small(short), small(targets)]
+    columns += [records.desirable[ids]] if options.labels else []
     noted = {
         "truncated": too_long,
         "without_end": (is_cut | ~records.ended[ids]) & ~same,
@@ -74,8 +75,9 @@ def _examples(rows: TokenRows, columns: Sequence[NDArray[Any]], is_shared: bool)
     headed   (m,) whether the rows' first token (bos) is put in front
     answers  (m, k) tokens of each answer
     targets  (m, k) targets of each answer
+    labels   (m,) of a task that uses them
     """
-    ids, start, prompts, headed, answers, targets = columns
+    ids, start, prompts, headed, answers, targets, *_ = columns
     digest, each, positions = digest_of(rows, *columns), answers.shape[1], None
     start, headed = (np.repeat(column[:, None], each, axis=1) for column in (start, headed))
     row: Ids = np.add(each * ids[:, None], np.arange(each), dtype=np.int32)

@@ -30,12 +30,14 @@ class CutOptions:
     max_length     tokens of an example at most; for a pair, of each of its rows
     bos            the tokenizer's beginning-of-text id, kept in front of a truncated row; None: it has none
     share_prompts  the prompt of a pair is computed once for both answers
+    labels         the task uses the labels of records, so they are part of what identifies the examples
     """
 
     max_length: int
     how: OnTooLong
     bos: int | None
     share_prompts: bool = False
+    labels: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -75,7 +75,8 @@ def load_data(
     and DataError if no row can be tokenized, such as without a chat template.
     """
     data, share_prompts, kind = spec.data, shares_prompts(spec), spec.task_kind
-    options = CutOptions(data.max_length, on_too_long(spec), tokenizer.bos_token_id, share_prompts)
+    bos = tokenizer.bos_token_id
+    options = CutOptions(data.max_length, on_too_long(spec), bos, share_prompts, kind.labels)
     sets = _sets(spec, tokenizer, cache, options)
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
     how = kind.whole, kind.labels

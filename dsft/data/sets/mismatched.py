@@ -3,8 +3,8 @@ reference. Does not import torch.
 
 Each step of a run pairs its own prompts with its own answers: each prompt gets the answer of the example
 before it, and the first one that of the last. So the pairs are a pure function of the data, the seed and the
-global batch size. The examples of a held-out set are paired in a shuffled order, since rows
-that follow each other in a file may have the same prompt.
+global batch size. The examples of a held-out set are paired in a shuffled order, since rows that follow each
+other in a file may have the same prompt.
 """
 
 from __future__ import annotations

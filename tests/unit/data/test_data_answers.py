@@ -41,7 +41,7 @@ def test_labels_reach_the_micro_batches(
     kto_rows(tmp_path / "a.jsonl", 8)
     data = Data(train=(Source(path=str(tmp_path / "a.jsonl")),), max_length=64, packing=packing)
     loaded = load_data(spec_of("labeled", data), byte_level_tokenizer())
-    assert len(loaded.train) == 8 and "undesirable" not in " ".join(loaded.lines)
+    assert len(loaded.train) == 8 and "left out" not in " ".join(loaded.lines)
     train = Train(global_batch_size=8, micro_batch_size=2, max_steps=1, precision="fp32")
     sizes = batch_sizes(train, 1, data, "labeled")
     seen: dict[int, bool] = {}

@@ -106,6 +106,15 @@ def test_a_held_out_set_is_paired_in_a_shuffled_order() -> None:
     assert near.sum() < 10, "rows that follow each other in a file may have the same prompt"
 
 
+def test_labels_are_part_of_what_identifies_the_rows(tmp_path: Path) -> None:
+    path, found = tmp_path / "a.jsonl", []
+    for label in (True, False):
+        path.write_text(json.dumps({"prompt": "a?", "completion": "b", "label": label}) + "\n")
+        data = Data(train=(Source(path=str(path)),), max_length=64)
+        found.append(load_data(spec_of("kto", data), byte_level_tokenizer()).identity["data.train a"])
+    assert found[0]["tokens"] == found[1]["tokens"] and found[0]["fingerprint"] != found[1]["fingerprint"]
+
+
 def test_counts_of_labels() -> None:
     counts = dataset(5, 2).counts
     assert counts["desirable"].tolist() == [1, 0, 1, 0, 1, 0, 1]
