@@ -205,7 +205,8 @@ def test_commit_of_a_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_versions_are_those_of_the_imported_packages() -> None:
     import torch
 
-    assert version_of("torch") == torch.__version__
+    found = version_of("torch")
+    assert found in (torch.__version__, torch.__version__.partition("+")[0])  # PyPI's leaves out +cu130
     assert cuda_of_torch() == torch.version.cuda
     assert version_of("no-such-package") is None
 
