@@ -5,6 +5,7 @@ killed, a folder that cannot be written, locks of processes that are dead or at 
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -15,7 +16,6 @@ from subprocess import PIPE, Popen
 
 import deepspeed
 import pytest
-import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
 
 from dsft.engine.ops import LOG, load_everywhere, load_op
@@ -95,7 +95,7 @@ def test_op_is_built_once_and_logged(
 def test_build_folder_depends_on_torch_and_deepspeed(
     extensions: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    version = f"torch{torch.__version__}-deepspeed{deepspeed.__version__}"
+    version = f"torch{importlib.metadata.version('torch')}-deepspeed{deepspeed.__version__}"
     assert build_folder().parent == extensions and f"{version}-" in build_folder().name
     folder = build_folder() / "op"
     folder.mkdir(parents=True)
