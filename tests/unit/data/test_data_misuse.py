@@ -74,7 +74,7 @@ CASES = (
     Case("surrogate", {"a.jsonl": lines(TEXT, b'{"text": "half \\ud83d of it"}')}),
     Case(
         "syntax",
-        {"a.jsonl": lines(b"{'text': 'x'}", b'{"text": "x"} {"text": "y"}', b'{"text": "x",}', TEXT)},
+        {"a.jsonl": lines(b"{'text': 'x'}", b'{"text": "x"} {"text": "y"}', b'{"text": "x" "y"}', TEXT)},
     ),
     Case("repeated_key", {"a.jsonl": lines(b'{"text": "x", "text": "y"}', TEXT)}),
     Case("nested", {"a.jsonl": lines(TEXT, b'{"text": ' + b"[" * 200_000)}),
