@@ -9,13 +9,13 @@ from os.path import exists
 from pathlib import Path
 from typing import Any, get_args
 
-from dsft.convert.draft import Draft, hub_path, is_file_name, mistake, no_key_for, refuse
+from dsft.convert import adapter
+from dsft.convert.draft import Draft, hub_path, is_file_name, mistake, refuse
 from dsft.convert.parallel import parallel
 from dsft.convert.values import names_in, number, whole
 from dsft.spec.aliases import OTHER_NAMES, VALUES
 from dsft.spec.document import quote
 from dsft.spec.schema import Dpo, Kto, Schedule
-from dsft.spec.task import TASKS
 from dsft.system import json_file
 
 LOSSES, KTO_LOSSES = (get_args(one.model_fields["loss_type"].annotation) for one in (Dpo, Kto))
@@ -44,6 +44,7 @@ PACKED = (
     "there a packed row of max_length counts as one example, here each example counts: for steps of the same "
     "size multiply global_batch_size by the examples that fit into a row (dsft preview shows them)"
 )
+UNSET = "neither bf16 nor fp16 is set"
 TURNS = "the chat template decides it; a system turn can be in the rows"
 
 
@@ -195,12 +196,19 @@ def _precision(draft: Draft, fallback: str) -> None:
         [name for name in names.split() if draft.get(name) not in (None, False, "false")]
         for names in ("bf16 bfloat16 pure_bf16", "fp16 float16")
     )
-    kind, note = fallback, "neither bf16 nor fp16 is set"
+    kind, note = fallback, UNSET
     if bf16 and not (fp16 and draft.given.get(bf16[0]) == "auto"):
         kind = "bf16"
         note = bf16[0] + ("" if bf16[0] == "bf16" else "; master weights are fp32 here")
     elif fp16:
         kind, note = "fp16", fp16[0]
+    if draft.values.get("model.quantize"):
+        name, computed = draft.entry(adapter.COMPUTED)
+        computed = str(computed).removeprefix("torch.")
+        if VALUES["train.precision"].get(computed, computed) == kind:
+            note += f", {name}"
+        else:
+            draft.leave(name, "train.precision is also the type that 4-bit weights are computed in")
     draft.put("train.precision", kind, note)
     if draft.get("tf32") in (True, "true"):
         if kind == "fp32":
@@ -209,23 +217,21 @@ def _precision(draft: Draft, fallback: str) -> None:
             draft.leave("tf32", f"has no effect on matrix products in {kind}")
 
 
-def model(draft: Draft, tool: Tool, adapter: str = "") -> Any:
-    """Convert the keys of the model, and those of an adapter. adapter: the tool's keys for its kind, which is
+def model(draft: Draft, tool: Tool, method: str = "") -> Any:
+    """Convert the keys of the model, and those of an adapter. method: the tool's keys for its kind, which is
     returned."""
     for key, names in tool.keys.items():
         draft.carry(key, names)
     _attention(draft)
     _checkpointing(draft)
-    if not adapter:
+    if not method:
         return None
-    name, kind = draft.entry(adapter)
+    name, kind = draft.entry(method)
     if kind in ("lora", "qlora"):
-        lora(draft, name)
+        adapter.lora(draft, name)
     elif kind != "full":
         reason = "dsft has model.lora, full training, and model.trainable for a part of the weights"
-        draft.leave(adapter, f"{quote(kind)} is not offered; {reason}")
-    if kind == "qlora":
-        draft.left[name] = no_key_for(name, kind)
+        draft.leave(method, f"{quote(kind)} is not offered; {reason}")
     return kind
 
 
@@ -253,28 +259,6 @@ def _checkpointing(draft: Draft) -> None:
     if on in ("offload", "offload_disk") or draft.get("activation_offloading") not in (None, False):
         draft.put("model.activation_offload", True, "activations in host memory")
         draft.put("model.gradient_checkpointing", True, "needed by activation_offload")
-
-
-def lora(draft: Draft, name: str) -> None:
-    """Convert the keys of a LoRA adapter. name: key that asks for one."""
-    draft.comments["model.lora"] = draft.source(name)
-    rank = draft.carry("model.lora.rank")
-    if not draft.is_given("lora_alpha") and draft.get("lora_alpha") == "2 × rank":
-        draft.put("model.lora.alpha", 2 * rank, "default of lora_alpha: twice the rank")
-    else:
-        draft.carry("model.lora.alpha")
-    if TASKS[draft.values["task"]].kind == "preference training" and draft.number("lora_dropout") > 0:
-        draft.put("model.lora.dropout", 0.0, "lora_dropout, but dropout would change the policy alone")
-        draft.leave("lora_dropout", "dropout would make the policy differ from its reference: 0 here")
-    else:
-        draft.carry("model.lora.dropout")
-    if draft.switch("model.lora.target_modules", "all-linear"):
-        names = "lora_target lora_target_modules target_modules"
-        draft.leave(names, "lora_target_linear covers all linear modules")
-    else:
-        draft.carry("model.lora.target_modules")
-    draft.carry_all("model.lora.use_rslora", "model.lora.use_dora", "model.lora.modules_to_save")
-    draft.carry("model.lora.path")
 
 
 def preferences(

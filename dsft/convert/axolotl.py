@@ -46,6 +46,9 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     pretrain = texts or draft.is_given("pretraining_dataset")
     task = task or ("dpo" if method else "pretrain" if pretrain else "sft")
     draft.put("task", task, "rl" if method else "type of the datasets")
+    if isinstance(section := draft.given.get("bnb_config_kwargs"), Mapping):
+        rest = {name: value for name, value in draft.given.items() if name != "bnb_config_kwargs"}
+        draft.given = rest | {f"bnb_config_kwargs.{name}": value for name, value in section.items()}
     arguments.model(draft, TOOL, "adapter")
     _data(draft, task)
     if task == "dpo":

@@ -38,7 +38,9 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
         arguments.labeled_answers(draft, "loss_type")
     dtype = draft.get("torch_dtype dtype")
     arguments.training(draft, VALUES["train.precision"].get(str(dtype), "bf16"))
-    draft.comments["train.precision"] = "torch_dtype" if dtype else "the model's own type there"
+    note = draft.comments["train.precision"]
+    own = "torch_dtype" if dtype else "the model's own type there"
+    draft.comments["train.precision"] = note.replace(arguments.UNSET, own)
     if not draft.is_given("gradient_accumulation_steps") and "train.global_batch_size" not in draft.values:
         together = draft.values.get("parallel.sequence_parallel", 1)
         note = f" / sequence_parallel_size {together}" if together > 1 else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dsft.convert import arguments
+from dsft.convert import adapter, arguments
 from dsft.convert.draft import Draft, hub_path, is_file_name
 from dsft.convert.values import flag
 from dsft.spec.task import TASKS, task_names
@@ -22,7 +22,7 @@ _TARGETS = (
 )
 _OF_TRL = {
     "logging_steps": 10, "max_length": 1024, "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05,
-    "gradient_checkpointing": True,
+    "gradient_checkpointing": True, "use_bnb_nested_quant": False,
 }  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
         draft.left["router_aux_loss_coef"] = f"on by default in TRL, for mixtures: {arguments.BALANCE}"
     arguments.model(draft, TOOL)
     if draft.is_on("use_peft"):
-        arguments.lora(draft, "use_peft")
+        adapter.lora(draft, "use_peft")
         if "model.lora.target_modules" not in draft.values:
             draft.put("model.lora.target_modules", "all-linear", _TARGETS)
     _data(draft)

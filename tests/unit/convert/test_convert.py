@@ -310,6 +310,69 @@ def test_thoughts_of_swift(more: dict[str, Any], thinking: str, train_on: str) -
     assert not more.keys() & done.left.keys()
 
 
+_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+OFF = "off, as here"
+_SCALES = "the scales are quantized too here"
+
+
+@pytest.mark.parametrize(
+    ("config", "form", "left"),
+    [
+        ({**AXOLOTL, "adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False}, "nf4", {}),
+        ({**AXOLOTL, "adapter": "qlora"}, "nf4", {}),
+        (
+            {
+                **AXOLOTL, "load_in_4bit": True,
+                "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+            },
+            "fp4", {},
+        ),
+        ({**AXOLOTL, "load_in_8bit": True}, None, {"load_in_8bit": "set model.lora and model.quantize: nf4"}),
+        ({**LLAMA_FACTORY, "quantization_bit": 4, "quantization_method": "bnb"}, "nf4", {}),
+        (
+            {
+                **LLAMA_FACTORY, "quantization_bit": "4", "quantization_type": "fp4",
+                "double_quantization": False,
+            },
+            "fp4", {"double_quantization": _SCALES},
+        ),
+        (
+            {**LLAMA_FACTORY, "quantization_bit": 4, "quantization_method": "hqq"},
+            None, dict.fromkeys(("quantization_bit", "quantization_method"), "GPTQ, AWQ, HQQ or int8"),
+        ),
+        (
+            {**LLAMA_FACTORY, "quantization_bit": 8},
+            None, {"quantization_bit": "set model.lora and model.quantize: nf4"},
+        ),
+        ({**TRL, **_NF4, "use_peft": True, "use_bnb_nested_quant": True}, "nf4", {}),
+        ({**TRL, **_NF4}, None, dict.fromkeys(_NF4, "set model.lora and model.quantize: nf4")),
+        ({**SWIFT, "quant_method": "bnb", "quant_bits": 4, "bnb_4bit_compute_dtype": "bfloat16"}, "nf4", {}),
+        (
+            {
+                **SWIFT, "tuner_type": "lora", "load_in_4bit": True, "bnb_4bit_use_double_quant": False,
+                "bnb_4bit_compute_dtype": "float16", "bnb_4bit_quant_storage": "uint8",
+            },
+            "nf4",
+            {
+                "bnb_4bit_use_double_quant": _SCALES, "bnb_4bit_quant_storage": "it changes no result",
+                "bnb_4bit_compute_dtype": "train.precision",
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_weights_in_4_bits(config: dict[str, Any], form: str | None, left: dict[str, str]) -> None:
+    spec, done = converted({**config, "bf16": True, "deepspeed": None})
+    asked = {key for key, reason in done.left.items() if re.search("bit|quant", key) and reason != OFF}
+    assert (spec.model.quantize, asked) == (form, left.keys()) and "adapter" not in done.left
+    for key, reason in left.items():
+        assert reason in done.left[key]
+
+
+def test_trl_quantizes_no_scales_unless_asked() -> None:
+    _, done = converted({**TRL, **_NF4, "use_peft": True})
+    assert f"default of use_bnb_nested_quant: false there; {_SCALES}" in done.path.read_text()
+
+
 @pytest.mark.parametrize(
     ("config", "batch"),
     [
