@@ -125,7 +125,7 @@ def save(
     if group.first(lambda: _committed(folder / name)):
         return f"{folder / name} is committed already"
     mine = list(fragments)  # views: the bytes are copied piece by piece below
-    needed = sum(group.gather(sum(4 * fragment.data.numel() for fragment in mine)))
+    needed = sum(group.gather(sum(4 * fragment.size for fragment in mine)))
     aside = group.first(lambda: _begin(folder, name, needed))
     parts = group.gather(_write_part(aside, mine, shapes, group.rank))
     try:
@@ -174,8 +174,8 @@ def _write_part(
     name = f"rank-{rank:05d}.safetensors"
     elements: Counter[str] = Counter()
     for fragment in mine:
-        elements[fragment.kind] += fragment.data.numel()
-    entries = [TensorEntry(f"{f.name}|{f.kind}|{f.start}", (f.data.numel(),)) for f in mine]
+        elements[fragment.kind] += fragment.size
+    entries = [TensorEntry(f"{f.name}|{f.kind}|{f.start}", (f.size,)) for f in mine]
     try:
         written = write_tensors(aside / name, entries, _chunks(mine), {"dsft": str(FORMAT)})
     except OSError as error:

@@ -26,6 +26,7 @@ _CARRIED = (
 """Keys of the spec that depend on no other key."""
 _BETAS = {"adam_beta1": 0.9, "adam_beta2": 0.999}
 _EXACT = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "sgd")
+_8_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 _ATTENTION = {
     **{name: name for name in ("auto", "eager", "sdpa")}, **VALUES["model.attention"],
     "flash_attention_2": "auto", "flash_attention_3": "auto",  # they need the package flash-attn
@@ -104,11 +105,14 @@ def _optimizer(draft: Draft) -> None:
     given, value = draft.entry("optim optimizer")
     name, note = str(value), draft.source(given)
     if name != "sgd" and "adamw" not in name:
-        draft.leave(given, f"{quote(name)} is not offered; optim.name has adamw and sgd")
+        draft.leave(given, f"{quote(name)} is not offered; optim.name has adamw, adamw_8bit and sgd")
         note = f"{name} is not offered; AdamW may need another learning rate"
-    elif name not in _EXACT:
+    in_8_bits = name in _8_BITS and not draft.has("parallel.offload_optimizer")
+    if in_8_bits:
+        note += "; its moments are not paged here" if name.startswith("paged") else ""
+    elif "adamw" in name and name not in _EXACT:
         note += f"; {name} there, full-precision AdamW here"
-    draft.put("optim.name", "sgd" if name == "sgd" else "adamw", note)
+    draft.put("optim.name", "sgd" if name == "sgd" else "adamw_8bit" if in_8_bits else "adamw", note)
     values = {name: draft.get(name) for name in _BETAS}
     betas = [_BETAS[name] if value is None else number(value) for name, value in values.items()]
     if betas != list(_BETAS.values()):

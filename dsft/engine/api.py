@@ -24,13 +24,24 @@ class Fragment:
 
     name   the parameter's Hugging Face name, as in `model.state_dict()` of the transformers class
     start  index of the first element in the flattened parameter
-    data   (n,) float32, on any device; a view where the engine has one
+    size   number of elements
+    read   returns them, (size,) float32, on any device; a view where the engine has one
     """
 
     name: str
     kind: Kind
     start: int
-    data: Tensor
+    size: int
+    read: Callable[[], Tensor]
+
+    @property
+    def data(self) -> Tensor:
+        return self.read()
+
+
+def fragment_of(name: str, kind: Kind, start: int, data: Tensor) -> Fragment:
+    """Return the fragment of a tensor (n,) that is in memory."""
+    return Fragment(name, kind, start, len(data), lambda: data)
 
 
 ReadRange = Callable[[str, Kind, int, int], Tensor]

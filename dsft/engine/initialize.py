@@ -27,8 +27,11 @@ from dsft.data.steps.batch import MicroBatch
 from dsft.dist.sequence import RowSplit, exchange_of
 from dsft.dist.world import World
 from dsft.engine import state
+from dsft.engine.adamw_8bit import AdamW8bit
 from dsft.engine.api import Fragment, Kind, LossScale, ReadRange, ScoreOutput, StepResult
 from dsft.engine.first_step import (
+    NOISE,
+    NOISE_8_BITS,
     Update,
     check_gradients,
     check_values,
@@ -125,7 +128,8 @@ class TrainingEngine(ABC):
         moments: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq") if update.adam else ("momentum_buffer",)
         after = sampled_state(samples, self.owned_fragments(), ("value", *moments))
         first = after["exp_avg"] if update.adam and not applied_steps else None
-        summed = check_gradients(samples, first, self._world)
+        noise = NOISE_8_BITS if isinstance(self._deepspeed.optimizer, AdamW8bit) else NOISE
+        summed = check_gradients(samples, first, self._world, noise)
         check_values(samples, unchanged(*summed, before, after, update), self._world)
         return result
 
@@ -216,6 +220,7 @@ def initialize_deepspeed(
             model=module, optimizer=optimizer, config=own, dist_init_required=False
         )
     state.undo_first_step(engine)
+    state.set_parts(engine, trained)
     align_gradients(engine.optimizer)
     install_reduction(engine)
     clip = None

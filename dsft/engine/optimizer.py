@@ -14,6 +14,7 @@ from deepspeed.ops.op_builder import CPUAdamBuilder
 from torch import nn
 
 from dsft.dist.world import World
+from dsft.engine.adamw_8bit import AdamW8bit
 from dsft.engine.ops import load_op, silent
 from dsft.engine.partition import full_shape
 from dsft.errors import Problem, SpecError
@@ -25,11 +26,14 @@ def build_optimizer(
     trained: Mapping[str, nn.Parameter], optim: Optim, offloaded: bool
 ) -> torch.optim.Optimizer:
     """Build AdamW or SGD over few parameter groups. `offloaded`: fp32 weights and moments are in host memory,
-    where DeepSpeed's own Adam updates them; otherwise AdamW is torch's fused one."""
+    where DeepSpeed's own Adam updates them; otherwise AdamW is torch's fused one, and adamw_8bit has moments
+    in 8 bits, in parts that are not known yet."""
     groups = list(parameter_groups(trained, optim))
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.momentum)
     settings: dict[str, Any] = {"lr": optim.learning_rate, "betas": optim.betas, "eps": optim.eps}
+    if optim.name == "adamw_8bit":
+        return AdamW8bit(groups, **settings)
     if offloaded:
         load_op(CPUAdamBuilder(), silent)  # loaded already where a run has prepared it
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(

@@ -12,6 +12,8 @@ what DeepSpeed does are those of version 0.19.8.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +29,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from dsft.engine.adamw_8bit import KINDS, AdamW8bit, Part
 from dsft.engine.api import Fragment, Kind, ReadRange
 from dsft.engine.nvme import discard_moments, is_swapped, memory_map, swapped_in, write_parameters
+from dsft.engine.partition import full_shape
 from dsft.errors import CheckpointError
 
 
@@ -78,9 +82,9 @@ def owned_fragments(
         if shard is None or shard.size == 0:
             continue
         for kind in kinds:
-            tensor = _tensor(engine.optimizer, shard.home, kind)
-            if tensor is not None:
-                yield Fragment(name, kind, shard.start, shard.of(tensor))
+            read = _reader(engine.optimizer, shard, kind)
+            if read is not None:
+                yield Fragment(name, kind, shard.start, shard.size, read)
 
 
 def master_weights(engine: Any, named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
@@ -99,7 +103,7 @@ def load(engine: Any, named: Mapping[str, nn.Parameter], read: ReadRange, applie
 
     With applied_steps 0 the moments are as before a first step. Raises what `read` raises.
     """
-    optimizer = engine.optimizer
+    optimizer, base = engine.optimizer, _base(engine.optimizer)
     locate, _ = _locator(optimizer)
     _empty_state(optimizer, applied_steps)
     kinds = _moments(optimizer) if applied_steps else ()
@@ -110,8 +114,13 @@ def load(engine: Any, named: Mapping[str, nn.Parameter], read: ReadRange, applie
         _set_value(name, parameter, shard, read)
         if shard is not None and shard.size:
             for kind in kinds:
-                moment = _base(optimizer).state[shard.home][kind]
-                shard.of(moment).copy_(read(name, kind, shard.start, shard.start + shard.size))
+                values = read(name, kind, shard.start, shard.start + shard.size)
+                if isinstance(base, AdamW8bit):
+                    moments = base.moments(shard.home, shard.offset)
+                    assert moments is not None
+                    moments.write(KINDS.index(kind), values)
+                else:
+                    shard.of(base.state[shard.home][kind]).copy_(values)
 
     for name, parameter in _once(named):
         shard = locate(parameter)
@@ -135,6 +144,22 @@ def undo_first_step(engine: Any) -> None:
     if isinstance(engine.optimizer, (FP16_UnfusedOptimizer, FP16_Optimizer)):
         engine.optimizer.optimizer.state.clear()
         engine.optimizer.refresh_fp32_params()
+
+
+def set_parts(engine: Any, named: Mapping[str, nn.Parameter]) -> None:
+    """Set the parts of an optimizer with moments in 8 bits; others need none. Called once after
+    `deepspeed.initialize`."""
+    base = _base(engine.optimizer)
+    if isinstance(base, AdamW8bit):
+        locate, _ = _locator(engine.optimizer)
+        parts: dict[Tensor, list[Part]] = {}
+        for _, parameter in _once(named):
+            shard = locate(parameter)
+            if shard is not None and shard.size:
+                numel = math.prod(full_shape(parameter))
+                part = Part(shard.start, shard.offset, shard.size, numel)
+                parts.setdefault(shard.home, []).append(part)
+        base.parts = parts
 
 
 def allocate_moments(engine: Any) -> None:
@@ -173,6 +198,20 @@ def _base(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
+def _reader(optimizer: Any, shard: StateShard, kind: Kind) -> Callable[[], Tensor] | None:
+    """Return what reads the value or a moment of a part, (size,) float32; None where there is no such moment
+    yet."""
+    base = _base(optimizer)
+    if isinstance(base, AdamW8bit) and kind != "value":
+        moments = base.moments(shard.home, shard.offset)
+        if moments is None:
+            return None
+        first = shard.offset - moments.part.offset
+        return lambda: moments.read(KINDS.index(kind))[first : first + shard.size]
+    tensor = _tensor(optimizer, shard.home, kind)
+    return None if tensor is None else functools.partial(shard.of, tensor)
+
+
 def _tensor(optimizer: Any, home: Tensor, kind: Kind) -> Tensor | None:
     """Return all of `home`, or a moment of it, in memory or on disk; None where there is no such moment
     yet."""
@@ -191,7 +230,7 @@ def _moments(optimizer: Any) -> tuple[Kind, ...]:
     if "momentum" in base.defaults:
         return ("momentum_buffer",) if any(group["momentum"] for group in base.param_groups) else ()
     raise CheckpointError(
-        f"Checkpoints of the optimizer {type(base).__name__} are not supported; use adamw or sgd."
+        f"Checkpoints of the optimizer {type(base).__name__} are not supported; use adamw, adamw_8bit or sgd."
     )
 
 
@@ -266,6 +305,9 @@ def _fresh_state(optimizer: Any, home: Tensor, applied_steps: int) -> None:
     """Set the state of one tensor of the optimizer, which is in memory."""
     base, kinds = _base(optimizer), _moments(optimizer)
     if not applied_steps:
+        return
+    if isinstance(base, AdamW8bit):
+        base.allocate(home, applied_steps)
         return
     base.state[home] = {kind: torch.zeros_like(home, requires_grad=False) for kind in kinds}
     if "exp_avg" in kinds:

@@ -43,7 +43,7 @@ class QuantizedLinear(nn.Linear):
 
     def dequantized(self) -> Tensor:
         """Return the weight, (out, in)."""
-        functional, code = _bitsandbytes(), _code(self.weight.device)
+        functional, code = bitsandbytes(), _code(self.weight.device)
         numel, dtype = self.out_features * self.in_features, self.weight.dtype
         values, scales, of_scales, offset = self.weight.detach().view(torch.uint8).split(packed_bytes(numel))
         floats = torch.cat([of_scales, offset]).view(torch.float32)  # copied: aligned for float32
@@ -160,7 +160,7 @@ def packed(weight: Tensor, form: Form) -> Tensor:
     """Return the elements, in the type of `weight` (out, in), that hold it in 4 bits. They are on the CPU;
     a GPU that this process uses computes them."""
     place = torch.device("cuda") if torch.cuda.is_initialized() else weight.device
-    values, state = _bitsandbytes().quantize_4bit(
+    values, state = bitsandbytes().quantize_4bit(
         weight.to(place), blocksize=BLOCK, compress_statistics=True, quant_type=form
     )
     parts = (values, state.absmax, state.state2.absmax, state.offset)
@@ -171,12 +171,13 @@ def packed(weight: Tensor, form: Form) -> Tensor:
     return found.view(weight.dtype)
 
 
-def _bitsandbytes() -> Any:
+def bitsandbytes(key: str = "model.quantize") -> Any:
+    """Return the module bitsandbytes.functional. Raises MissingInputError where it is not installed. key: of
+    the spec, that needs it."""
     found = load_bitsandbytes()
     if found is None:
         raise MissingInputError(
-            "model.quantize needs the package bitsandbytes, which is not installed; install it, or leave "
-            "model.quantize out."
+            f"{key} needs the package bitsandbytes, which is not installed; install it, or leave {key} out."
         )
     return found
 
@@ -205,14 +206,14 @@ def load_bitsandbytes() -> Any:
 def _broken(error: Exception) -> MissingInputError:
     return MissingInputError(
         f"The package bitsandbytes, which peft uses, is installed but cannot be imported ({brief(error)}); "
-        "install it again, or uninstall it (only model.quantize needs it)."
+        "install it again, or uninstall it (only model.quantize and optim.name: adamw_8bit need it)."
     )
 
 
 @functools.cache
 def _code(device: torch.device) -> Tensor:
     """Return the 256 values that a quantized scale can have."""
-    code: Tensor = _bitsandbytes().create_dynamic_map().to(device)
+    code: Tensor = bitsandbytes().create_dynamic_map().to(device)
     return code
 
 

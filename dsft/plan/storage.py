@@ -14,6 +14,10 @@ Form = Literal["plain", "nf4", "fp4"]
 BLOCK, SCALES = 64, 256
 """Elements that share a scale in 4 bits, and scales that share one of their own: bitsandbytes' defaults."""
 
+MOMENT_BLOCK, MOMENT_LEAST = 256, 4096
+"""Elements that share a scale in moments of 8 bits (optim.name: adamw_8bit), and the fewest elements of a
+parameter whose moments have 8 bits; those of smaller ones have 32: bitsandbytes' defaults."""
+
 
 class Stored(NamedTuple):
     """A tensor in memory: its number of elements, and the bytes of each."""

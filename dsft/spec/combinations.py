@@ -115,8 +115,10 @@ ROWS: tuple[Row, ...] = (
      "has no effect on a CPU, only with precision fp32 on GPUs; leave it out"),
     ("train.tf32", bool, {PRECISION: other_than("fp32"), DEVICE: lambda name: not is_cpu(name)},
      "has no effect with precision {train.precision}, only with precision fp32 on GPUs; leave it out"),
-    ("optim.momentum", bool, {"optim.name": ("adamw",)},
-     "has no effect with adamw, whose momentum is betas[0]; leave it out"),
+    ("optim.name", ("adamw_8bit",), {f"{OPTIMIZER}.device": other_than("none")},
+     f"is not supported with {OPTIMIZER}.device {{{OPTIMIZER}.device!r}}; use adamw, or set that to none"),
+    ("optim.momentum", bool, {"optim.name": ("adamw", "adamw_8bit")},
+     "has no effect with {optim.name}, whose momentum is betas[0]; leave it out"),
     *((key, changed(key), {"optim.name": ("sgd",)},
        "has no effect with sgd, which has no second moment; leave it out")
       for key in ("optim.betas", "optim.eps")),

@@ -87,9 +87,9 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
         "bf16.bf16_optimizer_states bf16.bf16_master_weights_and_grads fp16.fp16_master_weights_and_grads",
     ),
     NotOffered(
-        "optimizers other than AdamW and SGD (Muon, LAMB, Lion, Adafactor, 8-bit, GaLore, …)",
-        "set optim.name: adamw; if its states take too much memory, shard them (parallel.zero_stage) or "
-        "offload them (parallel.offload_optimizer)",
+        "optimizers other than AdamW and SGD (Muon, LAMB, Lion, Adafactor, paged, GaLore, …)",
+        "set optim.name: adamw; if its states take too much memory, set adamw_8bit, shard them "
+        "(parallel.zero_stage) or offload them (parallel.offload_optimizer)",
         "muon galore badam apollo lomo loraplus onebit_adam schedule_free sophia optim_args "
         "optim_target_modules",
         OPTIMIZERS,

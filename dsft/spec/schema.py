@@ -391,8 +391,8 @@ DecayType = Literal["cosine", "linear", "1-sqrt"]
 class Optim(Section):
     """The optimizer and its learning rate, a function of the step alone."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """The optimizer."""
+    name: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
+    """The optimizer; adamw_8bit stores AdamW's moments in 8 bits (bitsandbytes)."""
     learning_rate: Positive
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)

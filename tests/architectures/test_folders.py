@@ -18,7 +18,7 @@ from dsft.checkpoint.files import read_files
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.checkpoint.tensors import write_beside, write_names
-from dsft.engine.api import Fragment
+from dsft.engine.api import fragment_of
 from dsft.engine.replicas import digest, replicated
 from dsft.errors import DsftError, SpecError
 from dsft.model.build import build_model
@@ -90,7 +90,7 @@ def exported(policy: Policy, folder: Path, given: Path) -> Path:
     write_beside(model_folder, persistent_buffers(causal_lm))
     write_names(model_folder, tensor_names(str(given)))
     trained = policy.named_trained()
-    fragments = [Fragment(name, "value", 0, p.detach().float().flatten()) for name, p in trained.items()]
+    fragments = [fragment_of(name, "value", 0, p.detach().float().flatten()) for name, p in trained.items()]
     spec = {"train": {"precision": "bf16", "seed": 0}}
     facts = CheckpointState({"step": 0}, spec, {"global_batch_size": 1}, {}, {}, {})
     shapes = {name: tuple(p.shape) for name, p in trained.items()}

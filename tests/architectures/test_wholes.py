@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMulti
 from dsft.checkpoint.around import files_around
 from dsft.checkpoint.export import export_checkpoint
 from dsft.checkpoint.save import CheckpointState, save
-from dsft.engine.api import Fragment
+from dsft.engine.api import fragment_of
 from dsft.errors import CheckpointError, MissingInputError, SpecError
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, check_trainable
@@ -331,7 +331,7 @@ def saved(policy: Policy, model: Model, folder: Path, precision: str = "bf16") -
     files = files_around(model.name_or_path, policy.causal_lm.config)
     assert files["preprocessor_config.json"] == b'{"crop": 3}'
     trained = policy.named_trained()
-    fragments = [Fragment(name, "value", 0, p.detach().float().flatten()) for name, p in trained.items()]
+    fragments = [fragment_of(name, "value", 0, p.detach().float().flatten()) for name, p in trained.items()]
     spec = {"model": model.model_dump(mode="json"), "train": {"precision": precision, "seed": 0}}
     base = digests(weight_files(str(model.name_or_path)))
     facts = CheckpointState({"step": 0}, spec, {"global_batch_size": 1}, {}, {}, {}, base=base)

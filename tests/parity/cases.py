@@ -50,6 +50,7 @@ del MIXTURES["olmoe"]["moe_intermediate_size"]
 SHAPES: dict[str, dict[str, Any]] = {
     **MIXTURES,
     "llama": LLAMA,
+    "llama_wide": {**LLAMA, "intermediate_size": 600},  # moments of 4,096 elements and more have 8 bits
     "llama_tied": {**LLAMA, "tie_word_embeddings": True},
     "llama_4heads": {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2},
     "llama_4heads_tied": {**LLAMA, "num_attention_heads": 4, "tie_word_embeddings": True},
@@ -132,7 +133,7 @@ class Case:
 
     mode: str  # of MODES, OFFLOADS and PIPELINES
     ranks: int
-    optimizer: Literal["sgd", "adamw", "adamw_default_eps"]
+    optimizer: Literal["sgd", "adamw", "adamw_default_eps", "adamw_8bit"]
     micro_batches: Literal["varying", "one", "four"]
     max_norm: float = 0.0
     checkpointing: bool | int | float = False
@@ -242,6 +243,8 @@ class Case:
             return BF16_BOUNDS
         if self.optimizer == "adamw_default_eps":
             return DEFAULT_EPS_BOUNDS
+        if self.optimizer == "adamw_8bit":
+            return BOUNDS_8_BITS
         bounds = FP32_BOUNDS | (ADAPTER_BOUNDS if self.trained == "adapter" else {})
         bounds |= FRESH_BOUNDS if self.trains == "lora_fresh" else {}
         bounds |= SHAPE_BOUNDS if not self.shape.startswith("llama") else {}
@@ -256,6 +259,8 @@ FP32_BOUNDS = {
 }  # fmt: skip
 # Under so small an eps an element whose gradient is near 0 moves by rounding noise.
 DEFAULT_EPS_BOUNDS = {name: bound for name, bound in FP32_BOUNDS.items() if name != "weights"}
+# Where a moment lies between two codes, a rounding error decides; two ranks quantize a shared block apart.
+BOUNDS_8_BITS = FP32_BOUNDS | {"weights": 2e-4, "change": 2e-3}
 # Against the plain loop in fp32: what bf16 costs, with fp32 master weights.
 BF16_BOUNDS = {
     "fresh": 0.0, "loss": 1e-3, "gradient": 5e-2, "norm": 5e-3, "change": 3e-2, "evaluation": 1e-3,
@@ -363,6 +368,7 @@ def _cases(ranks: int) -> Iterator[Case]:
     if ranks == 2:
         yield from _with_torch_adam(ranks)
         yield from _released_faults(ranks)
+        yield from _in_8_bits(ranks)
     yield from _partly_trained(ranks)
     yield from _of_pairs(ranks)
     if ranks == 2:
@@ -537,6 +543,17 @@ def _balanced(ranks: int) -> Iterator[Case]:
     pairs = functools.partial(softmax, optimizer="adamw", micro_batches="four", reference="given")
     yield pairs("zero2", balance="global_batch", packed=True, shared=True)
     yield pairs("pipeline_zero1", balance="sequence", stages=2)
+
+
+def _in_8_bits(ranks: int) -> Iterator[Case]:
+    """AdamW's moments in 8 bits, against bitsandbytes' own optimizer."""
+    case = functools.partial(
+        Case, ranks=ranks, optimizer="adamw_8bit", micro_batches="varying", shape="llama_wide"
+    )
+    for mode in ("zero0", "zero1", "zero2", "zero3"):
+        yield case(mode, max_norm=0.1, packed=mode > "zero1")
+    yield case("zero1", precision="bf16")
+    yield case("pipeline_zero1", stages=2, max_norm=0.1)
 
 
 def _released_faults(ranks: int) -> Iterator[Case]:

@@ -2,12 +2,12 @@
 
     torchrun … state_worker.py FOLDER CASE …
 
-A case A trains 6 steps and saves at 0, 3 and 6; A is `STAGE-PRECISION[-offload][-pipe][-tied]` and `-sgd`
-or `-momentum` where it is not AdamW, as `z2-bf16-offload`; `-large` has sub-groups of more than 1 MiB, which
-`-nvme` keeps on the disk, `-params` the parameters too; `-host` keeps these in memory. A case A:B:N goes on
-from A's step N under B to step 6. Engines are made with deepspeed.initialize alone, so that nothing but
-state.py and the checkpoint is under test. Rank 0 writes FOLDER/results.jsonl: losses, and what differs after
-step 6 from no break.
+A case A trains 6 steps and saves at 0, 3 and 6; A is `STAGE-PRECISION[-offload][-pipe][-tied]` and
+`-sgd` or `-momentum` where it is not AdamW, as `z2-bf16-offload`; `-8bit` has AdamW's moments in 8 bits;
+`-large` has sub-groups of more than 1 MiB, which `-nvme` keeps on the disk, `-params` the parameters
+too; `-host` keeps these in memory. A case A:B:N goes on from A's step N under B to step 6. Engines are
+made with deepspeed.initialize alone, so that nothing but state.py and the checkpoint is under test. Rank
+0 writes FOLDER/results.jsonl: losses, and what differs after step 6 from no break.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.dist.world import World
 from dsft.engine import state
+from dsft.engine.adamw_8bit import AdamW8bit
 from dsft.engine.join import join
 from dsft.engine.nvme import align_gradients
 from dsft.engine.ops import load_op
@@ -107,6 +108,7 @@ class Case:
         self.world = World(rank, ranks, rank, layout, torch.device("cpu"))
         torch.manual_seed(seed)
         shapes = LARGE if "large" in words else CONFIG
+        shapes = CONFIG | {"intermediate_size": 300} if "8bit" in words else shapes
         model = LlamaForCausalLM(LlamaConfig(**shapes, tie_word_embeddings="tied" in words))
         module: nn.Module = model
         if self.pipe:
@@ -126,6 +128,7 @@ class Case:
                 for info in self.engine.optimizer.optimizer_swapper.swap_params_info.values()
             )
         state.undo_first_step(self.engine)
+        state.set_parts(self.engine, self.named)
         align_gradients(self.engine.optimizer)
         tie(self.engine, ties, self.world.shard_rank)
 
@@ -184,6 +187,8 @@ def optimizer(model: LlamaForCausalLM, parameters: Any, words: list[str]) -> tor
     ]
     if "sgd" in words or "momentum" in words:
         return torch.optim.SGD(groups, lr=0.0, momentum=0.9 if "momentum" in words else 0.0)
+    if "8bit" in words:
+        return AdamW8bit(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-4)
     if "offload" in words or "nvme" in words:
         return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=0.0, eps=1e-4)
     return torch.optim.AdamW(groups, lr=0.0, eps=1e-4, fused=True)

@@ -95,8 +95,8 @@ from tests.process_groups import own_groups
 VOCABULARY, SEED = 128, 11
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-RATES = {"sgd": 0.1, "adamw": 3e-4, "adamw_default_eps": 1e-3}
-EPS = {"sgd": 1e-8, "adamw": 1e-4, "adamw_default_eps": 1e-8}
+RATES = {"sgd": 0.1, "adamw": 3e-4, "adamw_default_eps": 1e-3, "adamw_8bit": 3e-4}
+EPS = {"sgd": 1e-8, "adamw": 1e-4, "adamw_default_eps": 1e-8, "adamw_8bit": 1e-4}
 DECAY = 0.1
 SWAPPED = 1024
 BUCKETS = {"reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"}
@@ -449,7 +449,7 @@ def make_spec(case: Case) -> Spec:
                 "label_smoothing": case.label_smoothing,
             },
             "optim": {
-                "name": case.optimizer.split("_")[0],
+                "name": case.optimizer.removesuffix("_default_eps"),
                 "learning_rate": 1.0,  # the step's own rate is given to each step
                 "weight_decay": 0.0 if case.optimizer == "sgd" else DECAY,
                 "momentum": 0.9 if case.optimizer == "sgd" else 0.0,
@@ -533,6 +533,10 @@ def plain_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     groups = plain.decayed_groups(model, DECAY)
     if case.trains == "groups":
         groups = [{"params": [p], **plain_settings(name, rate)} for name, p in model.named_parameters()]
+    if case.optimizer == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(groups, rate, eps=EPS[case.optimizer])
     return torch.optim.AdamW(groups, rate, eps=EPS[case.optimizer])
 
 

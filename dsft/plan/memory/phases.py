@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
 from dsft.plan.memory.offload import SUB_GROUP
 from dsft.plan.memory.tensors import NONE, Phase, Tensors, each, held, merged, one
-from dsft.plan.storage import FP32, Stored
+from dsft.plan.storage import FP32, MOMENT_BLOCK, MOMENT_LEAST, Stored
 
 ROUNDED = 64 << 20  # torch rounds pinned tensors up to this many bytes to a power of two
 REDUCED_AT_ONCE = 500_000_000
@@ -29,7 +29,8 @@ class RankSetup:
     ranks                  data-parallel ranks
     weight                 bytes per element of trained weights
     reduced                bytes per element in the reduction over ranks
-    moment                 bytes per element of the optimizer states
+    moment                 bytes per element of the optimizer states in 32 bits
+    in_8_bits              whether they have 8 bits (optim.name: adamw_8bit)
     gradient               bytes per element of the gradients that ZeRO 3 keeps
     bucket, gathered       elements of the reduction bucket and of the gathering bucket
     module, matrix         elements of the layers' largest module, whose parameters ZeRO 3 gathers together,
@@ -49,6 +50,7 @@ class RankSetup:
     weight: int
     reduced: int
     moment: int
+    in_8_bits: bool
     bucket: int
     gathered: int
     module: int
@@ -91,6 +93,18 @@ class RankSetup:
         if self.zero == 3:
             return sum(self.shares(self.trained))
         return -(-self.elements // self.ranks)
+
+    @property
+    def moments(self) -> Tensors:
+        """The optimizer states of this rank, on its device."""
+        own = self.shares(self.trained) if self.zero else self.trained
+        if not self.in_8_bits:
+            return one(self.share * self.moment) if self.zero else each(own, self.moment)
+        found = NONE
+        for numel, part in zip(self.trained, own, strict=True):
+            blocks = -(-part // MOMENT_BLOCK)
+            found += each((2 * part, 2 * blocks * FP32), 1) if numel >= MOMENT_LEAST else one(2 * part * FP32)
+        return found
 
     @property
     def largest(self) -> int:
@@ -157,7 +171,7 @@ def _whole(rank: RankSetup) -> dict[str, Phase]:
     steady: Phase = {
         "parameters": weights(rank),
         "master": copies,
-        "moments": each(rank.trained, rank.moment),
+        "moments": rank.moments,
     }
     left = gradients if rank.accumulates else NONE  # else gradients appear as activations are freed
     flat = min(rank.elements, REDUCED_AT_ONCE)  # engine.py:3796 flatten; a second copy in another reduce type
@@ -182,7 +196,7 @@ def _bf16(rank: RankSetup) -> dict[str, Phase]:
     whole = one(rank.elements * FP32)
     loaded: Phase = {"parameters": weights(rank), "master": one(rank.share * FP32), "gradients": whole}
     low: Phase = {"gradients": each(rank.trained, rank.weight)}
-    between = merged(loaded, {"moments": one(rank.share * rank.moment)})
+    between = merged(loaded, {"moments": rank.moments})
     steady = merged(between, low)
     left = steady if rank.accumulates else between  # else gradients appear as activations are freed
     # several groups are copied into one tensor, a single one is reduced in place (engine.py:3796 flatten)
@@ -209,7 +223,7 @@ def _partitioned(rank: RankSetup) -> dict[str, Phase]:
     low = rank.weight < FP32 or rank.adds_in_place
     share = one(rank.share * FP32)
     width = FP32 if rank.zero == 1 else rank.weight  # stage_1_and_2.py:1253 _gradient_reduction_buffer_dtype
-    states: Phase = {"master": share, "moments": one(rank.share * rank.moment)}
+    states: Phase = {"master": share, "moments": rank.moments}
     steady: Phase = merged({"parameters": weights(rank)}, states)
     loaded: Phase = {"parameters": weights(rank), "master": share}
     if rank.is_offloaded:
@@ -288,7 +302,7 @@ def _sharded(rank: RankSetup) -> dict[str, Phase]:
     share, sub_group = rank.share, min(rank.share, SUB_GROUP)
     states: Phase = {
         "master": one(share * FP32),
-        "moments": one(share * rank.moment),
+        "moments": rank.moments,
         "gradients": one(share * rank.gradient),
     }
     if rank.is_offloaded:

@@ -260,6 +260,7 @@ def _setup(
         weight=compute_bytes(spec),
         reduced=2 if spec.train.reduce_dtype == "bf16" else FP32,
         moment=moment_bytes(spec),
+        in_8_bits=spec.optim.name == "adamw_8bit",
         bucket=bucket_size(census.trained),
         gathered=bucket_size(census.numel),
         module=max(modules.values(), default=0),

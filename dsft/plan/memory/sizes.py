@@ -95,9 +95,10 @@ def compute_bytes(spec: Spec) -> int:
 
 
 def moment_bytes(spec: Spec) -> int:
-    if spec.optim.name == "adamw":
-        return 2 * FP32
-    return FP32 if spec.optim.momentum else 0
+    """Return the bytes per element of the optimizer states in 32 bits, as checkpoints have them."""
+    if spec.optim.name == "sgd":
+        return FP32 if spec.optim.momentum else 0
+    return 2 * FP32
 
 
 def saved_bytes(census: Census, spec: Spec) -> tuple[int, int]:

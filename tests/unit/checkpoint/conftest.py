@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from dsft.checkpoint.export import write_model_folder
 from dsft.checkpoint.files import read_files
 from dsft.checkpoint.save import CheckpointState, save
-from dsft.engine.api import Fragment
+from dsft.engine.api import Fragment, fragment_of
 from dsft.errors import DsftError
 from dsft.spec.schema import Checkpoint
 from tests.launching import LATE
@@ -108,7 +108,7 @@ class Maker:
             size = tensor.numel()
             start, stop = size * rank // ranks, size * (rank + 1) // ranks
             for kind, scale in (("value", 1.0), ("exp_avg", 2.0)):
-                yield Fragment(name, kind, start, scale * tensor.flatten()[start:stop])  # type: ignore[arg-type]
+                yield fragment_of(name, kind, start, scale * tensor.flatten()[start:stop])  # type: ignore[arg-type]
 
     def save(
         self,

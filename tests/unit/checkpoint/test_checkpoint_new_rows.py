@@ -21,7 +21,7 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.save import save
 from dsft.commands.chat import Sampling, load
 from dsft.data.tokenizer.load import byte_level_tokenizer, open_tokenizer
-from dsft.engine.api import Fragment
+from dsft.engine.api import fragment_of
 from dsft.errors import CheckpointError, MissingInputError
 from dsft.model.build import build_model
 from dsft.model.census import take_census
@@ -64,7 +64,7 @@ def checkpoint(model: Model, folder: Path) -> tuple[CheckpointReader, Any]:
         base=dsft.model.files.digests(dsft.model.files.model_files(model.name_or_path)),
         new_rows=asdict(rows),
     )
-    fragments = [Fragment(n, "value", 0, value.detach().flatten()) for n, value in values.items()]
+    fragments = [fragment_of(n, "value", 0, value.detach().flatten()) for n, value in values.items()]
     shapes = {name: tuple(value.shape) for name, value in values.items()}
 
     def commit(rank: Rank) -> str:

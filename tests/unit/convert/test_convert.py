@@ -181,11 +181,10 @@ def test_axolotl() -> None:
     assert (spec.name, spec.output_dir, spec.data.packing) == ("lora-out", "outputs", True)
     assert spec.data.train[0].path == "teknium/GPT4-LLM-Cleaned:train"
     assert (spec.train.micro_batch_size, spec.train.accumulation_steps) == (2, 2)
-    assert (spec.optim.name, spec.optim.learning_rate, spec.optim.warmup_ratio) == ("adamw", 2e-4, 0.1)
+    assert (spec.optim.name, spec.optim.learning_rate, spec.optim.warmup_ratio) == ("adamw_8bit", 2e-4, 0.1)
     assert spec.model.lora is not None and spec.model.lora.target_modules == ("gate_proj", "q_proj")
     assert (spec.model.attention, spec.train.precision) == ("auto", "bf16")
     text = done.path.read_text()
-    assert "adamw_8bit there, full-precision AdamW here" in text
     assert "multiply global_batch_size by the examples that fit into a row" in text
     for key, ours, times in (("evals", "train.eval_every", 4), ("saves", "checkpoint.every", 1)):
         assert f"divide them by {times} and write that to {ours}" in done.left[f"{key}_per_epoch"]
@@ -366,6 +365,23 @@ def test_weights_in_4_bits(config: dict[str, Any], form: str | None, left: dict[
     assert (spec.model.quantize, asked) == (form, left.keys()) and "adapter" not in done.left
     for key, reason in left.items():
         assert reason in done.left[key]
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "note"),
+    [
+        ({"optim": "adamw_bnb_8bit"}, "adamw_8bit", "# optim\n"),
+        ({"optim": "paged_adamw_8bit"}, "adamw_8bit", "its moments are not paged here"),
+        ({"optim": "paged_adamw_32bit"}, "adamw", "paged_adamw_32bit there, full-precision AdamW here"),
+        (
+            {"optim": "paged_adamw_8bit", "deepspeed": "ds_z3_offload_config.json"},
+            "adamw", "paged_adamw_8bit there, full-precision AdamW here",
+        ),
+    ],
+)  # fmt: skip
+def test_moments_in_8_bits(given: dict[str, Any], name: str, note: str) -> None:
+    spec, done = converted({**LLAMA_FACTORY, "deepspeed": None, **given})
+    assert spec.optim.name == name and note in done.path.read_text()
 
 
 def test_trl_quantizes_no_scales_unless_asked() -> None:

@@ -73,7 +73,7 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "not_offered_by_name": spec(
         model="model: {name_or_path: a/b, load_in_4bit: true, use_unsloth: false, finetuning_type: oft}\n",
         train="train: {micro_batch_size: 2, accumulation_steps: 4, precision: fp8, auto_find_batch_size: true}\n",
-        optim="optim: {learning_rate: 1e-3, name: adamw_8bit}\n",
+        optim="optim: {learning_rate: 1e-3, name: paged_lion_8bit}\n",
     )
     + "parallel: {tensor_parallel_size: 2, sequence-parallel-size: 4, offload_optimizer: {ratio: 0.5}}\n"
     + "adapter: qlora\nfsdp: full_shard\n",

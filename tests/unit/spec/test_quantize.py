@@ -1,4 +1,4 @@
-"""What model.quantize is refused with, by name."""
+"""What model.quantize and moments in 8 bits are refused with, by name."""
 
 from __future__ import annotations
 
@@ -68,3 +68,19 @@ def test_skipping_weights_without_quantizing_is_refused() -> None:
 )
 def test_what_is_supported_is_not(sections: dict[str, Any]) -> None:
     assert "model.quantize" not in found(**sections)
+
+
+@pytest.mark.parametrize(
+    ("optim", "sections", "key", "reason"),
+    [
+        (
+            {}, {"parallel": {"offload_optimizer": {"device": "cpu"}}},
+            "optim.name", "is not supported with parallel.offload_optimizer.device 'cpu'; use adamw",
+        ),
+        ({"momentum": 0.9}, {}, "optim.momentum", "has no effect with adamw_8bit, whose momentum"),
+    ],
+)  # fmt: skip
+def test_moments_in_8_bits(optim: dict[str, Any], sections: dict[str, Any], key: str, reason: str) -> None:
+    adamw = {"learning_rate": 1e-4, "name": "adamw_8bit"}
+    assert key not in found(optim=adamw)
+    assert reason in found(optim=adamw | optim, **sections)[key]
