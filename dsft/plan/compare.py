@@ -174,13 +174,7 @@ class Comparison:
 
 def compare(plan: Plan) -> Comparison:
     """Evaluate every layout that keeps the plan's global_batch_size on its hosts."""
-
-    @cache  # slow, and a cut depends on nothing but the number of stages
-    def cut(stages: int) -> Cut:
-        own = plan.spec.parallel
-        listed = own.pipeline_cut if stages == own.pipeline_stages else "parameters"
-        return cut_of(Parallel(pipeline_stages=stages, pipeline_cut=listed), plan.census)
-
+    cut = _cuts(plan)
     found = [_candidate(plan, keys, cut) for keys in _layouts(plan)]
     found += _split(plan, found, cut)
     fitting = [c for c in found if c.best is not None]
@@ -191,6 +185,24 @@ def compare(plan: Plan) -> Comparison:
         tuple(c for c in found if c.refused),
         tuple(filter(None, (_longest_row(plan, size) for size in group_sizes(plan)))),
     )
+
+
+def fitting_in_memory(plan: Plan) -> tuple[Candidate, ...]:
+    """Return the layouts that fit without offload, in the order to try them."""
+    cut, nowhere = _cuts(plan), ("none", "none")
+    layouts = (one for one in _layouts(plan) if (one.offload_optimizer, one.offload_parameters) == nowhere)
+    found = (_candidate(plan, keys, cut) for keys in layouts)
+    return tuple(sorted((c for c in found if c.best), key=lambda c: (c.keys.order, c.seconds)))
+
+
+def _cuts(plan: Plan) -> Callable[[int], Cut]:
+    @cache  # slow, and a cut depends on nothing but the number of stages
+    def cut(stages: int) -> Cut:
+        own = plan.spec.parallel
+        listed = own.pipeline_cut if stages == own.pipeline_stages else "parameters"
+        return cut_of(Parallel(pipeline_stages=stages, pipeline_cut=listed), plan.census)
+
+    return cut
 
 
 def _layouts(plan: Plan) -> Iterator[LayoutKeys]:

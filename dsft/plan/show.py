@@ -23,6 +23,7 @@ from dsft.plan.mixture import active_line, gather_line
 from dsft.plan.reference import has_engine, in_stages, reference_entries, reference_line
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.plan.show_compare import MEMORY, comparison_mapping, comparison_parts
+from dsft.plan.smaller import smaller
 from dsft.plan.tables import heading, printed, table
 from dsft.plan.traffic import bubble
 from dsft.spec.batch import has_wide_gradients
@@ -51,10 +52,13 @@ def print_plan(
     checked, since they may be on another machine."""
     plan = build_plan(load_spec(spec_path, overrides, check_files=False), world_size)
     found = compare(plan) if comparing else None
+    fewer = smaller(plan) if comparing else None
     if as_json:
-        print(json.dumps(comparison_mapping(plan, found) if found else as_mapping(plan), indent=2))
+        print(json.dumps(comparison_mapping(plan, found, fewer) if found else as_mapping(plan), indent=2))
     else:
-        print(printed(comparison_parts(plan, found) if found else parts(plan, explain=explain)), end="")
+        print(
+            printed(comparison_parts(plan, found, fewer) if found else parts(plan, explain=explain)), end=""
+        )
 
 
 def as_mapping(plan: Plan) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dsft.plan.compare import ROOMY, Candidate, Comparison, LayoutKeys, LongestR
 from dsft.plan.cost import assumed
 from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.mixture import active_line, gather_line
+from dsft.plan.smaller import Smaller
 from dsft.plan.tables import heading, table
 from dsft.spec.batch import BatchSizes
 from dsft.spec.document import dotted
@@ -40,12 +41,12 @@ MEMORY = {
 }
 """Field of RankMemory -> its name in tables."""
 
-SHOWN = 8  # layouts per table; --json has all
+SHOWN, FEWER = 8, 3  # layouts per table; --json has all
 
 
-def comparison_mapping(plan: Plan, found: Comparison) -> dict[str, Any]:
+def comparison_mapping(plan: Plan, found: Comparison, fewer: Smaller | None = None) -> dict[str, Any]:
     """Return the comparison as a mapping for JSON: sizes in bytes, times in seconds; candidates in the order
-    to try them, with every micro-batch size that was evaluated."""
+    to try them, with every micro-batch size that was evaluated. fewer: what fits with fewer bits."""
     verdicts = (("fits", found.fitting), ("too large", found.too_large), ("refused", found.refused))
     return {
         "name": plan.spec.name,
@@ -55,6 +56,12 @@ def comparison_mapping(plan: Plan, found: Comparison) -> dict[str, Any]:
         "assumed": assumed(plan.spec),
         "advice": list(found.advice.overrides) if found.advice else None,
         "candidates": [_mapping(one, verdict) for verdict, group in verdicts for one in group],
+        "with_fewer_bits": fewer
+        and {
+            "change": fewer.change,
+            "refused": fewer.refused,
+            "candidates": [_mapping(one, "fits") for one in fewer.fitting],
+        },
         "longest_rows": [dataclasses.asdict(row) for row in found.longest],
     }
 
@@ -86,8 +93,8 @@ def _mapping(candidate: Candidate, verdict: str) -> dict[str, Any]:
     }
 
 
-def comparison_parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
-    """Yield the parts of the output in order."""
+def comparison_parts(plan: Plan, found: Comparison, fewer: Smaller | None = None) -> Iterator[RenderableType]:
+    """Yield the parts of the output in order. fewer: what fits with fewer bits."""
     ranks, hosts = plan.layout.world_size, len(plan.hosts)
     yield Text(
         f"{plan.spec.name}: {plan.batch.global_batch_size} examples a step on {ranks} "
@@ -132,14 +139,29 @@ def comparison_parts(plan: Plan, found: Comparison) -> Iterator[RenderableType]:
             f"{len(found.refused)} layouts, for {rules} reason{'s' * (rules > 1)}, such as "
             f"{label(found.refused[0].keys)}: {_reason(found.refused[0].refused[0])}. --json has all."
         )
+    yield from _with_fewer_bits(fewer)
     if found.longest:
         yield heading("The longest row (data.max_length) that fits, by the ranks that split it")
         yield _longest(plan, found.longest)
 
 
-def _more(group: Sequence[Candidate]) -> Iterator[Text]:
-    if len(group) > SHOWN:
-        yield Text(f"… {len(group) - SHOWN} more; --json has all")
+def _with_fewer_bits(found: Smaller | None) -> Iterator[RenderableType]:
+    if found is None:
+        return
+    yield heading(f"What fits without offload with {found.title} ({found.change}), which changes the results")
+    if found.refused:
+        yield Text(f"Nothing: {' '.join(found.refused.split())}")
+    elif not found.fitting:
+        yield Text("Nothing.")
+    else:
+        yield _fitting(found.fitting[:FEWER])
+        yield from _more(found.fitting, FEWER)
+        yield Text(f"The first of them: {_typed(found.fitting[0])}")
+
+
+def _more(group: Sequence[Candidate], shown: int = SHOWN) -> Iterator[Text]:
+    if len(group) > shown:
+        yield Text(f"… {len(group) - shown} more; --json has all")
 
 
 def _advice(plan: Plan, found: Comparison) -> Iterator[str]:

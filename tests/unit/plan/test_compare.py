@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.compare import Candidate, Comparison, changed, compare
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.show_compare import comparison_mapping, comparison_parts
+from dsft.plan.smaller import smaller
+from dsft.plan.storage import Form
 from dsft.plan.tables import rendered
 from dsft.spec.load import load_spec
 from dsft.spec.schema import SECTIONS, Reference, Spec
@@ -238,3 +241,51 @@ def test_keys_of_a_section_that_is_null_are_of_the_tasks_own_section(monkeypatch
     monkeypatch.setitem(SECTIONS, "own", Own)
     spec = Other.model_validate(document({"a": 2}))
     assert changed(spec, {"own.reference": "live"}).own == Own(reference="live")
+
+
+def frozen(form: Form) -> Census:
+    made = census()
+    layers = [replace(p, trained=False, form=form) for p in made.parameters if p.layer is not None]
+    return replace(made, parameters=(*layers, Parameter("layers.0.lora", (1000, 8), 0, False, ())))
+
+
+@pytest.mark.parametrize("gpu", [80.0, 2.0, 0.01])
+def test_adapters_on_weights_in_4_bits(monkeypatch: pytest.MonkeyPatch, gpu: float) -> None:
+    monkeypatch.setattr("dsft.plan.build.census", lambda *_: frozen("plain"))
+    monkeypatch.setattr("dsft.plan.smaller.census", lambda model: frozen(model.quantize))
+    made = document({"a": 1}, accelerator={"name": "H100", "memory_gib": gpu})
+    made["model"] = {"name_or_path": "owner/name", "lora": {"rank": 8}}
+    plan, found = compared(made)
+    fewer = smaller(plan)
+    assert fewer is not None and fewer.change == "model.quantize=nf4"
+    page = rendered(comparison_parts(plan, found, fewer), terminal=False)
+    if gpu == 0.01:
+        assert fewer.fitting == () and "which changes the results Nothing." in " ".join(page.split())
+        return
+    for one in fewer.fitting:
+        assert one.overrides[0] == fewer.change and one.keys.offload_optimizer == "none" and one.best
+        plain = next((other for other in found.fitting if other.keys == one.keys), None)
+        assert plain is None or (plain.best and one.sizes[0].device < plain.sizes[0].device)
+    assert "The first of them: model.quantize=nf4" in " ".join(page.split())
+    assert comparison_mapping(plan, found, fewer)["with_fewer_bits"]["change"] == fewer.change
+    made["model"]["quantize"] = "nf4"
+    assert smaller(build_plan(Spec.model_validate(made))) is None
+
+
+def test_a_model_that_cannot_be_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: Any) -> Census:
+        raise SpecError("The model cannot be quantized.", [])
+
+    monkeypatch.setattr("dsft.plan.smaller.census", refuse)
+    made = document({"a": 1}) | {"model": {"name_or_path": "owner/name", "lora": {"rank": 8}}}
+    plan, found = compared(made)
+    page = rendered(comparison_parts(plan, found, smaller(plan)), terminal=False)
+    assert "Nothing: The model cannot be quantized" in " ".join(page.split())
+
+
+def test_moments_in_8_bits_without_adapters() -> None:
+    plan, _ = compared(document({"a": 2}))
+    fewer = smaller(plan)
+    assert fewer is not None and fewer.fitting[0].overrides[0] == "optim.name=adamw_8bit"
+    sgd = changed(plan.spec, {"optim.name": "sgd"})
+    assert smaller(replace(plan, spec=sgd)) is None
