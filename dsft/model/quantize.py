@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from dsft.errors import MissingInputError, Problem, SpecError, brief
 from dsft.model.experts import expert_layers
@@ -28,6 +29,9 @@ from dsft.spec.schema import Model
 
 READ_BY_OTHERS = ("prediction_coefs", "correction_coefs")
 """Linear layers of Gemma 3n whose weights its AltUp clamps itself while it trains; they are not quantized."""
+
+
+LINEAR = nn.Linear, Conv1D
 
 
 class QuantizedLinear(nn.Linear):
@@ -97,9 +101,13 @@ def quantize_linears(causal_lm: PreTrainedModel, model: Model) -> None:
     left = [module for name, module in found.items() if not any(matches(name, one) for one in skip)]
     if not left:
         kind, others = causal_lm.config.model_type, " and not in model.quantize_skip" if skip else ""
+        own = {type(module).__name__ for module in causal_lm.modules() if isinstance(module, LINEAR)}
+        if own := sorted(own - {"Linear"}):
+            others += f" (its layers are {' and '.join(own)})"
         raise _error(
             model,
-            f"is for linear layers, of which a {kind} model has none that is frozen{others}; leave it out",
+            f"is for layers of the class nn.Linear, of which a {kind} model has none that is frozen{others}; "
+            "leave it out",
         )
     for module in left:
         in_4_bits(module, model.quantize).requires_grad_(False)

@@ -176,6 +176,7 @@ LEFT_OUT: dict[str, str] = {
         pad_to_sequence_len pad_to_multiple_of lazy_tokenize remove_unused_columns sample_packing_bin_size
         sample_packing_group_size eval_sample_packing packing_num_proc packing_strategy
         skip_prepare_dataset shuffle_merged_datasets""",
+    "name the weights that stay in 16 bits, as patterns, in model.quantize_skip": "llm_int8_skip_modules",
     "dsft never runs code that comes with a model": "trust_remote_code",
     "dsft fills in no placeholders; write the names into the rows": "model_author model_name",
     "dsft resumes from its own checkpoints by itself; to start from weights of the other tool, set "

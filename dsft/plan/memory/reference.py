@@ -54,6 +54,9 @@ def with_reference(
     """
     if spec.reference is None:
         return sizes, None
+    if reference_model(spec).quantize is None:  # of the policy's census, in place of another model's
+        plain = tuple(replace(parameter, form="plain") for parameter in census.parameters)
+        census = replace(census, parameters=plain)
     found: tuple[RankMemory, ...] = ()
     if has_engine(spec):
         found = _stages(census, spec, layout, tokens or most_tokens(spec, layout))

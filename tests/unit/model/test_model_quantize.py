@@ -110,6 +110,15 @@ def test_a_gemma_3n_trains_although_it_clamps_the_weights_of_some_linear_layers(
     assert torch.equal(found, causal_lm(ids).logits)
 
 
+@pytest.mark.parametrize(("kind", "layers"), [("gpt2", "Conv1D"), ("falcon", "FalconLinear")])
+def test_models_with_linear_layers_of_other_classes_are_refused(kind: str, layers: str) -> None:
+    model = Model(from_config={"model_type": kind}, lora=Lora(rank=2), quantize="nf4")
+    with pytest.raises(
+        SpecError, match=rf"a {kind} model has none that is frozen \(its layers are {layers}\)"
+    ):
+        take_census(model, FACTS, cuts=False)
+
+
 def test_a_mixture_and_a_missing_package_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mixture = Model(from_config=MIXTURE, lora=Lora(rank=2), quantize="nf4")
     with pytest.raises(SpecError, match=r"model\.quantize: nf4 is for linear layers, and the experts"):

@@ -64,3 +64,7 @@ def test_a_live_reference_is_in_4_bits_too(make_spec: Any) -> None:
         for one in (PLAIN, QUANTIZED)
     )
     assert plain == 2 * (NUMEL + 2 * 64 * 1024) and plain - quantized == 2 * NUMEL - BYTES
+    other = make_spec(task="dpo", dpo={"reference": "live", "reference_model": "a/b"}, model=lora)
+    other = other.model_copy(update={"train": spec.train})
+    sizes = memory(QUANTIZED, other, layout, {"a": 1})
+    assert with_reference(sizes, QUANTIZED, other, layout, {"a": 1})[0].stages[0].reference == plain
