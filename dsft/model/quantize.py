@@ -102,8 +102,8 @@ def quantize_linears(causal_lm: PreTrainedModel, model: Model) -> None:
     if not left:
         kind, others = causal_lm.config.model_type, " and not in model.quantize_skip" if skip else ""
         own = {type(module).__name__ for module in causal_lm.modules() if isinstance(module, LINEAR)}
-        if own := sorted(own - {"Linear"}):
-            others += f" (its layers are {' and '.join(own)})"
+        if names := sorted(own - {"Linear"}):
+            others += f" (its layers are {' and '.join(names)})"
         raise _error(
             model,
             f"is for layers of the class nn.Linear, of which a {kind} model has none that is frozen{others}; "
