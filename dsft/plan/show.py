@@ -363,7 +363,9 @@ def _reference(plan: Plan, reference: ReferenceMemory) -> Iterator[RenderableTyp
     line = reference_line(plan.spec).removeprefix("reference: ")
     yield Text(f"{line[0].upper()}{line[1:]}.")
     if reference.stages:
-        before = "It scores all pairs before the policy is loaded. This pass takes at most:"
+        before = (
+            f"It scores all {plan.spec.task_kind.unit}s before the policy is loaded. This pass takes at most:"
+        )
         yield Text(before if reference.hosts is not None else "While it scores it takes:")
         yield _memory(plan, reference.stages, reference.hosts)
 
