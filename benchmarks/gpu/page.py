@@ -161,7 +161,7 @@ def shown(value: float | None, digits: int = 3) -> str:
 GUIDE = Path(__file__).with_name("guide.md")
 MEASURED = Path(__file__).with_name("measured.json")
 """The results on the page, one a line."""
-NOT_KEPT = ("argv", "longest", "phases", "reference_losses", "ratios", "loss_difference")
+NOT_KEPT = ("argv", "printed", "longest", "phases", "reference_losses", "ratios", "loss_difference")
 
 
 def merge(results: Sequence[Result]) -> list[Result]:
