@@ -126,7 +126,8 @@ def with_checkpointing(run: Run, counted: Census) -> Spec:
     else:
         limits = Limits(min(free // hosts[host] for host, free in found), None)
     planned = with_device(run.spec, world.device.type, world.places[0].device.memory)
-    model = decided(planned, counted, counted, run.layout, hosts, limits).model
+    share = decided(planned, counted, counted, run.layout, hosts, limits).model.gradient_checkpointing
+    model = run.spec.model.model_copy(update={"gradient_checkpointing": share})
     spec = run.spec.model_copy(update={"model": model})
     layers = sum(map(spec.model.checkpoints, range(counted.num_layers)))
     run.log(f"gradient checkpointing: {layers} of {counted.num_layers} layers")

@@ -62,15 +62,15 @@ def gpu_bytes(spec: Spec) -> int | None:
 
 
 def with_device(spec: Spec, device: str, memory: int | None) -> Spec:
-    """Return the spec as of a cluster of this device, where it is a GPU: for the plan of a run, which knows
-    its own, and whether it has Liger's kernels. memory: bytes."""
-    if device == "cpu" or memory is None:
-        return spec
-    cluster = spec.cluster or Cluster(hosts={"localhost": 1})
-    accelerator = Accelerator(name=device, memory_gib=memory / GIB)
-    found: dict[str, Any] = {"cluster": cluster.model_copy(update={"accelerator": accelerator})}
-    if spec.model.kernels == "auto" and find_spec("liger_kernel") is None:
+    """Return the spec for the plan of a run, which knows its own device: as of a cluster of it, where it is a
+    GPU, and with the kernels that auto uses. memory: bytes."""
+    found: dict[str, Any] = {}
+    if spec.model.kernels == "auto" and (device == "cpu" or find_spec("liger_kernel") is None):
         found["model"] = spec.model.model_copy(update={"kernels": "torch"})
+    if device != "cpu" and memory is not None:
+        cluster = spec.cluster or Cluster(hosts={"localhost": 1})
+        accelerator = Accelerator(name=device, memory_gib=memory / GIB)
+        found["cluster"] = cluster.model_copy(update={"accelerator": accelerator})
     return spec.model_copy(update=found)
 
 

@@ -349,7 +349,7 @@ def test_plan_counts_backward_memory_of_recurrent_layers(kind: str, tmp_path: Pa
     keys |= {"linear_key_head_dim": 32, "linear_value_head_dim": 64, "linear_head_dim": 64}
     config = CONFIG_MAPPING[kind](**keys | KINDS[kind])
     config.save_pretrained(tmp_path)
-    model = Model(name_or_path=str(tmp_path))
+    model = Model(name_or_path=str(tmp_path), kernels="torch")
     counted = census_from(take_census(model, TokenFacts(100, 1, 2, 0), cuts=False))
     for precision, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         spec = minimal_spec(

@@ -9,7 +9,7 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.memory import other_version
 from dsft.plan.memory.ranks import BACKWARD, DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
-from dsft.plan.memory.sizes import GIB, gpu_bytes, head_chunk, with_device
+from dsft.plan.memory.sizes import GIB, fuses, gpu_bytes, head_chunk, with_device
 from dsft.plan.memory.tensors import MALLOC_KEEPS
 from dsft.spec.layout import layout_of
 
@@ -277,7 +277,9 @@ def test_a_run_plans_with_the_memory_of_its_own_gpu(make_spec: Any) -> None:
     named = make_spec(cluster={"hosts": {"a": 1}, "accelerator": {"name": "H100"}})
     for spec in (make_spec(), named):
         assert gpu_bytes(with_device(spec, "cuda", 24 * GIB)) == 24 * GIB
-        assert with_device(spec, "cpu", None) is spec
+        on_cpu = with_device(spec, "cpu", None)
+        assert on_cpu.cluster == spec.cluster and (on_cpu.model.kernels, fuses(on_cpu)) == ("torch", False)
+    assert fuses(named) and not fuses(make_spec(model=named.model.model_dump() | {"kernels": "torch"}))
     sizes = [head_chunk("cuda", gib * GIB) >> 30 for gib in (1, 63, 64, 1000)]
     assert sizes == [1, 1, 2, 2] and head_chunk("cpu", 512 * GIB) == 1 << 28
 
