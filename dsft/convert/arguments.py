@@ -3,16 +3,17 @@ also under Axolotl's names, and the adapter, attention and preference keys of al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os.path import exists
 from pathlib import Path
 from typing import Any, get_args
 
 from dsft.convert import adapter
-from dsft.convert.draft import Draft, hub_path, is_file_name, mistake, refuse
+from dsft.convert.draft import Draft, hub_path, is_file_name, mistake
 from dsft.convert.parallel import parallel
 from dsft.convert.values import names_in, number, whole
+from dsft.errors import SpecError
 from dsft.spec.aliases import OTHER_NAMES, VALUES
 from dsft.spec.document import quote
 from dsft.spec.schema import Dpo, Kto, Schedule
@@ -274,7 +275,7 @@ def preferences(
     given = draft.get(key) or default
     losses = given if isinstance(given, list) else [given]
     if len(losses) > 1 or losses[0] not in LOSSES:
-        raise refuse(key, ", ".join(map(str, losses)))
+        raise _other_loss(key, losses, "dpo", LOSSES)
     draft.put("dpo.loss_type", losses[0], draft.source(key) if draft.get(key) or not method else method)
     draft.carry("dpo.beta", beta)
     draft.carry("dpo.label_smoothing")
@@ -294,11 +295,16 @@ def labeled_answers(draft: Draft, key: str | None = None) -> None:
     reference is as in `preferences`."""
     if key is not None and (loss := draft.get(key)) is not None:
         if loss not in KTO_LOSSES:
-            raise refuse(key, str(loss))
+            raise _other_loss(key, [loss], "kto", KTO_LOSSES)
         draft.put("kto.loss_type", loss, key)
     draft.carry("kto.beta", OTHER_NAMES["dpo.beta"], "the divergence is estimated over the whole step here")
     draft.carry_all("kto.desirable_weight", "kto.undesirable_weight")
     _reference(draft, "kto")
+
+
+def _other_loss(key: str, losses: Sequence[Any], task: str, offered: Sequence[str]) -> SpecError:
+    found = ", ".join(map(str, losses))
+    return mistake(key, f"{quote(found)} is not offered; task {task} takes one of {', '.join(offered)}")
 
 
 def _reference(draft: Draft, section: str) -> None:

@@ -37,7 +37,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     method = draft.get("rl")
     if task is None and method is not None and method not in _LOSSES:
         if method == "kto":
-            raise mistake("rl", "'kto' of Axolotl is not converted; write task: kto (docs/kto.md)")
+            way_out = "take rl out to convert the other keys, then set task: kto in the spec (docs/kto.md)"
+            raise mistake("rl", f"'kto' of Axolotl is not converted; {way_out}")
         raise refuse("rl", str(method))
     for name in ("reward_model", "process_reward_model"):
         if draft.get(name) is True:

@@ -27,8 +27,8 @@ _OF_TRL = {
 
 
 def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
-    preference = "kto" if any(map(draft.is_given, _LABELED)) else "dpo"
-    task = task or (preference if any(map(draft.is_given, (*_PREFERENCES, *_LABELED))) else "sft")
+    labeled = any(map(draft.is_given, _LABELED)) or draft.given.get("loss_type") in arguments.KTO_LOSSES
+    task = task or ("kto" if labeled else "dpo" if any(map(draft.is_given, _PREFERENCES)) else "sft")
     trl = any(map(draft.is_given, _MARKS))
     if trl:
         of_task = {"learning_rate": 1e-6, "beta": 0.1} if TASKS[task].whole else {"learning_rate": 2e-5}

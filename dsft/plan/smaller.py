@@ -9,6 +9,10 @@ from dsft.errors import DsftError
 from dsft.plan.build import Plan
 from dsft.plan.census import census
 from dsft.plan.compare import Candidate, changed, fitting_in_memory
+from dsft.spec.document import dotted
+from dsft.spec.load import refusals
+
+_OFFLOAD = ("parallel.offload_optimizer.device", "parallel.offload_parameters.device")
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,10 @@ def smaller(plan: Plan) -> Smaller | None:
         return None
     change = f"{key}={value}"
     other = changed(spec, {key: value})
+    in_memory = changed(other, dict.fromkeys(_OFFLOAD, "none"))
+    for finding in refusals(in_memory):
+        if dotted(finding.path) == key:
+            return Smaller(title, change, refused=f"{key} {finding.message}")
     try:
         counted = census(other.model) if spec.model.lora else plan.census
     except DsftError as error:

@@ -87,7 +87,14 @@ def layout_of(parallel: Parallel, world_size: int) -> Layout:
 def batch_on(spec: Spec, layout: Layout) -> BatchSizes:
     """Return the batch sizes of a run with this layout. Raise SpecError if they do not fit."""
     train, groups = spec.train, layout.data_parallel
-    return batch_sizes(train, groups, spec.data, spec.task, layout.sequence_parallel)
+    sizes = batch_sizes(train, groups, spec.data, spec.task, layout.sequence_parallel)
+    if sizes.global_batch_size == 1 and spec.reference is not None and spec.reference.has_baseline:
+        message = (
+            "on one data-parallel rank a step has one row, but loss_type kto needs the answer of a second "
+            "one; raise micro_batch_size or accumulation_steps, or use apo_zero_unpaired"
+        )
+        raise SpecError("The batch sizes do not fit.", [Problem("train", message)])
+    return sizes
 
 
 def hosts_of_ranks(hosts: Mapping[str, int]) -> list[str]:

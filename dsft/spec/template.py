@@ -53,7 +53,7 @@ _ANSWERS_DATA = """\
   eval: [{{path: "builtin:quickstart-pairs-heldout"}}]   # held-out pairs; [] for none
   max_length: 256                    # tokens of a prompt and one answer
   on_too_long: drop                  # leave longer rows out (dsft preview counts them) | truncate | error
-  packing: true                      # several {examples} in one row, without padding; same loss
+  packing: true                      # several {packed} in one row, without padding; same loss
 """
 
 _OWN_DATA = """\
@@ -231,7 +231,7 @@ def _tiny(name: str, task: str, path: Path) -> str:
     data = _SFT_DATA
     if kind.whole:
         rows = "rows with labels, or pairs" if kind.labels else "rows with prompt, chosen, rejected"
-        data = _ANSWERS_DATA.format(rows=rows, examples=kind.examples)
+        data = _ANSWERS_DATA.format(rows=rows, packed="answers" if kind.labels else kind.examples)
     if not kind.answers:
         data = _PRETRAIN_DATA.format(text_file=json.dumps(str(_text_file(path))))
     return _filled(

@@ -57,9 +57,10 @@ def choose(source: Source, lines: Sequence[Line], task: str) -> Format:
         found = _detected(lines, source.columns, task)
     taken = TASKS[task].formats
     if found.name not in taken:
-        raise BadRowError(
-            f"the rows are {found.name}, but task {task} takes {', '.join(taken)}; change the task or file"
-        )
+        way_out = "change the task or file"
+        if TASKS[task].labels:
+            way_out = f'add a "label" to each row, or {way_out}'
+        raise BadRowError(f"the rows are {found.name}, but task {task} takes {', '.join(taken)}; {way_out}")
     return found
 
 

@@ -256,13 +256,14 @@ def test_trl_and_training_arguments() -> None:
             {**TRL, "desirable_weight": 1.2, "undesirable_weight": 0.8, "loss_type": "apo_zero_unpaired"},
             "loss_type: apo_zero_unpaired, beta: 0.1, desirable_weight: 1.2, undesirable_weight: 0.8",
         ),
+        ({**TRL, "beta": 0.2, "loss_type": "kto"}, "loss_type: kto, beta: 0.2"),
         (
             {**SWIFT, "rlhf_type": "kto", "beta": 0.3, "desirable_weight": 2.0, "lora_rank": 4,
              "lora_alpha": 8},
             "loss_type: kto, beta: 0.3, desirable_weight: 2.0, reference: adapter",
         ),
     ],
-    ids=["llamafactory", "llamafactory, full", "trl", "swift"],
+    ids=["llamafactory", "llamafactory, full", "trl", "trl, loss alone", "swift"],
 )  # fmt: skip
 def test_kto(config: dict[str, Any], kto: str) -> None:
     spec, _ = converted(config)
@@ -272,7 +273,7 @@ def test_kto(config: dict[str, Any], kto: str) -> None:
         assert_has(spec.model.lora, "dropout: 0")
     if config.get("dataset") == "tagged":
         assert spec.data.train[0].format == "kto"
-    with pytest.raises(SpecError, match="'bco'"):
+    with pytest.raises(SpecError, match="'bco' is not offered; task kto takes one of kto, apo_zero_unpaired"):
         converted({**TRL, "desirable_weight": 1.2, "loss_type": "bco"})
 
 

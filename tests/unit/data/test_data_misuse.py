@@ -296,6 +296,7 @@ CASES = (
     Case("empty_file", {"a.jsonl": b""}),
     Case("blank_lines_only", {"a.jsonl": b"\n  \n\n"}),
     Case("empty_list", {"a.json": b"[]"}),
+    Case("task_takes_labels", {"a.jsonl": lines(GOOD_CHAT)}, options={"task": "kto"}),
     Case("task_takes_other_rows", {"a.jsonl": lines(GOOD_CHAT)}, options={"task": "pretrain"}),
     Case("missing_file", {}, (Source(path="nowhere.jsonl"),), error=MissingInputError),
     Case("missing_in_a_folder", {"a/b.txt": b""}, (Source(path="a/train"),), error=MissingInputError),

@@ -281,6 +281,9 @@ def test_a_model_that_cannot_be_quantized(monkeypatch: pytest.MonkeyPatch) -> No
     plan, found = compared(made)
     page = rendered(comparison_parts(plan, found, smaller(plan)), terminal=False)
     assert "Nothing: The model cannot be quantized" in " ".join(page.split())
+    made["model"] = {"from_config": {"model_type": "llama"}, "lora": {"rank": 8}}
+    fewer = smaller(replace(plan, spec=Spec.model_validate(made)))
+    assert fewer is not None and fewer.refused.startswith("model.quantize 'nf4' is for pretrained weights")
 
 
 def test_moments_in_8_bits_without_adapters() -> None:

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from dsft.errors import SpecError
 from dsft.spec.combinations import combinations
+from dsft.spec.layout import Layout, batch_on
 from dsft.spec.schema import Spec
+from tests.specs import minimal_spec
 
 GOOD: dict[str, Any] = {
     "name": "pairs",
@@ -119,6 +122,15 @@ def test_of_labeled_answers_is_refused(key: str, words: str, changes: dict[str, 
     findings = told(task="kto", **changes)
     assert list(findings) == [key] and words in findings[key]
     assert told(task="kto", train=ALONE, kto={"loss_type": "apo_zero_unpaired"}) == {}
+
+
+def test_a_step_of_one_row_on_one_rank_has_no_mismatched_answer() -> None:
+    spec = minimal_spec("kto", train={"micro_batch_size": 1})
+    assert batch_on(spec, Layout(2, 1)).global_batch_size == 2
+    with pytest.raises(SpecError, match="raise micro_batch_size or accumulation_steps"):
+        batch_on(spec, Layout(1, 1))
+    other = minimal_spec("kto", train={"micro_batch_size": 1}, kto={"loss_type": "apo_zero_unpaired"})
+    assert batch_on(other, Layout(1, 1)).global_batch_size == 1
 
 
 def test_the_section_belongs_to_its_task() -> None:
