@@ -13,7 +13,7 @@ from dsft.errors import Problem, SpecError, StorageError
 from dsft.spec.document import quote, read_document
 from dsft.spec.load import load_spec
 from dsft.spec.schema import NAME_PATTERN, LossType, Spec
-from dsft.spec.task import TASKS, Kind, task_names
+from dsft.spec.task import TASKS, Kind, TaskFacts, task_names
 from dsft.system.files import is_own
 from dsft.system.json_file import read_json
 
@@ -231,7 +231,7 @@ def _tiny(name: str, task: str, path: Path) -> str:
     data = _SFT_DATA
     if kind.whole:
         rows = "rows with labels, or pairs" if kind.labels else "rows with prompt, chosen, rejected"
-        data = _ANSWERS_DATA.format(rows=rows, packed="answers" if kind.labels else kind.examples)
+        data = _ANSWERS_DATA.format(rows=rows, packed=_packed(kind))
     if not kind.answers:
         data = _PRETRAIN_DATA.format(text_file=json.dumps(str(_text_file(path))))
     return _filled(
@@ -252,7 +252,7 @@ def _own_spec(name: str, task: str, path: Path, model: str, data: Sequence[str],
         max_length=_max_length(model),
         of=" of a prompt and one answer" if kind.whole else "",
         too_long=_TOO_LONG if kind.answers else "",
-        packing=f"several {kind.examples} in one row, without padding; same loss"
+        packing=f"several {_packed(kind)} in one row, without padding; same loss"
         if kind.answers
         else "rows of exactly max_length; false: a row per document",
     )
@@ -263,6 +263,10 @@ def _own_spec(name: str, task: str, path: Path, model: str, data: Sequence[str],
         about_rate=f"{'all weights' if lora else 'adapters (lora)'}: about {full if lora else adapters}",
         warmup="0.03", every="200",
     )  # fmt: skip
+
+
+def _packed(kind: TaskFacts) -> str:
+    return "answers" if kind.labels else kind.examples
 
 
 def _filled(name: str, task: str, path: Path, model: str, data: str, batch: str, **words: str) -> str:
