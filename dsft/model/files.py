@@ -263,8 +263,8 @@ def folder_with(name_or_path: str, patterns: Sequence[str]) -> Path:
         return Path(snapshot_download(name_or_path, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
         raise MissingInputError(
-            f"model.name_or_path {name_or_path!r} has no readable weights: {str(error).splitlines()[0]} "
-            "Give a folder with safetensors files, or a hub id that is in the cache or can be downloaded."
+            f"The model {name_or_path!r} has no readable weights ({str(error).splitlines()[0]}); give a "
+            "folder with safetensors files, or a hub id that is in the cache or can be downloaded."
         ) from None
 
 

@@ -290,6 +290,15 @@ def test_an_index_that_names_files_outside_of_its_folder_is_refused(entry: str, 
         (folder / index).unlink()
 
 
+def test_a_hub_id_that_cannot_be_read_is_not_said_to_be_the_policys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> str:
+        raise OSError("no route")
+
+    monkeypatch.setattr("dsft.model.files.snapshot_download", unreachable)
+    with pytest.raises(MissingInputError, match=r"^The model 'a/b' has no readable weights \(no route\)"):
+        weight_files("a/b")
+
+
 def test_a_link_may_lead_only_to_the_folder_or_the_hubs_cache(tmp_path: Path) -> None:
     """The cache has a model's files in models--NAME/blobs, and links to them in models--NAME/snapshots/X."""
     folder, blobs = tmp_path / "models--a/snapshots/x", tmp_path / "models--a/blobs"
