@@ -79,6 +79,9 @@ def on_ranks(ranks: int, work: Callable[[Rank], T]) -> list[T | DsftError]:
             return work(Rank(rank, meeting))
         except DsftError as error:
             return error
+        except BaseException:
+            meeting.barrier.abort()  # so that no other rank waits for this one
+            raise
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(one, range(ranks)))

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from dsft.checkpoint.files import TensorEntry, write_tensors
 from dsft.checkpoint.read import CheckpointReader, find
 from dsft.checkpoint.retain import best_checkpoint
+from dsft.engine.api import fragment_of
 from dsft.errors import DsftError, StorageError
 from tests.small_disk import small_disk, take_all_inodes
 
@@ -196,10 +197,9 @@ def test_rank_that_cannot_write_stops_all_and_keeps_the_older(
     extra = torch.zeros(200_000)
 
     def uneven(self: Any, rank: int, ranks: int) -> Iterator[Any]:
-        for fragment in whole(self, rank, ranks):
-            yield fragment
+        yield from whole(self, rank, ranks)
         if rank == failing:
-            yield type(fragment)("extra", "value", 0, extra)
+            yield fragment_of("extra", "value", 0, extra)
 
     monkeypatch.setattr(type(maker), "fragments", uneven)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
