@@ -101,7 +101,11 @@ def quantize_linears(causal_lm: PreTrainedModel, model: Model) -> None:
     left = [module for name, module in found.items() if not any(matches(name, one) for one in skip)]
     if not left:
         kind, others = causal_lm.config.model_type, " and not in model.quantize_skip" if skip else ""
-        own = {type(module).__name__ for module in causal_lm.modules() if isinstance(module, LINEAR)}
+        own = {
+            type(module).__name__
+            for name, module in causal_lm.named_modules()
+            if isinstance(module, LINEAR) and ".lora_" not in name
+        }
         if names := sorted(own - {"Linear"}):
             others += f" (its layers are {' and '.join(names)})"
         raise _error(

@@ -304,10 +304,10 @@ def test_other_output_layer_is_left_to_the_model() -> None:
 def with_norms(monkeypatch: pytest.MonkeyPatch, precision: str, forward: Any) -> Scores:
     """Return an engine whose norms compute by `forward`, as if it were a kernel."""
 
-    def fused(module: Any) -> tuple[str, Any]:
-        return ("norms", forward) if isinstance(module, LlamaRMSNorm) else ("", None)
+    def fused(module: Any) -> kernels.Fused | None:
+        return kernels.Fused("norms", lambda: forward) if isinstance(module, LlamaRMSNorm) else None
 
-    monkeypatch.setattr(kernels, "_fused", fused)
+    monkeypatch.setattr(kernels, "fused", fused)
     monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: "found")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     engine = scores(precision)
