@@ -131,6 +131,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         folder / "data/pairs.jsonl",
         [{"prompt": q, "chosen": "Yes.", "rejected": "No, no."} for q in questions],
     )
+    write_rows(
+        folder / "data/labeled.jsonl",
+        [{"prompt": q, "completion": "Yes.", "label": n % 2 == 0} for n, q in enumerate(questions)],
+    )
     write_rows(folder / "data/identity.json", [{"instruction": q, "output": "Yes."} for q in questions])
     (folder / "data/a.txt").write_text("\n".join(questions * 40))
     broken = [{"messages": chats[0]}, {"messages": chats[0]}, {"message": chats[1]}]
