@@ -21,11 +21,9 @@ from dsft.data.steps.batch import Annotate, GlobalStep, LazyMicroBatches, MicroB
 from dsft.data.steps.steps import micro_batches_of
 from dsft.dist.world import World
 from dsft.engine.api import Engine
-from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
 from dsft.objective.api import Objective
 from dsft.objective.kto import kto
-from dsft.reference.precomputed import PrecomputedReference
 from dsft.setup.inputs import Inputs
 from dsft.setup.run import Run
 from dsft.spec.schema import Kto, Spec
@@ -48,19 +46,10 @@ class LabeledAnswers(Referenced):
         trained = of_steps(inputs.train, global_batch_size, spec.train.seed, steps, length)
         return trained, *(of_set(one.data, length) for one in inputs.held_out)
 
-    def annotator(
-        self,
-        run: Run,
-        inputs: Inputs,
-        policy: Policy,
-        engine: Engine,
-        prepared: PrecomputedReference | None,
-    ) -> Annotator | None:
+    def annotator_of(self, found: References, run: Run, inputs: Inputs, engine: Engine) -> Annotator:
         """Fill in the estimate beside the reference's values."""
-        found = self.references(run, inputs, policy, engine, prepared)
-        assert found is not None, "the loss needs a reference"
         if not inputs.also_scored:
-            return found.annotator(len(inputs.held_out))
+            return super().annotator_of(found, run, inputs, engine)
         return with_estimate(found, run, inputs, engine)
 
     def for_probe(self, micro_batch: MicroBatch) -> MicroBatch:

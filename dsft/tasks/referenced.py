@@ -93,25 +93,24 @@ class Referenced(Task):
         engine: Engine,
         prepared: PrecomputedReference | None,
     ) -> Annotator | None:
-        found = self.references(run, inputs, policy, engine, prepared)
-        return None if found is None else found.annotator(len(inputs.held_out))
-
-    def references(
-        self,
-        run: Run,
-        inputs: Inputs,
-        policy: Policy,
-        engine: Engine,
-        prepared: PrecomputedReference | None,
-    ) -> References | None:
-        """Open the reference; return None if the loss needs none. Raises CheckpointError where the run began
-        with another one."""
-        spec, world = run.spec, run.world
+        """Open the reference. Raises CheckpointError where the run began with another one."""
+        spec = run.spec
         if spec.reference is None:
             return None
-        if prepared is not None:
-            world.each(lambda: check_weights(spec, prepared.key))
-            return References(prepared.annotate, prepared.key.as_json(), prefetched=True)
+        if prepared is None:
+            return self.annotator_of(self._opened(run, inputs, policy, engine), run, inputs, engine)
+        run.world.each(lambda: check_weights(spec, prepared.key))
+        found = References(prepared.annotate, prepared.key.as_json(), prefetched=True)
+        return self.annotator_of(found, run, inputs, engine)
+
+    def annotator_of(self, found: References, run: Run, inputs: Inputs, engine: Engine) -> Annotator:
+        """Return what fills in the reference's values, and what else the loss needs."""
+        return found.annotator(len(inputs.held_out))
+
+    def _opened(self, run: Run, inputs: Inputs, policy: Policy, engine: Engine) -> References:
+        """Open a reference that scores during training."""
+        spec, world = run.spec, run.world
+        assert spec.reference is not None, "the loss needs a reference"
         run.log(reference_line(spec))
 
         def checked_key() -> Key:
