@@ -50,6 +50,17 @@ def activations(own: Sequence[Parameter], hidden: int, spec: Spec, tokens: int, 
     )
 
 
+def forward_only(own: Sequence[Parameter], hidden: int, spec: Spec, tokens: int) -> int:
+    """Return the bytes that a layer with these parameters has at once in a forward without a backward: the
+    two inputs and the output of its MLP's product, each as wide as the widest matrix's output, and four
+    hidden vectors; of experts what the backward would need. MLPs are not divided into chunks."""
+    experts = [p for p in own if p.experts > 1]
+    widest = max((p.shape[0] for p in own if p.experts == 1 and len(p.shape) == 2), default=0)
+    recurrent = sum(p.saved[compute_bytes(spec) == FP32] for p in own if p.saved)
+    per_token = max(3 * widest, sum(_saved(experts, 0, spec))) + 4 * hidden
+    return tokens * (per_token * compute_bytes(spec) + recurrent)
+
+
 def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
     """Return the elements per token that the backward needs of a layer with these parameters, as tensors in
     the type of the weights.

@@ -16,7 +16,7 @@ from typing import get_args
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import bucket_size
-from dsft.plan.memory.layer import activations, mlp_chunks
+from dsft.plan.memory.layer import activations, forward_only, mlp_chunks
 from dsft.plan.memory.offload import swapped
 from dsft.plan.memory.phases import RankSetup, gathered, phases
 from dsft.plan.memory.sizes import (
@@ -75,7 +75,7 @@ class RankMemory:
     moments      optimizer states
     buffers      reduction buckets and copies for communication; at ZeRO 3 the gathered parameters
     activations  activations of the micro-batches in flight that the backward needs, from the matrices' shapes
-    one_layer    activations of the largest layer: what is recomputed at a time, and what evaluation takes
+    one_layer    what the largest layer has at once in a forward without a backward
     head         on the last stage: the most logits in memory at once, and the fp32 sum of the chunks'
                  gradients of the output layer's weight
     logits       logits that evaluation has in memory at once
@@ -299,11 +299,13 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
         activations(own, hidden, spec, tokens, chunks if again else 1) + each(moved, token) + one(scores)
         for own, again in zip(found.values(), recomputed, strict=True)
     ]
-    one_layer = max(layers, key=lambda layer: layer.total, default=NONE)
+    largest = max(layers, key=lambda layer: layer.total, default=NONE)
+    alone = [forward_only(own, hidden, spec, tokens) for own in found.values()]
+    one_layer = max(alone, default=0) + sum(moved) * token + scores
     inputs = each([hidden] * sum(recomputed) * in_flight, token)
     is_last = stage == spec.parallel.pipeline_stages - 1
     logits, gradient, scored = _head(census, spec, tokens) if is_last else (0, 0, 0)
-    flowing = one(int(one_layer.total * BACKWARD)) + one(sent * token)
+    flowing = one(int(largest.total * BACKWARD)) + one(sent * token)
     stored = [layer for layer, again in zip(layers, recomputed, strict=True) if not again]
     ahead, on_host = sum(stored * in_flight, inputs), NONE
     if spec.model.activation_offload:
@@ -324,7 +326,7 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
         "offloaded": on_host,
         "buffers": whole,
     }
-    return _Work(forward, backward, one_layer.total, scored)
+    return _Work(forward, backward, one_layer, scored)
 
 
 def _dequantized(parameters: Iterable[Parameter], spec: Spec) -> Tensors:
@@ -387,6 +389,8 @@ def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
         plain = tokens * vocabulary * PLAIN_BYTES_PER_LOGIT
         return plain, 0, plain
     scored = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS)
+    if not runs_on_cpu(spec):
+        scored //= 2  # softmax_kernel.py reads the product, and derives no other values
     outside = [p for p in census.parameters if p.layer is None and p.shape == (vocabulary, hidden)]
     weights = [p for p in outside if not p.embedding] or outside  # tied: the embedding's
     if spec.train.precision == "fp16" or not any(p.trained for p in weights):

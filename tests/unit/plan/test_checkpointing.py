@@ -9,6 +9,7 @@ import pytest
 from dsft.plan.build import Plan, build_plan
 from dsft.plan.census import Census, Parameter
 from dsft.plan.checkpointing import ROOMY
+from dsft.plan.memory.layer import activations
 from dsft.plan.memory.ranks import BACKWARD
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.show import as_mapping, parts
@@ -77,7 +78,9 @@ def test_a_plan_shows_what_other_choices_cost(plan: Any) -> None:
 
 def test_stored_layers_after_the_last_recomputed_one_are_freed_before_it(plan: Any) -> None:
     """With 0.5 and 0.875 the last layer is stored, so recomputing the one before it adds nothing."""
-    hidden, one = 1000 * 4 * 2 * 2**16, plan(False).memory.stages[0].one_layer  # input of a layer, fp32
+    tokens = 2 * 2**16
+    hidden = 1000 * 4 * tokens  # input of a layer, fp32
+    one = activations(CENSUS.parameters[1:2], 1000, plan(False).spec, tokens, 1).total
     for value, stored, inputs in ((False, 8, 0), (0.5, 4, 4), (0.875, 1, 7), (True, 1, 8)):
         found = plan(value).memory.stages[0].activations
         assert found == stored * one + inputs * hidden + int(one * BACKWARD), value

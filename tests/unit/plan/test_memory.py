@@ -8,6 +8,7 @@ import pytest
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.memory import other_version
+from dsft.plan.memory.layer import activations
 from dsft.plan.memory.ranks import BACKWARD, DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
 from dsft.plan.memory.sizes import GIB, fuses, gpu_bytes, head_chunk, with_device
 from dsft.plan.memory.tensors import MALLOC_KEEPS
@@ -200,8 +201,8 @@ def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: An
     tokens, given = 2 * 2048, {"accumulation_steps": 3, "micro_batch_size": 2}
     rank = sizes(tokens=None, train=given).stages[0]
     one_layer = 4 * tokens * (1000 + 1000 + 1000)  # input, output, what the activation function gives
-    assert (rank.activations, rank.one_layer) == (4 * one_layer, one_layer)
-    assert (rank.logits, rank.head) == (8 * tokens * 2000, 8 * tokens * 2000 + 4 * 2 * BIG)
+    assert (rank.activations, rank.one_layer) == (4 * one_layer, 4 * tokens * (3 * 1000 + 4 * 1000))
+    assert (rank.logits, rank.head) == (4 * tokens * 2000, 8 * tokens * 2000 + 4 * 2 * BIG)
     assert rank.device == rank.states + rank.activations + rank.head
 
     recomputed = one_layer + int(one_layer * BACKWARD)  # and its gradients, when the logits are gone
@@ -222,9 +223,7 @@ def test_adapters_add_their_rank_and_frozen_norms_keep_nothing(make_spec: Any) -
     """One layer of a (3000, 1000) matrix and a norm, in bf16, 8 tokens."""
 
     def one_layer(*parameters: Parameter) -> int:
-        spec = make_spec(train={"precision": "bf16"})
-        counted = Census("X", 1, None, (Parameter("embed", (2000, 1000), None, True, ()), *parameters))
-        return memory(counted, spec, layout_of(spec.parallel, 1), {"here": 1}, 8).stages[0].one_layer
+        return activations(parameters, 1000, make_spec(train={"precision": "bf16"}), 8, 1).total
 
     matrix = Parameter("w", (3000, 1000), 0, False, ())
     norm = Parameter("n", (1000,), 0, False, ())

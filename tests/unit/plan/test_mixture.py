@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ from dsft.plan.census import Census, Parameter, census_from
 from dsft.plan.compare import compare
 from dsft.plan.cost import HALF_TOKENS, cost
 from dsft.plan.flops import work
+from dsft.plan.memory.layer import activations
 from dsft.plan.memory.phases import LIVE, live_elements
-from dsft.plan.memory.ranks import memory
 from dsft.plan.show import as_mapping, parts
 from dsft.plan.show_compare import comparison_parts
 from dsft.plan.tables import rendered
 from dsft.spec.batch import batch_sizes
-from dsft.spec.layout import layout_of
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Model
 
@@ -116,12 +114,9 @@ def test_work_and_activations_are_those_of_a_tokens_experts(make_spec: Any) -> N
     active = 2 * 300 + 80 + 400  # two experts of eight, the router, the head
     assert work(SMALL, 0).per_token == 6 * active
     spec = make_spec(parallel={"zero_stage": 0})
-    both = [
-        memory(one, spec, layout_of(spec.parallel, 1), {"here": 1}, 100).stages[0]
-        for one in (SMALL, replace(SMALL, parameters=tuple(p for p in SMALL.parameters if p is not EXPERTS)))
-    ]
+    both = [activations(own, 10, spec, 100, 1).total for own in ((EXPERTS, GATE), (GATE,))]
     added = 100 * 4 * (2 * (30 + 10) + 2 * 30)  # tokens, fp32; input, output and activation of two experts
-    assert both[0].one_layer - both[1].one_layer == added
+    assert both[0] - both[1] == added
 
 
 def test_an_experts_few_rows_are_slow(make_spec: Any) -> None:

@@ -54,7 +54,7 @@ def test_a_rank_has_the_activations_of_its_tokens_and_the_shards_of_all_ranks(ra
     layer = 4 * part(size) * own
     sent = 4 * part(size) * 8 * 50 * (size > 1)  # a copy of the queries
     assert split.activations == LAYERS * layer + int(layer * BACKWARD) + sent
-    assert split.one_layer == layer
+    assert split.one_layer == layer + 4 * part(size) * 4 * HIDDEN
     for field in ("parameters", "gradients", "master", "moments", "buffers"):
         assert getattr(split, field) == getattr(whole, field)
     assert split.head <= whole.head
@@ -81,7 +81,7 @@ def test_the_reference_has_its_tokens_of_each_row(make_spec: Any) -> None:
         _, reference = with_reference(alone, census(), spec, layout, {"a": 4}, TOKENS)
         assert reference is not None
         found.append(reference.stages[0].activations)
-    assert found == [4 * part(1) * 3 * HIDDEN, 4 * part(2) * (3 * HIDDEN + 8 * 40)]
+    assert found == [4 * part(1) * 7 * HIDDEN, 4 * part(2) * (7 * HIDDEN + 8 * 40)]
 
 
 def test_soft_capped_scores_are_those_of_a_share_of_the_heads(rank: Any) -> None:
