@@ -135,8 +135,17 @@ class CheckpointReader:
                 raise CheckpointError(f"{self.path / name} is no mapping; the checkpoint is damaged.")
         for name, shape in self.shapes.items():
             numel = torch.Size(shape).numel()
-            for kind in self.state["kinds"]:
+            for kind in self.kinds_of(name):
                 self._pieces_of(name, kind, 0, numel)
+
+    def kinds_of(self, name: str) -> list[Kind]:
+        """Return what is stored of a parameter: beside AdamW, a matrix that Muon trains has one moment of its
+        own."""
+        kinds: list[Kind] = self.state["kinds"]
+        if not {"exp_avg", "momentum_buffer"} <= set(kinds):
+            return kinds
+        is_muons = (name, "momentum_buffer") in self._index
+        return [kind for kind in kinds if kind == "value" or (kind == "momentum_buffer") == is_muons]
 
     def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
         """Read elements [start, stop) of the flattened parameter, whichever ranks wrote them, as float32 on

@@ -197,7 +197,11 @@ def _check_parts(parts: list[RankFile]) -> None:
     if failures:
         raise StorageError(" ".join(failures))
     total = sum(math.prod(shape) for shape in _shapes(parts).values())
-    for kind, elements in _elements(parts).items():
+    found = _elements(parts)
+    if {"exp_avg", "momentum_buffer"} <= found.keys():  # Muon's matrices have one moment, not AdamW's two
+        momentum = found.pop("momentum_buffer")
+        found.update(exp_avg=momentum, exp_avg_sq=momentum)
+    for kind, elements in found.items():
         if elements != total:
             raise DsftError(
                 f"The ranks own {elements} elements of {kind} where the model has {total}; nothing is saved."

@@ -16,9 +16,10 @@ from dsft.convert.values import names_in, number, whole
 from dsft.errors import SpecError
 from dsft.spec.aliases import OTHER_NAMES, VALUES
 from dsft.spec.document import quote
-from dsft.spec.schema import Dpo, Kto, Schedule
+from dsft.spec.schema import Dpo, Kto, Optim, Schedule
 from dsft.system import json_file
 
+OPTIMIZERS = get_args(Optim.model_fields["name"].annotation)
 LOSSES, KTO_LOSSES = (get_args(one.model_fields["loss_type"].annotation) for one in (Dpo, Kto))
 _CARRIED = (
     "train.seed", "train.max_grad_norm", "train.neftune_alpha", "train.label_smoothing", "train.log_every",
@@ -105,15 +106,20 @@ def _balance(draft: Draft) -> None:
 def _optimizer(draft: Draft) -> None:
     given, value = draft.entry("optim optimizer")
     name, note = str(value), draft.source(given)
-    if name != "sgd" and "adamw" not in name:
-        draft.leave(given, f"{quote(name)} is not offered; optim.name has adamw, adamw_8bit and sgd")
+    if draft.is_on("use_muon"):
+        name, note = "muon", draft.source("use_muon")
+    if name not in ("sgd", "muon") and "adamw" not in name:
+        draft.leave(given, f"{quote(name)} is not offered; optim.name has {', '.join(OPTIMIZERS)}")
         note = f"{name} is not offered; AdamW may need another learning rate"
     in_8_bits = name in _8_BITS and not draft.has("parallel.offload_optimizer")
     if in_8_bits:
         note += "; its moments are not paged here" if name.startswith("paged") else ""
     elif "adamw" in name and name not in _EXACT:
         note += f"; {name} there, full-precision AdamW here"
-    draft.put("optim.name", "sgd" if name == "sgd" else "adamw_8bit" if in_8_bits else "adamw", note)
+    if name == "muon":
+        note += "; its steps are as long as AdamW's here, so check the learning rate"
+    exact = name in ("sgd", "muon")
+    draft.put("optim.name", name if exact else "adamw_8bit" if in_8_bits else "adamw", note)
     values = {name: draft.get(name) for name in _BETAS}
     betas = [_BETAS[name] if value is None else number(value) for name, value in values.items()]
     if betas != list(_BETAS.values()):

@@ -38,6 +38,9 @@ FACTOR = 4.0
 computed in chunks each chunk's gradient is added, and then their sum."""
 ROUNDING = 2.0**-20
 """Smallest change that is expected to change a value, relative to it: 16 times float32's rounding."""
+MUONS_CHANGE = 0.02
+"""Change of a matrix's element by Muon that is expected to be seen, at a learning rate of 1: a tenth of their
+root mean square."""
 _SMALLEST = 1e-30
 _SHOWN = 3
 _CAUSES = (
@@ -174,6 +177,7 @@ def unchanged(
         root = (after["exp_avg_sq"] / (1 - beta2**update.step)).sqrt()
         change = (after["exp_avg"] / (1 - beta1**update.step)).abs() / (root + eps)
         change = change.clamp(max=1.0)  # a second moment in 8 bits may be 0 beside a first one that is not
+        change = torch.where(after["momentum_buffer"].isnan(), change, MUONS_CHANGE)
     size = before.abs().clamp(min=_SMALLEST)
     due = (gradients.abs() > 0.5 * squares.sqrt()) & (rates * (change - decays * size) > ROUNDING * size)
     return due.any(1) & ~(due & (before != after["value"])).any(1)

@@ -40,6 +40,7 @@ from dsft.engine.first_step import (
     unchanged,
 )
 from dsft.engine.gradients import Scaler, StepClip, install_norms, install_scaler
+from dsft.engine.muon import Muon
 from dsft.engine.nvme import align_gradients
 from dsft.engine.optimizer import RATE, build_optimizer, settings_of
 from dsft.engine.partition import Snapshot, full_shape
@@ -125,21 +126,30 @@ class TrainingEngine(ABC):
         if not result.applied:
             return result
         update = self._update(result, learning_rate, applied_steps + 1)
-        moments: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq") if update.adam else ("momentum_buffer",)
-        after = sampled_state(samples, self.owned_fragments(), ("value", *moments))
-        first = after["exp_avg"] if update.adam and not applied_steps else None
+        kinds: tuple[Kind, ...] = ("value", "exp_avg", "exp_avg_sq", "momentum_buffer")
+        after = sampled_state(samples, self.owned_fragments(), kinds)
+        first = self._first_moments(after) if update.adam and not applied_steps else None
         noise = NOISE_8_BITS if isinstance(self._deepspeed.optimizer, AdamW8bit) else NOISE
         summed = check_gradients(samples, first, self._world, noise)
         check_values(samples, unchanged(*summed, before, after, update), self._world)
         return result
+
+    def _first_moments(self, after: Mapping[Kind, Tensor]) -> Tensor:
+        """Return AdamW's first moments (n, SAMPLES), and Muon's momentum as the same multiple of the
+        gradient."""
+        optimizer, first = self._deepspeed.optimizer, after["exp_avg"]
+        if not isinstance(optimizer, Muon):
+            return first
+        factor = (1 - optimizer.defaults["betas"][0]) / (1 - optimizer.momentum)
+        return torch.where(first.isnan(), after["momentum_buffer"] * factor, first)
 
     def _update(self, result: StepResult, learning_rate: float, step: int) -> Update:
         defaults = self._deepspeed.optimizer.defaults
         clip = self._max_norm / max(self._max_norm, float(result.grad_norm)) if self._max_norm else 1.0
         return Update(
             step,
-            [learning_rate * rate for rate, _ in self._settings.values()],
-            [weight_decay for _, weight_decay in self._settings.values()],
+            [learning_rate * one.rate for one in self._settings.values()],
+            [one.weight_decay for one in self._settings.values()],
             (*defaults["betas"], defaults["eps"]) if "betas" in defaults else None,
             clip / self._world.layout.shards / (result.loss_scale.scale if result.loss_scale else 1.0),
         )
@@ -214,7 +224,7 @@ def initialize_deepspeed(
     gather_whole_mlps(module)
     own = copy.deepcopy(dict(config))  # DeepSpeed writes into it
     clips_here = _is_plain_fp32(own)
-    optimizer = build_optimizer(trained, spec.optim, offloaded=_is_offloaded(own))
+    optimizer = build_optimizer(trained, spec, offloaded=_is_offloaded(own))
     with contextlib.redirect_stdout(io.StringIO()):  # it prints memory and topology at any log level
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=own, dist_init_required=False

@@ -6,7 +6,7 @@ It is built here and not from the DeepSpeed JSON, since the right class depends 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -15,25 +15,32 @@ from torch import nn
 
 from dsft.dist.world import World
 from dsft.engine.adamw_8bit import AdamW8bit
+from dsft.engine.muon import MUON, Muon
 from dsft.engine.ops import load_op, silent
 from dsft.engine.partition import full_shape
 from dsft.errors import Problem, SpecError
-from dsft.spec.patterns import group_of, group_problems
+from dsft.model.weights import DTYPES
+from dsft.spec.patterns import group_of, group_problems, is_layers_matrix, is_matrix
 from dsft.spec.schema import Optim, Spec
 
 
 def build_optimizer(
-    trained: Mapping[str, nn.Parameter], optim: Optim, offloaded: bool
+    trained: Mapping[str, nn.Parameter], spec: Spec, offloaded: bool
 ) -> torch.optim.Optimizer:
-    """Build AdamW or SGD over few parameter groups. `offloaded`: fp32 weights and moments are in host memory,
-    where DeepSpeed's own Adam updates them; otherwise AdamW is torch's fused one, and adamw_8bit has moments
-    in 8 bits, in parts that are not known yet."""
+    """Build the optimizer over few parameter groups. `offloaded`: fp32 weights and moments are in host
+    memory, where DeepSpeed's own Adam updates them; otherwise AdamW is torch's fused one. The parts of
+    parameters in the tensors of adamw_8bit and muon are set by `state.set_parts`."""
+    optim = spec.optim
     groups = list(parameter_groups(trained, optim))
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.momentum)
     settings: dict[str, Any] = {"lr": optim.learning_rate, "betas": optim.betas, "eps": optim.eps}
     if optim.name == "adamw_8bit":
         return AdamW8bit(groups, **settings)
+    if optim.name == "muon":
+        names = [name for name, parameter in trained.items() if settings_of(name, parameter, optim).muon]
+        dtype = DTYPES[spec.train.precision]
+        return Muon(groups, names, momentum=optim.muon_momentum, dtype=dtype, **settings)
     if offloaded:
         load_op(CPUAdamBuilder(), silent)  # loaded already where a run has prepared it
         optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
@@ -75,19 +82,26 @@ RATE = "rate"
 
 
 def parameter_groups(trained: Mapping[str, nn.Parameter], optim: Optim) -> Iterator[dict[str, Any]]:
-    """Yield one group for each distinct pair of learning rate and weight decay. No group is empty, so that
+    """Yield one group for each distinct `Settings`. No group is empty, so that
     DeepSpeed's code that flattens groups never gets an empty one."""
-    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    found: dict[Settings, list[nn.Parameter]] = {}
     for name, parameter in trained.items():
         found.setdefault(settings_of(name, parameter, optim), []).append(parameter)
-    for (rate, weight_decay), parameters in found.items():
-        learning_rate = optim.learning_rate * rate
-        yield {"params": parameters, "weight_decay": weight_decay, "lr": learning_rate, RATE: rate}
+    for (rate, weight_decay, muon), parameters in found.items():
+        shared = {"weight_decay": weight_decay, "lr": optim.learning_rate * rate}
+        yield {"params": parameters, **shared, RATE: rate, MUON: muon}
 
 
-def settings_of(name: str, parameter: nn.Parameter, optim: Optim) -> tuple[float, float]:
-    """Return the multiple of the learning rate and the weight decay, by the first group of the spec whose
-    pattern matches.
+class Settings(NamedTuple):
+    """How a parameter is trained. rate: multiple of the step's learning rate; muon: by Muon."""
+
+    rate: float
+    weight_decay: float
+    muon: bool
+
+
+def settings_of(name: str, parameter: nn.Parameter, optim: Optim) -> Settings:
+    """Return the settings of a parameter, by the first group of the spec whose pattern matches.
 
     A weight decay that a group sets applies to all its parameters. Otherwise matrices and embeddings decay;
     biases, norms and other vectors do not, nor do those that are matrices: the biases of all experts of a
@@ -95,11 +109,10 @@ def settings_of(name: str, parameter: nn.Parameter, optim: Optim) -> tuple[float
     """
     index = group_of(name, optim)
     group = optim.groups[index] if index is not None else None
-    module, _, own = name.rpartition(".")
-    decays = len(full_shape(parameter)) > 1 and not own.endswith("bias") and not module.endswith("norm")
-    rate, decay = 1.0, optim.weight_decay if decays else 0.0
+    shape = full_shape(parameter)
+    rate, decay = 1.0, optim.weight_decay if is_matrix(name, shape) else 0.0
     if group is not None and group.learning_rate is not None:
         rate = group.learning_rate / optim.learning_rate
     if group is not None and group.weight_decay is not None:
         decay = group.weight_decay
-    return rate, decay
+    return Settings(rate, decay, optim.name == "muon" and is_layers_matrix(name, shape))

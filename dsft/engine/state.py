@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from dsft.engine.adamw_8bit import KINDS, AdamW8bit, Part
 from dsft.engine.api import Fragment, Kind, ReadRange
+from dsft.engine.muon import Muon, split_over
 from dsft.engine.nvme import discard_moments, is_swapped, memory_map, swapped_in, write_parameters
 from dsft.engine.partition import full_shape
 from dsft.errors import CheckpointError
@@ -74,13 +75,13 @@ def owned_fragments(
     are no moments, and none are yielded. Raises CheckpointError for an unknown optimizer.
     """
     locate, replicated = _locator(engine.optimizer)
-    kinds: tuple[Kind, ...] = ("value", *_moments(engine.optimizer))
     for name, parameter in _once(named):
         shard = None if is_copy(parameter) else locate(parameter)
         if shard is not None and replicated:
             shard = shard.part(*_share(shard.size, shard_rank, shards))
         if shard is None or shard.size == 0:
             continue
+        kinds: tuple[Kind, ...] = ("value", *_moments(engine.optimizer, shard.home))
         for kind in kinds:
             read = _reader(engine.optimizer, shard, kind)
             if read is not None:
@@ -106,14 +107,13 @@ def load(engine: Any, named: Mapping[str, nn.Parameter], read: ReadRange, applie
     optimizer, base = engine.optimizer, _base(engine.optimizer)
     locate, _ = _locator(optimizer)
     _empty_state(optimizer, applied_steps)
-    kinds = _moments(optimizer) if applied_steps else ()
     homes = [home for home in _homes(optimizer) if is_swapped(optimizer, home)]
     swapped: dict[int, list[tuple[str, nn.Parameter, StateShard]]] = {id(home): [] for home in homes}
 
     def load_one(name: str, parameter: nn.Parameter, shard: StateShard | None) -> None:
         _set_value(name, parameter, shard, read)
         if shard is not None and shard.size:
-            for kind in kinds:
+            for kind in _moments(optimizer, shard.home) if applied_steps else ():
                 values = read(name, kind, shard.start, shard.start + shard.size)
                 if isinstance(base, AdamW8bit):
                     moments = base.moments(shard.home, shard.offset)
@@ -147,11 +147,21 @@ def undo_first_step(engine: Any) -> None:
 
 
 def set_parts(engine: Any, named: Mapping[str, nn.Parameter]) -> None:
-    """Set the parts of an optimizer with moments in 8 bits; others need none. Called once after
-    `deepspeed.initialize`."""
-    base = _base(engine.optimizer)
+    """Set the parts of parameters in the tensors of adamw_8bit and muon; others need none. Called once after
+    `deepspeed.initialize`. A collective of the data-parallel ranks."""
+    base, (locate, is_replicated) = _base(engine.optimizer), _locator(engine.optimizer)
+    if isinstance(base, Muon):
+        base.ranks = None if is_replicated else engine.optimizer.dp_process_group
+        homes = list(_homes(engine.optimizer))
+        numbers = {id(home): number for number, home in enumerate(homes)}
+        mine = {}
+        for name, parameter in named.items():
+            shard = locate(parameter) if name in base.names else None
+            if shard is not None and shard.size:
+                place = numbers[id(shard.home)], shard.offset, shard.size
+                mine[name] = (full_shape(parameter), *place)
+        base.matrices = split_over(mine, homes, base.ranks)
     if isinstance(base, AdamW8bit):
-        locate, _ = _locator(engine.optimizer)
         parts: dict[Tensor, list[Part]] = {}
         for _, parameter in _once(named):
             shard = locate(parameter)
@@ -223,14 +233,18 @@ def _tensor(optimizer: Any, home: Tensor, kind: Kind) -> Tensor | None:
     return moment
 
 
-def _moments(optimizer: Any) -> tuple[Kind, ...]:
+def _moments(optimizer: Any, home: Tensor | None = None) -> tuple[Kind, ...]:
+    """Return the moments of the optimizer, or those that it has of one of its tensors."""
     base = _base(optimizer)
+    if isinstance(base, Muon) and home in base.matrices:
+        return ("momentum_buffer",)
     if "betas" in base.defaults:
         return ("exp_avg", "exp_avg_sq")
     if "momentum" in base.defaults:
         return ("momentum_buffer",) if any(group["momentum"] for group in base.param_groups) else ()
     raise CheckpointError(
-        f"Checkpoints of the optimizer {type(base).__name__} are not supported; use adamw, adamw_8bit or sgd."
+        f"Checkpoints of the optimizer {type(base).__name__} are not supported; use "
+        "adamw, adamw_8bit, muon or sgd."
     )
 
 
@@ -303,7 +317,7 @@ def _empty_state(optimizer: Any, applied_steps: int) -> None:
 
 def _fresh_state(optimizer: Any, home: Tensor, applied_steps: int) -> None:
     """Set the state of one tensor of the optimizer, which is in memory."""
-    base, kinds = _base(optimizer), _moments(optimizer)
+    base, kinds = _base(optimizer), _moments(optimizer, home)
     if not applied_steps:
         return
     if isinstance(base, AdamW8bit):
@@ -328,7 +342,7 @@ def _unlink_moments(optimizer: Any) -> None:
 
 
 def _step_count(base: Any, home: Tensor, applied_steps: int) -> int | Tensor:
-    if not isinstance(base, torch.optim.Adam):
+    if "fused" not in base.defaults:
         return applied_steps  # DeepSpeed's FusedAdam and DeepSpeedCPUAdam count in integers
     on_device = any(
         base.defaults.get(key) for key in ("fused", "capturable")

@@ -10,9 +10,9 @@ from dsft.errors import Problem, SpecError
 from dsft.plan.census import Census, census
 from dsft.plan.checkpointing import Choice, Limits, choices, decided
 from dsft.plan.memory import other_version
-from dsft.plan.memory.ranks import Memory, RankMemory, memory, needed
+from dsft.plan.memory.ranks import Memory, RankMemory, memory
 from dsft.plan.memory.reference import ReferenceMemory, with_reference
-from dsft.plan.memory.sizes import GIB, gpu_bytes
+from dsft.plan.memory.sizes import GIB, gpu_bytes, needed
 from dsft.plan.reference import has_engine, other_model, reference_model
 from dsft.plan.traffic import Flow, traffic
 from dsft.spec.architecture import heads_not_divided

@@ -8,8 +8,9 @@ from typing import Literal
 
 from dsft.plan.census import Census
 from dsft.plan.cost import step_flops
-from dsft.plan.memory.ranks import Memory, memory, needed
+from dsft.plan.memory.ranks import Memory, memory
 from dsft.plan.memory.reference import with_reference
+from dsft.plan.memory.sizes import needed
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 

@@ -17,8 +17,9 @@ from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import entries
 from dsft.plan.ds_entries import ABSENT, ConfigEntry, HostFacts, entries_of_run, nested
 from dsft.plan.memory.offload import swap_keys, swapped
-from dsft.plan.memory.ranks import RankMemory, needed
+from dsft.plan.memory.ranks import RankMemory
 from dsft.plan.memory.reference import ReferenceMemory
+from dsft.plan.memory.sizes import needed
 from dsft.plan.mixture import active_line, gather_line
 from dsft.plan.reference import has_engine, in_stages, reference_entries, reference_line
 from dsft.plan.schedule import batch_scale, scaling_equation

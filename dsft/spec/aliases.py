@@ -77,6 +77,7 @@ OTHER_NAMES = {
     "train.reduce_dtype": "communication_data_type",
     "train.neftune_alpha": "neftune_noise_alpha",
     "train.label_smoothing": "label_smoothing_factor",
+    "optim.name: muon": "use_muon",
     "optim.learning_rate": "learning_rate lr",
     "optim.weight_decay": "weight_decay optim.weight_decay_rate",
     "optim.name": "optimizer optim.type",

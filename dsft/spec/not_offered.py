@@ -87,13 +87,12 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
         "bf16.bf16_optimizer_states bf16.bf16_master_weights_and_grads fp16.fp16_master_weights_and_grads",
     ),
     NotOffered(
-        "optimizers other than AdamW and SGD (Muon, LAMB, Lion, Adafactor, paged, GaLore, …)",
+        "optimizers other than AdamW, Muon and SGD (LAMB, Lion, Adafactor, paged, GaLore, …)",
         "set optim.name: adamw; if its states take too much memory, set adamw_8bit, shard them "
         "(parallel.zero_stage) or offload them (parallel.offload_optimizer)",
-        "muon galore badam apollo lomo loraplus onebit_adam schedule_free sophia optim_args "
-        "optim_target_modules",
+        "galore badam apollo lomo loraplus onebit_adam schedule_free sophia optim_args optim_target_modules",
         OPTIMIZERS,
-        "muon lion lamb adafactor 8bit 4bit 32bit paged galore apollo lomo adalomo sophia schedule_free "
+        "lion lamb adafactor 8bit 4bit 32bit paged galore apollo lomo adalomo sophia schedule_free "
         "onebitadam onebitlamb adagrad rmsprop ademamix",
     ),
     NotOffered(

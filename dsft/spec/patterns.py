@@ -26,6 +26,20 @@ def group_of(name: str, optim: Optim) -> int | None:
     return next((i for i, group in enumerate(optim.groups) if matches(name, group.parameters)), None)
 
 
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Return whether a parameter is a matrix or an embedding: no vector, and no bias or norm that is stored
+    as a matrix."""
+    module, _, own = name.rpartition(".")
+    return len(shape) > 1 and not own.endswith("bias") and not module.endswith("norm")
+
+
+def is_layers_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Return whether a parameter is a matrix of a numbered layer, or the joined matrices of its experts: no
+    embedding, output layer or convolution."""
+    is_layers = any(part.isdecimal() for part in name.split("."))
+    return is_layers and is_matrix(name, shape) and (len(shape) == 2 or ".experts." in name)
+
+
 def group_problems(optim: Optim, names: Collection[str]) -> list[Problem]:
     """Check that each of optim.groups has parameters that no earlier group has. names: all trained
     parameters."""

@@ -391,8 +391,9 @@ DecayType = Literal["cosine", "linear", "1-sqrt"]
 class Optim(Section):
     """The optimizer and its learning rate, a function of the step alone."""
 
-    name: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
-    """The optimizer; adamw_8bit stores AdamW's moments in 8 bits (bitsandbytes)."""
+    name: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
+    """The optimizer; adamw_8bit stores AdamW's moments in 8 bits (bitsandbytes), muon is for the matrices of
+    the layers, beside adamw for the rest."""
     learning_rate: Positive
     """Peak learning rate."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -418,6 +419,8 @@ class Optim(Section):
     """Added to the root of adamw's second moment."""
     momentum: Beta = 0.0
     """Momentum factor of sgd."""
+    muon_momentum: Beta = 0.95
+    """Momentum factor of muon."""
     scale_with_batch: Literal["none", "linear", "sqrt"] = "none"
     """Scale learning_rate by global batch ÷ base_batch_size (linear), or by its square root (sqrt)."""
     base_batch_size: Count | None = None

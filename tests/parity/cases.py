@@ -133,7 +133,7 @@ class Case:
 
     mode: str  # of MODES, OFFLOADS and PIPELINES
     ranks: int
-    optimizer: Literal["sgd", "adamw", "adamw_default_eps", "adamw_8bit"]
+    optimizer: Literal["sgd", "adamw", "adamw_default_eps", "adamw_8bit", "muon"]
     micro_batches: Literal["varying", "one", "four"]
     max_norm: float = 0.0
     checkpointing: bool | int | float = False
@@ -240,7 +240,7 @@ class Case:
     def bounds(self) -> dict[str, float]:
         """Return the largest differences allowed; worker.py defines each figure."""
         if self.precision != "fp32":
-            return BF16_BOUNDS
+            return BF16_BOUNDS | (MUON_BF16_BOUNDS if self.optimizer == "muon" else {})
         if self.optimizer == "adamw_default_eps":
             return DEFAULT_EPS_BOUNDS
         if self.optimizer == "adamw_8bit":
@@ -286,6 +286,10 @@ CHUNKED_BOUNDS = {"gradient": 2e-6}
 # 4.7e-6 of a gradient's largest element and the engine by up to 5.0e-6 (both Gemma 3; Qwen 2: 1.9e-6 and
 # 3.3e-6), from each other by up to 1.7e-6.
 SHAPE_BOUNDS = {"gradient": 3e-6, "weights": 5e-6}
+
+# Some gradients' smallest singular values are 3e-5 of the largest one, below their rounding in bf16, and Muon
+# brings all of them near 1.
+MUON_BF16_BOUNDS = {"change": 6e-2}
 
 # Experts without a token change by weight decay alone, 3e-5 of a weight a step, which DeepSpeed's CPU Adam
 # rounds once more.
@@ -369,6 +373,7 @@ def _cases(ranks: int) -> Iterator[Case]:
         yield from _with_torch_adam(ranks)
         yield from _released_faults(ranks)
         yield from _in_8_bits(ranks)
+        yield from _muon(ranks)
     yield from _partly_trained(ranks)
     yield from _of_pairs(ranks)
     if ranks == 2:
@@ -554,6 +559,17 @@ def _in_8_bits(ranks: int) -> Iterator[Case]:
         yield case(mode, max_norm=0.1, packed=mode > "zero1")
     yield case("zero1", precision="bf16")
     yield case("pipeline_zero1", stages=2, max_norm=0.1)
+
+
+def _muon(ranks: int) -> Iterator[Case]:
+    """Muon, whose matrices lie on one rank or on several, against one of three lines."""
+    case = functools.partial(Case, ranks=ranks, optimizer="muon", micro_batches="varying", max_norm=0.1)
+    for mode in ("zero0", "zero1", "zero2", "zero3"):
+        yield case(mode, packed=mode > "zero1")
+    yield case("zero2", shape="qwen3_moe")
+    yield case("zero3", shape="qwen3_moe")
+    yield case("zero2", precision="bf16")
+    yield case("pipeline_zero1", stages=2)
 
 
 def _released_faults(ranks: int) -> Iterator[Case]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -260,6 +260,40 @@ def decayed_groups(model: nn.Module, decay: float) -> list[dict[str, object]]:
     matrices = [p for name, p in named.items() if p.ndim > 1 and not name.endswith("bias")]
     vectors = [p for name, p in named.items() if p.ndim <= 1 or name.endswith("bias")]
     return [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+class Muon(torch.optim.AdamW):
+    """Muon of the layers' matrices, AdamW of the rest. dtype: of the iterations."""
+
+    def __init__(self, model: nn.Module, rate: float, decay: float, eps: float, dtype: torch.dtype) -> None:
+        named = trained(model)
+        chosen = {name for name, p in named.items() if ".layers." in name and p.ndim > 1}
+        self.matrices = [named[name] for name in named if name in chosen]
+        self.rate, self.decay, self.dtype = rate, decay, dtype
+        self.momenta = [torch.zeros_like(matrix) for matrix in self.matrices]
+        rest = [(name, p) for name, p in named.items() if name not in chosen]
+        matrices, vectors = ([p for _, p in rest if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+        groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
+        super().__init__(groups, rate, eps=eps)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for whole, momenta in zip(self.matrices, self.momenta, strict=True):
+            assert whole.grad is not None
+            momenta.mul_(0.95).add_(whole.grad, alpha=0.05)
+            ahead = 0.05 * whole.grad + 0.95 * momenta
+            for matrix, direction in zip(
+                whole if whole.ndim == 3 else whole[None],
+                ahead if whole.ndim == 3 else ahead[None],
+                strict=True,
+            ):
+                x = (direction / direction.norm().clamp(min=1e-7)).to(self.dtype)
+                for _ in range(5):
+                    x = 3.4445 * x - 4.7750 * (x @ x.T @ x) + 2.0315 * (x @ x.T @ x @ x.T @ x)
+                matrix *= 1 - self.rate * self.decay
+                matrix -= self.rate * 0.2 * max(matrix.shape) ** 0.5 * x
+            whole.grad = None
 
 
 def make_steps(

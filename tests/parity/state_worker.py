@@ -4,6 +4,7 @@
 
 A case A trains 6 steps and saves at 0, 3 and 6; A is `STAGE-PRECISION[-offload][-pipe][-tied]` and
 `-sgd` or `-momentum` where it is not AdamW, as `z2-bf16-offload`; `-8bit` has AdamW's moments in 8 bits;
+`-muon` is Muon;
 `-large` has sub-groups of more than 1 MiB, which `-nvme` keeps on the disk, `-params` the parameters
 too; `-host` keeps these in memory. A case A:B:N goes on from A's step N under B to step 6. Engines are
 made with deepspeed.initialize alone, so that nothing but state.py and the checkpoint is under test. Rank
@@ -37,11 +38,13 @@ from dsft.dist.world import World
 from dsft.engine import state
 from dsft.engine.adamw_8bit import AdamW8bit
 from dsft.engine.join import join
+from dsft.engine.muon import MUON, Muon
 from dsft.engine.nvme import align_gradients
 from dsft.engine.ops import load_op
 from dsft.engine.pipeline import find_ties, tie
 from dsft.rank.environment import detect
 from dsft.spec.layout import Layout
+from dsft.spec.patterns import is_layers_matrix
 from dsft.spec.schema import Checkpoint
 from tests.process_groups import own_groups
 
@@ -187,6 +190,17 @@ def optimizer(model: LlamaForCausalLM, parameters: Any, words: list[str]) -> tor
     ]
     if "sgd" in words or "momentum" in words:
         return torch.optim.SGD(groups, lr=0.0, momentum=0.9 if "momentum" in words else 0.0)
+    if "muon" in words:
+        adamw: dict[str, Any] = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-4}
+        named = {n: p for n, p in model.named_parameters() if id(p) in ours}
+        names = [n for n, p in named.items() if is_layers_matrix(n, getattr(p, "ds_shape", p.shape))]
+        chosen = [named[name] for name in names]
+        rest = [p for n, p in named.items() if n not in names]
+        split = [
+            {"params": chosen, MUON: True, "weight_decay": 0.1},
+            {"params": rest, MUON: False, "weight_decay": 0.0},
+        ]
+        return Muon(split, names, momentum=0.95, dtype=torch.float32, **adamw)
     if "8bit" in words:
         return AdamW8bit(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-4)
     if "offload" in words or "nvme" in words:
@@ -276,7 +290,8 @@ def difference(one: CheckpointReader, other: CheckpointReader, kind: Any) -> flo
 def tensors(one: CheckpointReader, other: CheckpointReader, kind: Any) -> Iterator[tuple[Tensor, Tensor]]:
     for name, shape in one.shapes.items():
         size = torch.Size(shape).numel()
-        yield one.read(name, kind, 0, size), other.read(name, kind, 0, size)
+        if kind in one.kinds_of(name):
+            yield one.read(name, kind, 0, size), other.read(name, kind, 0, size)
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -23,6 +23,7 @@ WORKER = Path(__file__).with_name("state_worker.py")
 EXACT = 0.0
 ROUNDING = 1e-6
 CODES = 2e-2  # a block that lay on two ranks is quantized again, and a moment between two codes gets another
+MUON = 1e-5  # singular values are brought near 1, those of rounding too
 BF16 = 2e-3  # ZeRO 0 adds micro-batches up in bf16, another Adam rounds otherwise: a bf16 weight flips
 
 SAVED = (
@@ -32,6 +33,7 @@ SAVED = (
     *("z0-fp32-pipe-tied", "z1-fp32-pipe-tied", "z1-bf16-pipe-tied", "z1-bf16-pipe-tied-offload"),
     *("z3-bf16-host", "z3-bf16-offload-host"),
     *("z0-fp32-8bit", "z2-fp32-8bit", "z3-bf16-8bit", "z1-fp32-pipe-8bit"),
+    *("z0-fp32-muon", "z2-fp32-muon", "z3-fp32-muon", "z3-bf16-muon", "z1-fp32-pipe-muon"),
     *("z0-fp32-momentum", "z2-fp32-momentum", "z3-fp32-sgd", "z0-bf16-momentum"),
 )
 ON_TWO: dict[str, float] = {
@@ -50,6 +52,9 @@ ON_TWO: dict[str, float] = {
     "z3-fp32-tied:z0-fp32-pipe-tied:3": ROUNDING,
     "z2-fp32-momentum:z3-fp32-momentum:3": ROUNDING,
     "z2-fp32-8bit:z0-fp32-8bit:3": CODES,
+    "z2-fp32-muon:z3-fp32-muon:3": MUON,
+    "z3-fp32-muon:z0-fp32-muon:3": MUON,
+    "z1-fp32-pipe-muon:z2-fp32-muon:3": MUON,
     "z2-bf16:z3-bf16:3": EXACT,
     "z3-bf16:z1-bf16:3": EXACT,
     "z1-bf16-offload:z3-bf16-offload:3": ROUNDING,  # its vector loop takes other elements together
@@ -88,8 +93,8 @@ SWAPPED = (
 
 
 LOADS = [(ranks, case, bound) for ranks, cases in RANKS.items() for case, bound in cases.items()]
-SHORT = ("z2-fp32", "z2-fp32-8bit", "z3-fp32-tied", "z1-fp32-pipe-tied", "z2-fp32-momentum", "z3-bf16",
-    "z2-bf16-offload", "z3-bf16-offload-host")  # fmt: skip
+SHORT = ("z2-fp32", "z2-fp32-8bit", "z2-fp32-muon", "z3-fp32-tied", "z1-fp32-pipe-tied", "z2-fp32-momentum",
+    "z3-bf16", "z2-bf16-offload", "z3-bf16-offload-host")  # fmt: skip
 """Layouts of saved runs, one of each kind, that are always resumed; the others with `-m long`."""
 ALWAYS = [load for load in LOADS if load[1].partition(":")[0] in SHORT]
 

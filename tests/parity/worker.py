@@ -95,8 +95,8 @@ from tests.process_groups import own_groups
 VOCABULARY, SEED = 128, 11
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-RATES = {"sgd": 0.1, "adamw": 3e-4, "adamw_default_eps": 1e-3, "adamw_8bit": 3e-4}
-EPS = {"sgd": 1e-8, "adamw": 1e-4, "adamw_default_eps": 1e-8, "adamw_8bit": 1e-4}
+RATES = {"sgd": 0.1, "adamw": 3e-4, "adamw_default_eps": 1e-3, "adamw_8bit": 3e-4, "muon": 3e-4}
+EPS = {"sgd": 1e-8, "adamw": 1e-4, "adamw_default_eps": 1e-8, "adamw_8bit": 1e-4, "muon": 1e-4}
 DECAY = 0.1
 SWAPPED = 1024
 BUCKETS = {"reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"}
@@ -533,6 +533,9 @@ def plain_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     groups = plain.decayed_groups(model, DECAY)
     if case.trains == "groups":
         groups = [{"params": [p], **plain_settings(name, rate)} for name, p in model.named_parameters()]
+    if case.optimizer == "muon":
+        dtype = torch.bfloat16 if case.precision == "bf16" else torch.float32
+        return plain.Muon(model, rate, DECAY, EPS[case.optimizer], dtype)
     if case.optimizer == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
 

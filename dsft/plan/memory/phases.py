@@ -31,6 +31,7 @@ class RankSetup:
     reduced                bytes per element in the reduction over ranks
     moment                 bytes per element of the optimizer states in 32 bits
     in_8_bits              whether they have 8 bits (optim.name: adamw_8bit)
+    with_one               trained elements that have one moment of fp32 (optim.name: muon)
     gradient               bytes per element of the gradients that ZeRO 3 keeps
     bucket, gathered       elements of the reduction bucket and of the gathering bucket
     module, matrix         elements of the layers' largest module, whose parameters ZeRO 3 gathers together,
@@ -51,6 +52,7 @@ class RankSetup:
     reduced: int
     moment: int
     in_8_bits: bool
+    with_one: int
     bucket: int
     gathered: int
     module: int
@@ -98,6 +100,8 @@ class RankSetup:
     def moments(self) -> Tensors:
         """The optimizer states of this rank, on its device."""
         own = self.shares(self.trained) if self.zero else self.trained
+        if self.with_one:
+            return one(self.share * self.moment - self.with_one // (self.ranks if self.zero else 1) * FP32)
         if not self.in_8_bits:
             return one(self.share * self.moment) if self.zero else each(own, self.moment)
         found = NONE

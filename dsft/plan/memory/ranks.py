@@ -30,6 +30,7 @@ from dsft.plan.memory.sizes import (
     kept_rows,
     moment_bytes,
     runs_on_cpu,
+    with_one_moment,
 )
 from dsft.plan.memory.tensors import NONE, Phase, Row, Tensors, each, one, total
 from dsft.plan.storage import BLOCK, FP32
@@ -58,10 +59,6 @@ torch's allocator."""
 BYTES_PER_SCORE = 8
 """Bytes that the backward needs of a soft-capped score: its tanh, and the softmax in float32 and, in 16 bits,
 in the type of the values."""
-
-SPARE = 1 / 10
-"""Share of a planned size that a host must have in addition, since most plans were slightly below the
-measured peaks (docs/plan.md)."""
 
 
 @dataclass(frozen=True)
@@ -223,11 +220,6 @@ def of_host(
     return totals
 
 
-def needed(size: int) -> int:
-    """Return the bytes that a host must have if the plan counts `size` bytes."""
-    return size + int(size * SPARE)
-
-
 @dataclass(frozen=True)
 class _Work:
     """Activations and head in forward and backward; one_layer, logits: as in RankMemory, for a forward
@@ -261,6 +253,7 @@ def _setup(
         reduced=2 if spec.train.reduce_dtype == "bf16" else FP32,
         moment=moment_bytes(spec),
         in_8_bits=spec.optim.name == "adamw_8bit",
+        with_one=with_one_moment(parameters, spec),
         bucket=bucket_size(census.trained),
         gathered=bucket_size(census.numel),
         module=max(modules.values(), default=0),

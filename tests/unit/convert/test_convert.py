@@ -372,6 +372,7 @@ def test_weights_in_4_bits(config: dict[str, Any], form: str | None, left: dict[
     ("given", "name", "note"),
     [
         ({"optim": "adamw_bnb_8bit"}, "adamw_8bit", "# optim\n"),
+        ({"use_muon": True, "finetuning_type": "full"}, "muon", "use_muon; its steps are as long as AdamW's"),
         ({"optim": "paged_adamw_8bit"}, "adamw_8bit", "its moments are not paged here"),
         ({"optim": "paged_adamw_32bit"}, "adamw", "paged_adamw_32bit there, full-precision AdamW here"),
         (
@@ -693,12 +694,12 @@ def test_other_names_of_keys_and_values() -> None:
     """A script's own names for its arguments are those of which dsft validate knows the meaning too."""
     config = {
         "model_name_or_path": "a/b", "per_device_train_batch_size": 2, "lr": 1e-3, "epochs": 2,
-        "block_size": 512, "optimizer": "muon", "attn_implementation": "flex_attention",
+        "block_size": 512, "optimizer": "lion", "attn_implementation": "flex_attention",
         "greater_is_better": True, "early_stopping_patience": 3,
     }  # fmt: skip
     spec, done = converted(config, data=["data/wiki.txt"])
     assert (spec.optim.learning_rate, spec.train.num_train_epochs, spec.data.max_length) == (1e-3, 2, 512)
-    assert spec.model.attention == "auto" and "'muon'" in done.left["optimizer"]
+    assert spec.model.attention == "auto" and "'lion'" in done.left["optimizer"]
     assert "from other keys" in done.left["greater_is_better"]
     assert "checkpoint.keep_best" in done.left["early_stopping_patience"]
 

@@ -93,5 +93,5 @@ def test_plan_counts_the_bytes(zero: int) -> None:
         for name in ("codes", "scales", "values")
     ]
     setup = object.__new__(RankSetup)
-    vars(setup).update(trained=sizes, zero=zero, ranks=ranks, in_8_bits=True)
+    vars(setup).update(trained=sizes, zero=zero, ranks=ranks, in_8_bits=True, with_one=0)
     assert setup.moments.total == sum(tensor.numel() * tensor.element_size() for tensor in held)

@@ -8,7 +8,7 @@ from torch import nn
 
 from dsft.engine.gradients import StepClip
 from dsft.engine.optimizer import build_optimizer
-from dsft.spec.schema import Optim
+from tests.specs import minimal_spec
 
 
 def parameter(*gradient: float, copy: bool = False) -> nn.Parameter:
@@ -42,8 +42,8 @@ def test_nonfinite_gradient_is_dropped(bad: float, max_norm: float) -> None:
 
 
 def test_adamw_is_torchs_fused_adamw() -> None:
-    optim = Optim(learning_rate=2e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
-    made = build_optimizer({"weight": nn.Parameter(torch.zeros(2, 2))}, optim, offloaded=False)
+    spec = minimal_spec(optim={"learning_rate": 2e-3, "betas": (0.8, 0.9), "eps": 1e-6})
+    made = build_optimizer({"weight": nn.Parameter(torch.zeros(2, 2))}, spec, offloaded=False)
     assert type(made) is torch.optim.AdamW
     found = {key: made.defaults[key] for key in ("lr", "betas", "eps", "fused")}
     assert found == {"lr": 2e-3, "betas": (0.8, 0.9), "eps": 1e-6, "fused": True}
