@@ -396,6 +396,25 @@ def verify(checkpoint: CheckpointPath) -> None:
     _print(verified(folder))
 
 
+@command(AFTER, "dsft eval mychat --data data/test.jsonl", name="eval")
+def evaluate(
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="A run, a checkpoint, a spec, or a model or adapter.")
+    ],
+    overrides: Overrides = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="Rows to evaluate, by default the held-out ones; may be repeated."),
+    ] = None,
+    processes: Processes = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate held-out rows without training, exactly as a run does."""
+    from dsft.commands.evaluate import evaluate as evaluated
+
+    raise typer.Exit(evaluated(target, overrides or (), data or (), processes, as_json=as_json))
+
+
 @command(AFTER, "dsft export mychat merged --merged")
 def export(
     checkpoint: CheckpointPath,

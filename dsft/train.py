@@ -137,6 +137,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="print every step and the details of the start"
     )
+    parser.add_argument("--evaluate_only", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # by dsft eval
     parser.add_argument("--any_ranks", action="store_true", help=argparse.SUPPRESS)
     # passed by `dsft reference`, whose ranks are not those that cluster.hosts promises
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # habit: it is always on
@@ -197,22 +198,25 @@ def train(
     share = set_environment(spec, launched)
     with heavy_imports():
         from dsft.run import Job, run  # torch and deepspeed are imported from here on
+        from dsft.run.evaluate import evaluate
 
-    run(
-        Job(
-            spec=spec,
-            batch=batch,
-            file=file,
-            launched=launched,
-            layout=places,
-            promise=promise,
-            command=command,
-            profile=options.profile,
-            cores=share,
-            stopping=stopping,
-            heartbeat=heartbeat,
-        )
+    job = Job(
+        spec=spec,
+        batch=batch,
+        file=file,
+        launched=launched,
+        layout=places,
+        promise=promise,
+        command=command,
+        profile=options.profile,
+        cores=share,
+        stopping=stopping,
+        heartbeat=heartbeat,
     )
+    if options.evaluate_only is not None:
+        evaluate(job, options.evaluate_only)
+    else:
+        run(job)
 
 
 def known_early(spec: Spec) -> Iterator[str]:

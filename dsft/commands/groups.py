@@ -13,9 +13,7 @@ GROUPS = START, LOOK, TRAIN, AFTER, CLUSTER = (
 _OTHER_NAMES = dict.fromkeys(("num-gpus", "ranks", "world-size", "slots"), "processes")
 _INSTEAD = {
     **dict.fromkeys(("finetune", "run", "sft", "dpo", "pretrain"), "dsft train or dsft launch"),
-    **dict.fromkeys(
-        ("eval", "evaluate"), "data.eval, which a run evaluates; there is no evaluation without training yet"
-    ),
+    **dict.fromkeys(("evaluate", "test"), "dsft eval"),
     **dict.fromkeys(("infer", "predict", "ask"), "dsft chat"),
     **dict.fromkeys(("check", "lint"), "dsft validate, or dsft doctor for the hosts"),
     **dict.fromkeys(("tokenize", "prepare"), "dsft data build"),

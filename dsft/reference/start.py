@@ -20,6 +20,7 @@ from dsft.system.process import die_with
 
 SCRIPT = Path(__file__).parents[1] / "train.py"
 GRACE = 10.0  # seconds in which the other ranks end by themselves after one has failed
+KEPT = "the pairs scored so far are stored, and the same command continues from there."
 _TICK = 0.1  # seconds
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -42,10 +43,11 @@ def start(spec: Path, overrides: Sequence[str], ranks: int | None) -> int:
     os.execve(sys.executable, argv, environ)
 
 
-def run_ranks(argv: Sequence[str], environ: Mapping[str, str], count: int) -> int:
+def run_ranks(argv: Sequence[str], environ: Mapping[str, str], count: int, after: str = KEPT) -> int:
     """Run `argv` as `count` ranks of this host, which get the signals that this process gets and end with it.
     Return the exit code of the first that fails; the others are killed GRACE seconds later. Raises WorldError
-    where a rank was killed by a signal that did not come through this process."""
+    where a rank was killed by a signal that did not come through this process. after: what the message then
+    adds."""
     port, parent, passed_on = free_port(), os.getpid(), False
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -73,10 +75,7 @@ def run_ranks(argv: Sequence[str], environ: Mapping[str, str], count: int) -> in
             signal.signal(number, handler)
     if code < 0 and not passed_on:
         why = " (as the system does when its memory is full)" if code == -signal.SIGKILL else ""
-        raise WorldError(
-            f"rank {rank} of the scoring processes was killed by signal {-code}{why}; the pairs scored so "
-            "far are stored, and the same command continues from there."
-        )
+        raise WorldError(f"rank {rank} was killed by signal {-code}{why}; {after}")
     return 128 - code if code < 0 else code
 
 

@@ -60,8 +60,10 @@ GRACE = 2.0
 _MOMENT = 0.5  # seconds by which a failed collective may be noticed earlier than the ring notices a dead rank
 
 
-def run(job: Job) -> None:
-    """Train, from the newest whole checkpoint if there is one, and export the model. Raises DsftError."""
+@contextmanager
+def joined(job: Job) -> Iterator[tuple[Run, Ring]]:
+    """Join the process group, lock the run's folder and watch the other ranks during the block. A collective.
+    Raises DsftError."""
     spec, folder, log = job.spec, job.folder, log_of(job.launched)
     job.heartbeat.mark("load")
     values, notes = (job.file.values, job.file.notes) if job.file else ({}, ())
@@ -78,7 +80,13 @@ def run(job: Job) -> None:
         batch = job.batch.equation()
         for line in (*notes, f"batch: {batch if is_verbose() else batch.partition(';')[0]}"):
             log(line)
-        run = Run(**vars(job), world=world, log=log, lock=lock)
+        yield Run(**vars(job), world=world, log=log, lock=lock), ranks
+
+
+def run(job: Job) -> None:
+    """Train, from the newest whole checkpoint if there is one, and export the model. Raises DsftError."""
+    with joined(job) as (run, ranks):
+        spec, log, world = run.spec, run.log, run.world
         run = replace(run, start=resume_point(run))
         progress = Progress(**run.start.state["progress"]) if run.start else Progress()
         progress = replace(progress, owes_evaluation=is_evaluation_missing(progress, run))

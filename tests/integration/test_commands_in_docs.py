@@ -32,12 +32,14 @@ FIRST = ("sft.md", "dpo.md")
 """Tutorials, whose runs the other pages look at."""
 
 SHORT = ["train.max_steps=2", "train.precision=fp32", "train.global_batch_size=4", "data.max_length=256"]
-"""What a training command of a page gets in addition; with an adapter, as docs/lora.md has one: ADAPTER."""
+"""What a training command of a page gets in addition; with an adapter, as docs/lora.md has one: ADAPTER. Of
+the long conversations 256 tokens would be nothing but answers: 2,048."""
 ADAPTER = "specs/mydpo.yaml"
 
 NAMED = {
     "runs/NAME": "runs/mydpo", "SPEC": "specs/mychat.yaml", "NAME": "mychat", "MODEL": "models/Qwen3-8B",
     "CONVERSATIONS": "data/train.jsonl", "PAIRS": "data/pairs.jsonl", "step-100": "step-2", "16000": "270",
+    "data/test.jsonl": "data/train.jsonl",
 }  # fmt: skip
 """Placeholders and sizes of the pages, and the values that this test uses for them."""
 
@@ -82,7 +84,8 @@ class Typed:
     @property
     def arguments(self) -> list[str]:
         """Return what follows the command's name."""
-        more = [*SHORT, *(["model.lora={rank: 2}"] if ADAPTER in self.words else [])] if self.trains else []
+        short = [one.replace("256", "2048") if "name=long-chats" in self.words else one for one in SHORT]
+        more = [*short, *(["model.lora={rank: 2}"] if ADAPTER in self.words else [])] if self.trains else []
         return [*self.words[2:], *more]
 
 

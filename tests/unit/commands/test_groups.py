@@ -17,7 +17,7 @@ def test_every_command_is_in_a_group() -> None:
     out = CliRunner().invoke(app, ["--help"]).output
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     rows = {line.split()[0] for line in out.splitlines() if line.startswith("  ") and line.split()}
-    assert len(commands) == 19 and commands.keys() <= rows
+    assert len(commands) == 20 and commands.keys() <= rows
 
 
 def test_usage_has_no_braces() -> None:
@@ -32,13 +32,13 @@ def test_usage_has_no_braces() -> None:
 )
 def test_the_number_of_processes_has_one_name(option: str) -> None:
     """The names of earlier versions are not shown, but still taken."""
-    for command in ("train", "launch", "reference", "plan", "hostfile"):
+    for command in ("train", "launch", "reference", "eval", "plan", "hostfile"):
         help_text = shown(command, "--help")
         assert "--processes" in help_text and (option == "--processes" or option not in help_text)
         assert "Invalid value for '--processes'" in shown(command, "x", option, "0")
 
 
 def test_words_of_other_tools_name_a_command() -> None:
-    assert "No such command 'eval'. Use data.eval, " in shown("eval", "x")
+    assert "No such command 'evaluate'. Use dsft eval." in shown("evaluate", "x")
     assert "Use dsft export --merged." in shown("merge")
     assert "Did you mean 'validate'?" in shown("validat")

@@ -1,0 +1,71 @@
+"""Evaluate the held-out rows of a spec with a checkpoint or with the model that the spec names, without
+training: the job of the ranks that `dsft eval` starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dsft.checkpoint.read import CheckpointReader
+from dsft.engine.ops import prepare_ops
+from dsft.plan.ds_entries import HostFacts
+from dsft.run.build import build, describe
+from dsft.run.main import checks, joined
+from dsft.setup.inputs import Inputs, longest
+from dsft.setup.memory_probe import explain_out_of_memory, open_memory
+from dsft.setup.read import read
+from dsft.setup.resolve import resolve, swap_folders
+from dsft.setup.run import Job, Run
+from dsft.system.files import atomic_write, write_error
+from dsft.tasks.registry import task_of
+
+
+def evaluate(job: Job, asked: Path) -> None:
+    """Evaluate, and write the result into the run's folder. asked: a JSON with the names of both, see
+    `dsft.commands.evaluate`. Raises DsftError."""
+    names = json.loads(asked.read_text(encoding="utf-8"))
+    with joined(job) as (run, ranks):
+        record, rows = evaluated(run, names["checkpoint"])
+        result = {**names, "task": run.spec.task, "rows": rows, "metrics": record}
+        run.world.first(lambda: _write(run.folder / names["result"], result))
+        ranks.leave()
+        run.world.close()
+
+
+def evaluated(run: Run, checkpoint: str | None) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return the metrics, and name -> {examples, targets} of each held-out set. The engine is that of a
+    training run, so the numbers are those that it would report. A collective."""
+    with swap_folders(run) as swap:
+        facts = HostFacts(swap=swap, cpu_adam=prepare_ops(run.spec, run.world, run.log))
+        inputs = read(run)
+        plan = resolve(run, inputs, facts)
+        run.world.first(lambda: describe(run, inputs, plan.keys))
+        task = task_of(run.spec)
+        also = task.also_scored(run.spec, inputs, run.batch.global_batch_size)
+        inputs = replace(inputs, also_scored=also)
+        memory = open_memory(run, plan, longest(run, inputs)[0].shape.numel())
+        with explain_out_of_memory(memory.meter):
+            model = build(run, inputs, plan, memory, task)
+        for line in checks(run, inputs, model, task):
+            run.log(line)
+        if checkpoint is not None:
+            start = run.world.each(lambda: CheckpointReader.open(Path(checkpoint)))
+            run.world.each(lambda: model.engine.load(start.read, 0))
+        return task.evaluation(run, inputs, model)(0), _rows(inputs)
+
+
+def _rows(inputs: Inputs) -> dict[str, Any]:
+    return {
+        one.name or "held out": {count: int(each.sum()) for count, each in one.data.counts.items()}
+        for one in inputs.held_out
+    }
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    try:
+        with atomic_write(path) as out:
+            out.write(json.dumps(result, indent=1).encode())
+    except OSError as error:
+        raise write_error(path, error) from None

@@ -1,0 +1,143 @@
+"""`dsft eval`: the numbers are those of the run's own evaluation, on any ranks and in any layout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsft.commands import evaluate as command
+from dsft.errors import DsftError, MissingInputError, SpecError
+from tests.integration.runs import TRAIN, records, trained, write_model, write_spec
+from tests.integration.test_preference import write_pairs
+from tests.launching import alone, forked
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+LORA = "model.lora={rank: 4, alpha: 8, modules_to_save: [lm_head]}"
+PAIRS = (
+    "task=dpo",
+    "dpo={reference: adapter}",
+    "data.eval_fraction=0.2",
+    "data.eval=[]",
+    "data.max_length=128",
+)
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start ranks from processes that have imported torch and DeepSpeed."""
+
+    def run(argv: Sequence[str], environ: Mapping[str, str], ranks: int, *, quiet: bool) -> int:
+        done = forked(TRAIN, ranks, argv[2:]) if ranks > 1 else alone(TRAIN, argv[2:])
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.returncode
+
+    monkeypatch.setattr(command, "_run", run)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("base"))
+
+
+def run_of(folder: Path, *overrides: str) -> Path:
+    """Train and return the run's folder."""
+    trained(write_spec(folder), "train.max_steps=4", "train.eval_every=2", "checkpoint.every=2", *overrides)
+    return folder / "runs" / "small"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a packed run over ZeRO 2 and two ranks."""
+    overrides = ("parallel.zero_stage=2", "data.packing=true", "checkpoint.keep_last=null")
+    return run_of(tmp_path_factory.mktemp("run"), *overrides)
+
+
+def result(
+    target: Path | str, *overrides: str, data: Sequence[str] = (), processes: int = 1
+) -> dict[str, Any]:
+    assert command.evaluate(str(target), overrides, data, processes, as_json=False) == 0
+    where = next(Path(target).parent.glob("*-eval/eval.json"), None) or Path(overrides[-1], "eval.json")
+    found: dict[str, Any] = json.loads(where.read_text(encoding="utf-8"))
+    return found
+
+
+def same(found: Mapping[str, float], run: Path, step: int) -> None:
+    """Check that all metrics are those of the run."""
+    assert "eval/loss" in found
+    for name, value in found.items():
+        assert value == pytest.approx(records(run, name)[step], rel=1e-9, abs=1e-12), name
+
+
+@pytest.mark.parametrize(("processes", "zero_stage"), [(1, 2), (2, 3)])
+def test_metrics_are_those_of_the_run(
+    run: Path, processes: int, zero_stage: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = result(run, f"parallel.zero_stage={zero_stage}", processes=processes)
+    same(found["metrics"], run, 4)
+    assert found["checkpoint"].endswith("step-4") and found["rows"]["held out"]["examples"] > 0
+    shown = capsys.readouterr().out
+    assert f"{found['metrics']['eval/loss']:.6g}" in shown and "perplexity" in shown
+
+
+def test_of_an_older_checkpoint_and_of_the_exported_model(run: Path, tmp_path: Path) -> None:
+    older = run / "checkpoints" / "step-2"
+    assert command.evaluate(str(older), (), (), 1, as_json=False) == 0
+    written = json.loads((run.parent / "small-eval" / "eval.json").read_text(encoding="utf-8"))
+    same(written["metrics"], run, 2)
+    held_out = ["builtin:quickstart-heldout"]
+    out = ("data.max_length=256", f"output_dir={tmp_path}", "name=of")
+    assert command.evaluate(str(run / "export"), out, held_out, 1, as_json=False) == 0
+    found = json.loads((tmp_path / "of-eval" / "eval.json").read_text(encoding="utf-8"))
+    assert found["metrics"]["eval/loss"] == pytest.approx(records(run, "eval/loss")[4], rel=1e-6)
+
+
+def test_of_pairs_with_an_adapter(base: Path, tmp_path: Path) -> None:
+    """The run's reference is the model without its adapter."""
+    write_pairs(tmp_path / "pairs.jsonl")
+    model = f"model={{name_or_path: {base}}}"
+    rows = f"data.train=[{{path: {tmp_path / 'pairs.jsonl'}}}]"
+    run = run_of(tmp_path, model, LORA, *PAIRS, rows)
+    found = result(run)["metrics"]
+    same(found, run, 4)
+    assert {"eval/rewards/accuracies", "eval/rewards/margins"} <= set(found)
+
+
+@pytest.mark.long
+def test_of_a_pipeline(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "parallel.pipeline_stages=2")
+    same(result(run, processes=2)["metrics"], run, 4)
+
+
+def test_json_alone_is_on_standard_output(run: Path) -> None:
+    typed = "from dsft.cli import main; main()"
+    argv = [sys.executable, "-c", typed, "eval", str(run), "--processes", "1", "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    same(json.loads(done.stdout)["metrics"], run, 4)
+
+
+@pytest.mark.parametrize(
+    ("target", "overrides", "data", "error", "message"),
+    [
+        ("nothing", (), (), DsftError, "is neither a checkpoint"),
+        ("missing.yaml", (), (), MissingInputError, "missing.yaml does not exist"),
+        ("BASE", (), (), SpecError, "give --data FILE"),
+        ("RUN", ("data.eval=[]",), (), SpecError, "no rows are held out"),
+        ("RUN", (), ("absent.jsonl",), SpecError, "'absent.jsonl' does not exist"),
+        ("RUN", ("optim.lr=1",), (), SpecError, "optim.lr"),
+    ],
+)
+def test_what_cannot_be_evaluated(
+    target: str, overrides: Sequence[str], data: Sequence[str], error: type[DsftError], message: str,
+    run: Path, base: Path,
+) -> None:  # fmt: skip
+    named = {"RUN": str(run), "BASE": str(base)}.get(target, target)
+    with pytest.raises(error) as raised:
+        command.evaluate(named, overrides, data, 1, as_json=False)
+    assert message in str(raised.value)
