@@ -198,7 +198,6 @@ def train(
     share = set_environment(spec, launched)
     with heavy_imports():
         from dsft.run import Job, run  # torch and deepspeed are imported from here on
-        from dsft.run.evaluate import evaluate
 
     job = Job(
         spec=spec,
@@ -214,6 +213,8 @@ def train(
         heartbeat=heartbeat,
     )
     if options.evaluate_only is not None:
+        from dsft.run.evaluate import evaluate
+
         evaluate(job, options.evaluate_only)
     else:
         run(job)
