@@ -10,10 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.integration.runs import records, train, write_model
+from tests.launching import ROOT
 
 SCRIPT = Path(__file__).with_name("ranking.py")
 STEPS, BATCH, RATE = 4, 6, 5e-3
 TEXTS = [f"{'fox ' * (1 + 7 * number % 5)}{number} jumps" for number in range(3 * BATCH)]
+
+
+def test_the_page_has_this_task() -> None:
+    page = (ROOT / "docs" / "objectives.md").read_text(encoding="utf-8")
+    assert f"```python\n{SCRIPT.read_text(encoding='utf-8')}```" in page
 
 
 def plain(model: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
