@@ -430,6 +430,33 @@ def export(
     _print(export_checkpoint(folder, out, merged=merged))
 
 
+@command(AFTER, "dsft answer mychat --data data/test.jsonl --out answers.jsonl")
+def answer(  # noqa: PLR0913, PLR0917  an argument is an option
+    export: Annotated[
+        Path, typer.Argument(metavar="EXPORT", help="Folder of a model, or a run (its folder or name).")
+    ],
+    data: Annotated[str, typer.Option(metavar="FILE", help="Rows with prompts: conversations or pairs.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write, a line of JSON for each row.")],
+    system: Annotated[str | None, typer.Option(help="System prompt of rows that have none.")] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Share of probability to sample from.")
+    ] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts in memory at once.")] = 8,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that share the rows, one per GPU.")] = 1,
+) -> None:
+    """Generate answers to the rows of a file. The same command continues after a stop."""
+    from dsft.commands.answer import answer as answered
+    from dsft.commands.chat import Sampling
+
+    sampling = Sampling(temperature, top_p, max_new_tokens, seed)
+    _print(answered(export, data, out, sampling, system, batch_size, processes))
+
+
 @command(AFTER, "dsft chat mychat --temperature 0")
 def chat(
     export: Annotated[

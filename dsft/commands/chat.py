@@ -76,6 +76,18 @@ class ChatModel:
             streamer.end()
         return streamer.text
 
+    def answers(self, prompts: list[str]) -> list[str]:
+        """Generate the answers to rendered prompts as one batch. Raises DsftError where one fills the model's
+        positions."""
+        inputs = self.tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
+        size = inputs["input_ids"].shape[1]
+        with torch.inference_mode():
+            found = self.model.generate(
+                **inputs.to(self.model.device), generation_config=self._settings(size)
+            )
+        texts: list[str] = self.tokenizer.batch_decode(found[:, size:], skip_special_tokens=True)
+        return texts
+
     def _encoded(self, messages: list[Message]) -> Any:
         try:
             text, _ = template_of(self.tokenizer).render(prepare_messages(messages), prompt=True)

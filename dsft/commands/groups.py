@@ -14,7 +14,7 @@ _OTHER_NAMES = dict.fromkeys(("num-gpus", "ranks", "world-size", "slots"), "proc
 _INSTEAD = {
     **dict.fromkeys(("finetune", "run", "sft", "dpo", "pretrain"), "dsft train or dsft launch"),
     **dict.fromkeys(("evaluate", "test"), "dsft eval"),
-    **dict.fromkeys(("infer", "predict", "ask"), "dsft chat"),
+    **dict.fromkeys(("infer", "predict", "ask"), "dsft chat or dsft answer"),
     **dict.fromkeys(("check", "lint"), "dsft validate, or dsft doctor for the hosts"),
     **dict.fromkeys(("tokenize", "prepare"), "dsft data build"),
     **dict.fromkeys(("show", "inspect"), "dsft preview"),

@@ -1,0 +1,208 @@
+"""`dsft answer EXPORT --data FILE --out FILE`: generate an answer to each row of a file, in batches.
+
+A row's prompt is its messages without the last answer, which is written beside the generated one. The answers
+of a batch are appended to OUT.part, so that the same command continues after a stop. Batches have prompts of
+about one length, and each draws from its own seed: an answer depends on the batch size, not on a stop or on
+the number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsft.commands.chat import ChatModel, Sampling, load
+from dsft.data.formats.convert import convert
+from dsft.data.formats.detect import Format, choose
+from dsft.data.read.files import DataFile, data_files, file_digest, file_lines
+from dsft.data.render.template import prepare_messages, template_of
+from dsft.data.rows import BadRowError, Conversation, Message, data_error
+from dsft.errors import Problem, StorageError
+from dsft.reference.start import run_ranks
+from dsft.remote import without_rank_variables
+from dsft.spec.schema import Source
+from dsft.system.files import atomic_write, write_error
+from dsft.system.run_folder import named_export
+
+HEAD_ROWS = 100
+TASKS = ("sft", "dpo", "kto")
+"""Tasks by which rows are read: the first that takes their format."""
+SHARE = "DSFT_ANSWER_SHARE"
+"""Variable of the processes that `answer` starts, which answer a share of the rows."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row's prompt. place: file:line; reference: the row's own answer, None where it has none."""
+
+    place: str
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]]
+    reference: str | None
+
+
+def answer(
+    folder: Path, data: str, out: Path, sampling: Sampling, system: str | None, batch: int, processes: int
+) -> str:
+    """Generate and write the answers, and return a line for the user. Raises DataError for rows without a
+    prompt, MissingInputError where the folder has no model, StorageError where `out` cannot be written."""
+    folder = named_export(folder)
+    prompts, digest = read_prompts(data, system)
+    if out.exists():
+        raise StorageError(f"{out} exists; remove it, or name another file with --out.")
+    own = {"export": str(folder.absolute()), "data": digest, "system": system, "batch": batch}
+    settings = {**own, **asdict(sampling)}
+    if os.environ.get(SHARE):
+        number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if torch.cuda.is_available():
+            torch.cuda.set_device(number % torch.cuda.device_count())
+        generate(folder, prompts, _part(out, number), settings, sampling, (number, count))
+        return ""
+    if processes > 1:
+        argv = [sys.executable, "-c", "from dsft.cli import main; main()", *sys.argv[1:]]
+        environ = without_rank_variables(os.environ) | {SHARE: "1"}
+        code = run_ranks(argv, environ, processes, "the same command continues.")
+        if code:
+            raise SystemExit(code)
+    else:
+        generate(folder, prompts, _part(out, 0), settings, sampling, (0, 1))
+    parts = [_part(out, number) for number in range(processes)]
+    answers = {number: text for part in parts for number, text in answered(part, settings).items()}
+    try:
+        with atomic_write(out) as file:
+            for number, prompt in enumerate(prompts):
+                asked = {"source": prompt.place, "prompt": list(prompt.messages)}
+                line = {**asked, "answer": answers[number], "reference": prompt.reference}
+                file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        for part in parts:
+            part.unlink()
+    except OSError as error:
+        raise write_error(out, error) from None
+    return f"{out}: answers to {len(prompts):,} rows"
+
+
+def _part(out: Path, number: int) -> Path:
+    return out.with_name(f"{out.name}.part-{number}")
+
+
+def read_prompts(data: str, system: str | None) -> tuple[list[Prompt], str]:
+    """Return the prompts of all rows, and a digest of the files. Raises DataError with the rows that have
+    none, MissingInputError for files that are not there."""
+    prompts: list[Prompt] = []
+    bad: list[Problem] = []
+    files = data_files(data)
+    for file in files:
+        found = _format(file)
+        for line in file_lines(file):
+            place = f"{file.name}:{line.number}"
+            try:
+                if line.mistake is not None:
+                    raise BadRowError(line.mistake)
+                if line.row is not None:
+                    prompts.append(_prompt(line.row, found, system, place))
+            except BadRowError as error:
+                bad.append(Problem(place, str(error)))
+    if bad:
+        raise data_error(bad, f"{len(bad):,} row{'s' * (len(bad) > 1)} cannot be answered:", len(bad))
+    if not prompts:
+        raise data_error([Problem(data, "has no rows; name a file with rows")], "no rows to answer:", 1)
+    return prompts, " ".join(file_digest(file) for file in files)
+
+
+def _format(file: DataFile) -> Format:
+    """Detect a file's format. Raises DataError where it is none."""
+    head = list(islice((line for line in file_lines(file) if line.row is not None), HEAD_ROWS))
+    refused = "has no rows; name a file with rows"
+    for task in TASKS if head else ():
+        try:
+            return choose(Source(path=file.name), head, task)
+        except BadRowError as error:
+            refused = str(error)
+    raise data_error([Problem(file.name, refused)], "the rows cannot be read:", 1)
+
+
+def _prompt(row: Mapping[str, Any], found: Format, system: str | None, place: str) -> Prompt:
+    sample = convert(row, found).samples[0]
+    if not isinstance(sample, Conversation):
+        raise BadRowError("it is a text, not a prompt; give rows with messages, a prompt or an instruction")
+    messages, reference = list(sample.messages), None
+    if messages and messages[-1]["role"] == "assistant":
+        reference = messages.pop().get("content")
+    if not messages:
+        raise BadRowError("it has an answer but no prompt")
+    if system is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return Prompt(place, messages, sample.tools, reference)
+
+
+def answered(part: Path, settings: Mapping[str, Any]) -> dict[int, str]:
+    """Return the answers by row that an interrupted start has written. A torn last line is ignored. Raises
+    StorageError where they were made with other settings."""
+    if not part.exists():
+        return {}
+    first, *lines = _whole_lines(part) or [""]
+    if first and json.loads(first) != json.loads(json.dumps(settings)):
+        raise StorageError(
+            f"{part} has answers that were made with other rows or settings; remove it, or name another "
+            "file with --out."
+        )
+    return {row: text for line in lines for row, text in json.loads(line)}
+
+
+def _whole_lines(part: Path) -> list[str]:
+    return part.read_text(encoding="utf-8").split("\n")[:-1]
+
+
+def generate(
+    folder: Path,
+    prompts: Sequence[Prompt],
+    part: Path,
+    settings: Mapping[str, Any],
+    sampling: Sampling,
+    share: tuple[int, int],
+) -> None:
+    """Answer one of `share` = (number, count) equal shares of the batches, each appended to `part`, unless it
+    is there already."""
+    known = answered(part, settings)
+    model = load(folder, sampling)
+    model.tokenizer.padding_side = "left"
+    if model.tokenizer.pad_token is None:
+        model.tokenizer.pad_token = model.tokenizer.eos_token
+    texts = [_text(model, prompt) for prompt in prompts]
+    todo = [batch for batch in batches(texts, settings["batch"], share) if not known.keys() >= set(batch)]
+    try:
+        lines = _whole_lines(part) if known else [json.dumps(settings)]
+        part.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        with part.open("a", encoding="utf-8") as out:
+            for done, rows in enumerate(todo, 1):
+                torch.manual_seed((sampling.seed or 0) + min(rows))
+                found = model.answers([texts[row] for row in rows])
+                out.write(json.dumps(list(zip(rows, found, strict=True))) + "\n")
+                out.flush()
+                print(f"{done} of {len(todo)} batches", file=sys.stderr, flush=True)
+    except OSError as error:
+        raise write_error(part, error) from None
+
+
+def batches(texts: Sequence[str], size: int, share: tuple[int, int]) -> Iterator[tuple[int, ...]]:
+    """Yield this share of the batches, each of rows whose prompts have about one length."""
+    order = sorted(range(len(texts)), key=lambda row: len(texts[row]))
+    number, count = share
+    for first in range(number * size, len(order), count * size):
+        yield tuple(order[first : first + size])
+
+
+def _text(model: ChatModel, prompt: Prompt) -> str:
+    try:
+        messages = prepare_messages(prompt.messages)
+        return template_of(model.tokenizer).render(messages, prompt.tools, prompt=True)[0]
+    except BadRowError as error:
+        raise data_error([Problem(prompt.place, str(error))], "a prompt cannot be rendered:", 1) from None

@@ -1,0 +1,117 @@
+"""`dsft answer`: batches answer as single prompts do, a stop loses nothing, and processes share the rows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsft.commands import answer as command
+from dsft.commands.chat import Sampling, load
+from dsft.errors import DataError, StorageError
+from tests.integration.runs import trained, write_spec
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+GREEDY = Sampling(0.0, 1.0, 12, 0)
+QUESTIONS = [
+    "What colour is it?",
+    "How many legs?",
+    "Name it, in as few words as you can, please.",
+    "Why?",
+    "No",
+]
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    trained(write_spec(folder), "train.max_steps=4")
+    return folder / "runs" / "small" / "export"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    rows = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": f"{number} legs"}]}
+        for number, text in enumerate(QUESTIONS)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def answers(
+    export: Path,
+    data: Path,
+    out: Path,
+    sampling: Sampling = GREEDY,
+    batch: int = 2,
+    system: str | None = None,
+) -> list[dict[str, Any]]:
+    command.answer(export, str(data), out, sampling, system, batch, 1)
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def test_answers_are_those_of_single_prompts(export: Path, data: Path, tmp_path: Path) -> None:
+    found = answers(export, data, tmp_path / "out.jsonl")
+    model = load(export, GREEDY)
+    for number, (line, text) in enumerate(zip(found, QUESTIONS, strict=True)):
+        assert line["prompt"] == [{"role": "user", "content": text}] and line["reference"] == f"{number} legs"
+        assert line["answer"] == model.answer(line["prompt"], lambda piece: None)
+        assert line["source"].endswith(f"rows.jsonl:{number + 1}")
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.jsonl"]
+
+
+def test_a_stopped_command_continues(
+    export: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a torn line, with the draws of an uninterrupted one."""
+    sampling = Sampling(1.0, 0.9, 12, 7)
+    whole = answers(export, data, tmp_path / "whole.jsonl", sampling)
+    out, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part-0"
+    asked, real = [], command.ChatModel.answers
+
+    def stopping(self: Any, prompts: list[str]) -> list[str]:
+        asked.append(len(prompts))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return real(self, prompts)
+
+    monkeypatch.setattr(command.ChatModel, "answers", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        answers(export, data, out, sampling)
+    with part.open("a") as file:
+        file.write('[[3, "to')
+    with pytest.raises(StorageError, match="made with other rows or settings"):
+        answers(export, data, out, GREEDY)
+    assert answers(export, data, out, sampling) == whole and sum(asked) == len(QUESTIONS) + 2
+
+
+def test_processes_share_the_rows(export: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ["answer", str(export), "--data", str(data), "--out", str(out), "--max-new-tokens", "12"]
+    argv = [sys.executable, "-c", "from dsft.cli import main; main()", *words, "--batch-size", "2"]
+    done = subprocess.run([*argv, "--processes", "2"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    alone = answers(export, data, tmp_path / "alone.jsonl")
+    assert [json.loads(line) for line in out.read_text().splitlines()] == alone
+    assert "answers to 5 rows" in done.stdout and "1 of 2 batches" in done.stderr
+
+
+def test_a_system_prompt_changes_the_prompts(export: Path, data: Path, tmp_path: Path) -> None:
+    found = answers(export, data, tmp_path / "out.jsonl", system="Be brief.")
+    assert all(line["prompt"][0] == {"role": "system", "content": "Be brief."} for line in found)
+
+
+def test_what_cannot_be_answered(export: Path, data: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": "a text"}) + "\n")
+    with pytest.raises(DataError, match="it is a text, not a prompt"):
+        answers(export, texts, tmp_path / "out.jsonl")
+    (tmp_path / "there.jsonl").touch()
+    with pytest.raises(StorageError, match="exists; remove it"):
+        answers(export, data, tmp_path / "there.jsonl")
