@@ -63,7 +63,7 @@ ELSEWHERE: Mapping[str, tuple[str, str, str]] = {
     r"STANDIN_MODE=numbers scripts/standin run": ("the stand-in GPU", "tests/standin/test_step.py", "counts"),
     r"scripts/gpu": ("a GPU", "tests/standin/test_gpu_cases.py", "gpu"),
     r"python - docs": ("all pages", "tests/integration/test_commands_in_docs.py", "long-context.md"),
-    r"python tests/integration/ranking.py|dsft\.train": ("rows", "tests/integration/test_ranking.py", "ranking.py"),
+    r"python tests/integration/r|dsft\.train": ("rows", "tests/integration/test_ranking.py", "ranking.py"),
     r"scripts/quickstart": ("a network", "tests/integration/test_pinned_losses.py", "quickstart.yaml"),
     r"(sudo )?scripts/(lab|test)|pip |PIP_": ("a network", ".ci/run", "SCRIPTS/test"),
 }
