@@ -457,6 +457,22 @@ def answer(  # noqa: PLR0913, PLR0917  an argument is an option
     _print(answered(export, data, out, sampling, system, batch_size, processes))
 
 
+@command(AFTER, "dsft score myreward --data answers.jsonl --out rewards.jsonl")
+def score(
+    export: Annotated[
+        Path,
+        typer.Argument(metavar="EXPORT", help="Folder of a reward model, or a run (its folder or name)."),
+    ],
+    data: Annotated[str, typer.Option(metavar="FILE", help="Rows to score: pairs, conversations or texts.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write, a line of JSON for each row.")],
+    batch_size: Annotated[int, typer.Option(min=1, help="Answers in memory at once.")] = 8,
+) -> None:
+    """Write the rewards that a reward model gives the answers of a file. It is the export of task reward."""
+    from dsft.commands.score import score as scored
+
+    _print(scored(export, data, out, batch_size))
+
+
 @command(AFTER, "dsft chat mychat --temperature 0")
 def chat(
     export: Annotated[

@@ -16,11 +16,12 @@ from typing import Any, Literal
 import yaml
 
 from dsft.spec.schema import SECTIONS
-from dsft.spec.task import TASKS
+from dsft.spec.task import TASKS, Head
 
 CARD = "README.md"
 Form = Literal["model", "adapter", "merged"]
 
+PIPELINES: dict[Head, str] = {"vocabulary": "text-generation", "score": "text-classification"}
 _FORMS = {"model": "A model", "adapter": "An adapter", "merged": "A model, with its adapter merged,"}
 _PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "peft")
 _HUB_ID = re.compile(r"[a-z0-9][\w.-]*(?:/[a-z0-9][\w.-]*)?", re.ASCII | re.IGNORECASE)
@@ -57,7 +58,7 @@ def model_card(state: Values, form: Form, quantization: Values = MappingProxyTyp
         # the hub rejects a card that names a folder
         **({"base_model": name} if name and not is_folder and _HUB_ID.fullmatch(name) else {}),
         "library_name": "peft" if form == "adapter" else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": PIPELINES[TASKS[task].head if task in TASKS else "vocabulary"],
         "tags": ["dsft", "deepspeed", *([task] if task else []), *([] if form == "model" else ["lora"])],
     }
     rows: dict[str, Iterable[str]] = {

@@ -41,7 +41,7 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.tensors import BESIDE, NAMES, FileTensors, TensorSource, TensorsWithExtras, read_names
 from dsft.data.tokenizer.load import AUTO_MAP, is_unchanged
 from dsft.errors import CheckpointError, LockedError, MissingInputError, StorageError, brief
-from dsft.model.config import config_around, on_meta, read_config
+from dsft.model.config import config_around, has_scores, on_meta, read_config
 from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.weights import DTYPES
 from dsft.model.whole import whole_of
@@ -89,10 +89,12 @@ def write_model_folder(
     is added to eos_token_id, before the tokens that end a text. Return the new list; empty where nothing was
     changed.
     """
-    generation_config = _generation_config(config, name_or_path)
-    stops = _with_turn_end(generation_config.eos_token_id, tokenizer.eos_token_id, turn_end)
-    if stops:
-        generation_config.eos_token_id = stops
+    generation_config = None if has_scores(config) else _generation_config(config, name_or_path)
+    stops = []
+    if generation_config is not None:
+        stops = _with_turn_end(generation_config.eos_token_id, tokenizer.eos_token_id, turn_end)
+        if stops:
+            generation_config.eos_token_id = stops
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (BESIDE, NAMES, TEMPLATE, *PROCESSORS):  # of an earlier start, from another model
@@ -100,7 +102,8 @@ def write_model_folder(
         config.save_pretrained(folder)
         one_template = not isinstance(tokenizer.chat_template, dict)
         tokenizer.save_pretrained(folder, save_jinja_files=one_template)  # several: in tokenizer_config.json
-        generation_config.save_pretrained(folder)
+        if generation_config is not None:
+            generation_config.save_pretrained(folder)
         for name, content in files_around(name_or_path, config).items():
             (folder / name).write_bytes(content)
     except OSError as error:

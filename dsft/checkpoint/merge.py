@@ -19,7 +19,7 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.api import Kind
 from dsft.model.build import has_frozen, initial_values
 from dsft.model.files import digests, model_files
-from dsft.model.lora import PREFIX, condensed, inject, misread, saved_modules, scale
+from dsft.model.lora import PREFIX, condensed, inject, misread, saved_modules, saved_names, scale
 from dsft.model.quantize import bitsandbytes_config
 from dsft.model.vocabulary import NewRows, vocabulary_names
 from dsft.model.whole import Whole
@@ -54,7 +54,7 @@ class Adapter:
         self.is_misread = misread(whole.model if whole else meta, made)
         config = made.to_dict() | {
             "base_model_name_or_path": model.name_or_path,
-            "modules_to_save": list(model.lora.modules_to_save) or None,
+            "modules_to_save": saved_names(meta, model.lora) or None,
             "inference_mode": True,
             **targets,
         }

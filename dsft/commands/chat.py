@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationConfig, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+    TextStreamer,
+)
 from transformers.utils import logging
 
 from dsft.checkpoint.export import ORIGIN, QUANTIZATION
@@ -26,7 +32,7 @@ from dsft.data.render.template import prepare_messages, template_of
 from dsft.data.rows import BadRowError
 from dsft.data.tokenizer.load import load_tokenizer, num_ids
 from dsft.errors import DsftError, MissingInputError, brief, printable
-from dsft.model.config import config_around, read_config
+from dsft.model.config import config_around, has_scores, read_config
 from dsft.model.files import model_files
 from dsft.model.lora import own_names
 from dsft.model.quantize import load_bitsandbytes, quantize_loaded
@@ -37,6 +43,7 @@ from dsft.system.run_folder import named_export
 Message = dict[str, str]
 Write = Callable[[str], None]
 HELP = "/reset forgets the conversation, /system TEXT sets the system prompt (and forgets), /exit ends"
+ONLY_SCORES = "gives rewards and generates no text; see dsft score"
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # of an adapter; peft reads the first there is
 
@@ -160,7 +167,7 @@ def load(folder: Path, sampling: Sampling) -> ChatModel:
                 f"{folder}: the tokenizer has no chat template, so it cannot chat; put a "
                 "chat_template.jinja into the folder, or train with data.chat_template."
             )
-        model: Any = _load_with_adapter(folder, num_ids(tokenizer)) if adapter else _load_model(str(folder))
+        model: Any = _load_with_adapter(folder, num_ids(tokenizer)) if adapter else load_model(str(folder))
         turn_end = Renderer(tokenizer).turn_end()
     except DsftError:
         raise
@@ -172,10 +179,16 @@ def load(folder: Path, sampling: Sampling) -> ChatModel:
     return ChatModel(model.to(device).eval(), tokenizer, sampling, turn_end)
 
 
-def _load_model(name: str, dtype: torch.dtype | str = "auto") -> Any:
+def load_model(name: str, dtype: torch.dtype | str = "auto", *, scores: bool = False) -> Any:
+    """Load a model that answers, or one that gives scores. Raises MissingInputError for one of the other
+    kind, and as `load_whole` does."""
     model_files(name)  # raises for files outside of the folder, which transformers would read
     whole = config_around(name)
+    if whole is None and has_scores(read_config(name)) is not scores:
+        kind = "generates text and gives no rewards; see dsft chat" if scores else ONLY_SCORES
+        raise MissingInputError(f"{name} is a model that {kind}.")
     loader: Any = AutoModelForCausalLM if whole is None else AutoModelForMultimodalLM
+    loader = AutoModelForSequenceClassification if scores else loader
     return load_whole(loader, name, whole or read_config(name), dtype, name)[0]
 
 
@@ -190,13 +203,15 @@ def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
             f"{folder / ADAPTER_CONFIG} has no base_model_name_or_path; add the path of the base model, "
             "or export with the adapter merged."
         )
+    if config.get("task_type") == "SEQ_CLS":
+        raise MissingInputError(f"{folder} is an adapter of a model that {ONLY_SCORES}.")
     load_bitsandbytes()
     from peft import PeftModel  # needed for adapters only
 
     is_ours = (folder / ORIGIN).exists()
     quantization = _quantization(folder / ORIGIN) if is_ours else None
     try:
-        model = _load_model(
+        model = load_model(
             base, getattr(torch, quantization["bnb_4bit_compute_dtype"]) if quantization else "auto"
         )
     except MissingInputError as error:

@@ -114,16 +114,18 @@ def _of_model(path: Path, files: Sequence[str]) -> str:
         )
     import torch
 
-    adapter = (path / ADAPTER).is_file()
-    base = read_json(path / ADAPTER)["base_model_name_or_path"] if adapter else str(path)
+    adapter = read_json(path / ADAPTER) if (path / ADAPTER).is_file() else {}
+    base = adapter["base_model_name_or_path"] if adapter else str(path)
     model = {"name_or_path": base} | ({"lora": {"path": str(path)}} if adapter else {})
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     config = read_json(Path(base, "config.json")) if Path(base, "config.json").is_file() else {}
     positions = (config.get("text_config") or config).get("max_position_embeddings") or LENGTH
+    classes = adapter.get("task_type") or " ".join(config.get("architectures") or ())
+    has_scores = classes == "SEQ_CLS" or "ForSequenceClassification" in classes
     return yaml.safe_dump(
         {
             "name": path.name,
-            "task": "sft",
+            "task": "reward" if has_scores else "sft",
             "model": model,
             "data": {"train": [{"path": file} for file in files], "max_length": min(positions, LENGTH)},
             "train": {"precision": precision, "micro_batch_size": 1, "accumulation_steps": 1},

@@ -54,7 +54,8 @@ def check_rows(
     if spec.model.kernels != "torch" and any(world.gather(bool(fused_modules(policy.causal_lm)))):
         is_auto = spec.model.kernels == "auto"
         yield check_kernels(engine, policy, dataset, world, pad_id, may_fall_back=is_auto)
-    yield check_head(engine, policy, dataset, world, pad_id)
+    if spec.model.head == "vocabulary":
+        yield check_head(engine, policy, dataset, world, pad_id)
     if world.layout.sequence_parallel > 1:
         yield check_split(engine, policy, dataset, world, spec.train.precision, pad_id)
     if spec.data.packing:
@@ -253,12 +254,12 @@ def shared_pairs(dataset: Dataset) -> list[Example]:
 
 def whole_rows(example: Example) -> list[Example]:
     """Return each answer of an example as a row of its own, after the whole prompt."""
-    ends, prompt = np.cumsum(example.segment_lengths), 0
+    ends, prompt, whole = np.cumsum(example.segment_lengths), 0, replace(example, segments=None, starts=None)
     rows = []
     for begin, end, start in zip((0, *ends), ends, example.segment_starts, strict=False):
         prompt = prompt if start else begin  # where the row begins whose first `start` tokens it continues
         at = np.concatenate((np.arange(prompt, prompt + start), np.arange(begin, end)))
-        rows.append(Example(example.input_ids[at], example.trained[at], example.source))
+        rows.append(replace(whole, input_ids=example.input_ids[at], trained=example.trained[at]))
     return rows
 
 
@@ -338,4 +339,4 @@ def _trials(dataset: Dataset) -> Iterator[_Trial]:
         answers = [row for pair in pairs for row in whole_rows(pair)]
         words = "Sharing the prompt of two answers", "an answer that shares its prompt", "the other answer"
         changed = [answers_changed(pairs, answer) for answer in range(2)]
-        yield _Trial(pairs, changed, answers, "dpo.share_prompts", words)
+        yield _Trial(pairs, changed, answers, "share_prompts", words)

@@ -222,7 +222,7 @@ def _refuse_shared(implementation: str, segments: Segments | None) -> None:
     if segments is not None and any(segments.starts or ()):
         raise DsftError(
             f"Answers that share their prompt need model.attention auto or sdpa, and this model's is "
-            f"{implementation}; set dpo.share_prompts to false."
+            f"{implementation}; set share_prompts to false."
         )
 
 

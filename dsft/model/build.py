@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.activations import offload_activations
-from dsft.model.config import TokenFacts, config_around, new_rows, on_meta, resolve_config
+from dsft.model.config import TokenFacts, config_around, has_scores, new_rows, on_meta, resolve_config
 from dsft.model.conversion import UnsupportedConversionError, write_map
 from dsft.model.experts import choose_experts
 from dsft.model.files import SafetensorsReader, weight_files
@@ -29,7 +29,7 @@ from dsft.model.mlp_chunks import chunk_mlps
 from dsft.model.older import checkpoint_activations
 from dsft.model.policy import Policy
 from dsft.model.quantize import quantize_linears, quantized_weights
-from dsft.model.read import ReadWeights, read_whole
+from dsft.model.read import SCORE, ReadWeights, WithFreshScore, read_whole
 from dsft.model.routing import freeze_routers, routing_of
 from dsft.model.split_points import check_cut
 from dsft.model.stage import cut_to_stage
@@ -172,7 +172,10 @@ def _weights(
     """Return the source of values; it is set up before the model is changed. Files that cannot be read tensor
     by tensor are read whole, by transformers' own loader."""
 
+    scores = has_scores(causal_lm.config)
+
     def weights_of(values: TensorReader) -> ReadWeights:
+        values = WithFreshScore(causal_lm, values, seed) if scores and SCORE not in values.shapes else values
         return ReadWeights(causal_lm, ExtendedReader(causal_lm, values, rows) if rows else values)
 
     name = model.name_or_path
@@ -190,6 +193,11 @@ def _weights(
         raise MissingInputError(
             f"model.name_or_path {name!r}: the text model of a {kind} model is read from safetensors files, "
             f"tensor by tensor, but {reason}; save it again with transformers, or choose another model."
+        )
+    if scores:
+        raise MissingInputError(
+            f"model.name_or_path {name!r}: a model with scores is read from safetensors files, tensor by "
+            f"tensor, but {reason}; save it again with transformers."
         )
     config = causal_lm.config
     weights = weights_of(read_whole(config, name, dtype, rows.held if rows else config.vocab_size))

@@ -22,8 +22,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -91,7 +93,8 @@ def token_facts(tokenizer: PreTrainedTokenizerBase, first_new: int | None = None
 
 
 def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
-    """Return the config of the model to train, with the attention implementation set.
+    """Return the config of the model to train, with the attention implementation set, and the class of a
+    model that gives scores as its architecture (`has_scores`).
 
     A pretrained model with fewer tokens than the tokenizer is resized to the tokenizer's (`new_rows`). Raises
     SpecError where `from_config` has what its class does not know or refuses, or a smaller vocabulary than
@@ -103,6 +106,10 @@ def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
         else read_config(str(model.name_or_path))
     )
     _check_kind(config)
+    if model.head == "score":
+        _set_scores(config, model)
+    elif has_scores(config):
+        config.architectures = None
     if config.vocab_size < facts.vocab_size:
         if model.from_config is not None:
             raise _error(
@@ -123,6 +130,36 @@ def new_rows(model: Model, facts: TokenFacts) -> NewRows | None:
     held = read_config(model.name_or_path).vocab_size
     first = facts.vocab_size if facts.first_new is None else facts.first_new
     return NewRows(min(first, held), facts.vocab_size, held) or None
+
+
+def has_scores(config: PreTrainedConfig) -> bool:
+    """Whether a model with this config gives a score (`ForSequenceClassification`, in its file
+    `score.weight`), not logits over the vocabulary."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def _set_scores(config: PreTrainedConfig, model: Model) -> None:
+    """Make the config one of a model that gives one score, as transformers saves it. Raises SpecError where
+    transformers has no such model, or it is one with several labels."""
+    kind: str = config.model_type
+    architecture: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if model.name_or_path is not None and config_around(model.name_or_path) is not None:
+        raise _error("model", f"task reward trains no {kind} model inside a multimodal one; choose another")
+    if architecture is None:
+        raise _error(
+            "model",
+            f"transformers has no class for scores (…ForSequenceClassification) of {kind} models; choose a "
+            "model of another kind for task reward",
+        )
+    if has_scores(config) and config.num_labels != 1:
+        raise _error(
+            "model",
+            f"it is a classifier of {config.num_labels} labels, and a reward model has 1; give the model "
+            "from which it was trained",
+        )
+    config.architectures = [architecture.__name__]
+    config.id2label, config.label2id = {0: "reward"}, {"reward": 0}
+    config.problem_type = "regression"  # pipelines of transformers then show the score as it is
 
 
 def _check_kind(config: PreTrainedConfig) -> None:
@@ -264,6 +301,13 @@ def _reason(error: Exception) -> str:
     return brief(cause or error)
 
 
+def from_config(config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
+    """Build a model with fresh weights: a causal language model, or one that gives scores (`has_scores`)."""
+    auto: Any = AutoModelForSequenceClassification if has_scores(config) else AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(config, trust_remote_code=False, **settings)
+    return model
+
+
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """Return the model on the meta device, in float32: names and shapes, without memory. A parameter that
     transformers itself freezes (the bias that balances the experts of ERNIE 4.5) becomes a buffer, as other
@@ -271,9 +315,7 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     transformers cannot build a model."""
     try:
         with torch.device("meta"):
-            causal_lm: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=False
-            )
+            causal_lm = from_config(config, dtype=torch.float32)
     except Exception as error:  # whatever a module does with odd values
         reason = f"transformers cannot build a {config.model_type} model of this config: {brief(error)}"
         raise _error("model", f"{reason}; correct it") from None

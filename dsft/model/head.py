@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import NO_TARGET
+from dsft.model.config import has_scores
 from dsft.model.products import aligned_empty, multiply, pieces, product, tile_of, vocab_slices
 from dsft.model.softmax import Shaping, Softmax, SoftmaxChoice, choose_softmax
 from dsft.plan.memory.sizes import SCORED_PARTS, head_chunk, in_chunks, kept_rows
@@ -106,16 +107,32 @@ def chunk_on(device: torch.device) -> int:
     return head_chunk(device.type, torch.cuda.get_device_properties(device).total_memory if is_cuda else None)
 
 
+class ScoreHead(Head):
+    """A linear layer of one output, the score of a token. It returns those of the targets, whatever token
+    each of these is, computed in float32."""
+
+    def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.linear(hidden.float(), self.weight.float()).squeeze(1)
+
+
+def output_layer(causal_lm: PreTrainedModel) -> Any:
+    """Return the layer behind the last hidden states: the one over the vocabulary, or that of a score."""
+    return causal_lm.score if has_scores(causal_lm.config) else causal_lm.get_output_embeddings()
+
+
 def install_head(causal_lm: PreTrainedModel) -> Head | None:
     """Make a linear output layer a Head, in place, so that references to the module or its parameters stay
     valid. None where it is something else, such as a layer with an adapter."""
-    output: Any = causal_lm.get_output_embeddings()
+    output = output_layer(causal_lm)
     copies = getattr(output, "modules_to_save", None)  # of peft's wrapper: a layer trained in full
     if isinstance(copies, nn.ModuleDict):
         (output,) = copies.values()
     if type(output) is not nn.Linear:
         return None
     head: Any = output
+    if has_scores(causal_lm.config):
+        head.__class__ = ScoreHead
+        return cast(Head, head)
     head.__class__ = Head
     head.shaping = shaping_of(causal_lm)
     return cast(Head, head)

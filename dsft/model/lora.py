@@ -21,7 +21,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dsft.errors import MissingInputError, Problem, SpecError
+from dsft.model.config import has_scores
 from dsft.model.experts import NO_ADAPTERS, of_experts, routers
+from dsft.model.head import output_layer
 from dsft.model.init import module_seed
 from dsft.model.lora_sum import sum_in_product
 from dsft.model.names import ADAPTER, is_adapter, plain_name
@@ -268,7 +270,7 @@ def _config(causal_lm: PreTrainedModel, lora: Lora, targets: list[str]) -> Any:
 
     modules = dict(causal_lm.named_modules())
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if has_scores(causal_lm.config) else "CAUSAL_LM",
         r=lora.rank,
         lora_alpha=int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,  # type: ignore[arg-type]
         lora_dropout=lora.dropout,
@@ -284,7 +286,7 @@ def _targets(
 ) -> tuple[list[str], list[Problem]]:
     """Return the full names of the modules that get an adapter, and what is wrong with the spec's names.
     all-linear: every linear layer but the output head, `modules_to_save` and the routers of experts."""
-    head = causal_lm.get_output_embeddings()
+    head = output_layer(causal_lm)
     modules = {name: module for name, module in causal_lm.named_modules() if name}
     if lora.target_modules == ALL_LINEAR:
         left_out = routers(causal_lm)
@@ -328,6 +330,12 @@ def _unfit(module: nn.Module, head: nn.Module | None, saved: Collection[nn.Modul
     return None
 
 
+def saved_names(causal_lm: PreTrainedModel, lora: Lora) -> list[str]:
+    """Return what is trained in full by the spec's names, always with the layer of a score."""
+    score = ["score"] if has_scores(causal_lm.config) and "score" not in lora.modules_to_save else []
+    return [*lora.modules_to_save, *score]
+
+
 def saved_modules(
     causal_lm: PreTrainedModel, lora: Lora, names: Names = str
 ) -> tuple[list[tuple[str, nn.Module]], list[Problem]]:
@@ -335,7 +343,7 @@ def saved_modules(
     modules = {name: module for name, module in causal_lm.named_modules() if name}
     problems: list[Problem] = []
     saved: dict[str, nn.Module] = {}
-    for index, wanted in enumerate(lora.modules_to_save):
+    for index, wanted in enumerate(saved_names(causal_lm, lora)):
         found = {name: module for name, module in modules.items() if _named(name, wanted, names)}
         where = f"model.lora.modules_to_save.{index}"
         if not found:
@@ -357,7 +365,7 @@ def _last_parts(names: Iterable[str]) -> set[str]:
 def _check_ties(causal_lm: PreTrainedModel, saved: Collection[nn.Module]) -> None:
     """Raise SpecError where only one of a tied embedding and head is trained in full: they are one tensor,
     and peft's loader needs both named."""
-    embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    embedding, head = causal_lm.get_input_embeddings(), output_layer(causal_lm)
     if head is None or head.weight is not embedding.weight or (embedding in saved) == (head in saved):
         return
     names = {id(module): name.rsplit(".", 1)[-1] for name, module in causal_lm.named_modules()}

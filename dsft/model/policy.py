@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import Segments, Tokens
 from dsft.model.attention import SHAPES, packed_keywords, recurrent_keywords
-from dsft.model.head import install_head, plain_logps
+from dsft.model.head import install_head, output_layer, plain_logps
 from dsft.model.names import plain_name
 from dsft.model.routing import Routing
 from dsft.model.stage import StageInput, StageOutput
@@ -27,7 +27,8 @@ class PolicyOutput(NamedTuple):
     """What a policy returns for a micro-batch. A named tuple, since DeepSpeed's ZeRO 3 looks for tensors in
     tuples.
 
-    logps   (B, T) float32: the log-probability of each target, 0 where there is none
+    logps   (B, T) float32: the log-probability of each target, 0 where there is none; of a model that gives
+            scores: the score at each target
     """
 
     logps: Tensor
@@ -107,7 +108,7 @@ class Policy(nn.Module):
         if self._exit:
             return self._exit[0].pop()
         hidden: Tensor = output.last_hidden_state
-        return PolicyOutput(self.causal_lm.get_output_embeddings()(hidden, tokens.targets, num_targets))
+        return PolicyOutput(output_layer(self.causal_lm)(hidden, tokens.targets, num_targets))
 
     def named_trained(self) -> dict[str, nn.Parameter]:
         """Return trained parameters by Hugging Face name; a tied one once, by the name of the input

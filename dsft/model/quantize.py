@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dsft.errors import MissingInputError, Problem, SpecError, brief
 from dsft.model.experts import expert_layers
+from dsft.model.head import output_layer
 from dsft.model.names import plain_name
 from dsft.plan.storage import BLOCK, SCALES, Form, packed_bytes
 from dsft.spec.patterns import matches, unmatched
@@ -87,7 +88,7 @@ def quantize_linears(causal_lm: PreTrainedModel, model: Model) -> None:
         return
     if expert_layers(causal_lm):
         raise _error(model, "is for linear layers, and the experts of a mixture are none; leave it out")
-    head = causal_lm.get_output_embeddings()
+    head = output_layer(causal_lm)
     found = {
         f"{plain_name(name)}.weight": module
         for name, module in causal_lm.named_modules()

@@ -20,7 +20,9 @@ from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from dsft.errors import MissingInputError, brief
-from dsft.model.init import init_scope, initialize_module, mark_initialized
+from dsft.model.config import on_meta
+from dsft.model.conversion import read_map
+from dsft.model.init import init_scope, initialize_module, mark_initialized, module_seed
 from dsft.model.quantize import packed
 from dsft.model.weights import (
     DTYPES,
@@ -38,6 +40,7 @@ from dsft.plan.storage import Storage
 
 SHOWN = 5
 """Number of tensors that an error names."""
+SCORE = "score.weight"
 
 
 class ReadWeights:
@@ -127,6 +130,38 @@ class LoadedModelReader:
 
     def read(self, name: str, start: int, out: Tensor) -> None:
         out.copy_(self._tensors[name].reshape(-1)[start : start + len(out)])
+
+
+class WithFreshScore:
+    """`values` of a causal language model, with a fresh layer of a score in place of its output layer."""
+
+    def __init__(self, model: PreTrainedModel, values: TensorReader, seed: int) -> None:
+        """`model`, on the meta device, gives a score. The layer is drawn from the seed and its name, as
+        `dsft.model.init` draws it for a fresh model."""
+        config = copy.deepcopy(model.config)
+        config.architectures = None
+        replaced = read_map(on_meta(config), values.unexpected).unchanged.values()  # by its output layer
+        self.where = values.where
+        self.unexpected = [name for name in values.unexpected if name not in replaced]
+        self._values = values
+        shape = tuple(model.get_parameter(SCORE).shape)
+        layer = nn.Linear(shape[1], 1, bias=False, device="meta").to_empty(device="cpu")
+        with init_scope():
+            torch.default_generator.manual_seed(module_seed(seed, "score"))
+            initialize_module(NamedModule(layer, "score", model), frozenset())
+        self._score = layer.weight.detach().flatten()
+        self.shapes: Mapping[str, Shape] = {**values.shapes, SCORE: shape}
+
+    def origin(self, name: str) -> str:
+        """See `TensorReader.origin`."""
+        return name if name == SCORE else self._values.origin(name)
+
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """See `TensorReader.read`."""
+        if name == SCORE:
+            out.copy_(self._score[start : start + len(out)])
+        else:
+            self._values.read(name, start, out)
 
 
 def read_whole(

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from dsft.data.steps.batch import Tokens
 from dsft.errors import Problem, SpecError
+from dsft.model.config import from_config
 from dsft.model.experts import choose_experts
 from dsft.model.policy import Policy
 from dsft.model.stage import SplitPoints, cut_to_stage
@@ -136,9 +137,7 @@ def narrow(config: PreTrainedConfig) -> PreTrainedConfig:
 def small_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the small model in float32 on the CPU; every parameter is perturbed, so that a zero or a one
     hides nothing."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        narrow(config), dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
-    )
+    model = from_config(narrow(config), dtype=torch.float32, attn_implementation="eager")
     choose_experts(model, "auto")  # one after the other, each adds its gradient to that of all experts
     with torch.no_grad():
         for parameter in model.parameters():
@@ -162,7 +161,7 @@ def _trace(model: PreTrainedModel) -> SplitPoints:
         for name, module in watched.items()
     ]
     with torch.no_grad():
-        model(**_inputs(ROWS[0]), use_cache=False)
+        model(**_inputs(ROWS[0][:1]), use_cache=False)  # one, or a model with scores needs a padding token
     for hook in hooks:
         hook.remove()
     order = [name for name, _ in calls]

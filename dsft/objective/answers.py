@@ -9,7 +9,7 @@ from dsft.data.steps.batch import NO_TARGET, MicroBatch
 
 def answer_logps(logps: Tensor, micro_batch: MicroBatch) -> Tensor:
     """Return log π(y | x), the sum over the targets of each answer, in nats: logps (B, T) float32 -> (n, k)
-    float64, for preference pairs (n, 2): chosen and rejected.
+    float64, for preference pairs (n, 2): chosen and rejected. Of scores, an answer has one.
 
     Of a truncated packed micro-batch only the examples that still have all segments count; without an example
     the result is (0, k), still connected to the graph. A packed micro-batch has been through `MicroBatch.to`.

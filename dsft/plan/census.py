@@ -223,7 +223,7 @@ def census_from(answer: Mapping[str, Any]) -> Census:
 def _digest(model: Model) -> str:
     files = {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in _files(model)}
     versions = [VERSION, *map(importlib.metadata.version, ("transformers", "peft"))]
-    facts = [model.model_dump(mode="json"), files, versions]
+    facts = [model.model_dump(mode="json"), model.head, files, versions]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -85,8 +85,12 @@ def read_inputs(spec: Spec, log: Callable[[str], None], *, first: bool = True) -
     shows a progress bar."""
     tokenizer, added = open_tokenizer(spec.model)
     choose_template(tokenizer, spec.data.chat_template, spec.data.thinking)
+    if spec.model.head == "score":  # transformers scores the last token that is not for padding
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad_id(tokenizer))
     facts = token_facts(tokenizer, added.first_id)
     config = resolve_config(spec.model, facts)
+    if spec.model.head == "score":
+        config.pad_token_id = facts.pad_token_id
     rows = new_rows(spec.model, facts)
     for line in (*notes(tokenizer, added), *([str(rows)] if rows else [])):
         log(line)
@@ -105,6 +109,16 @@ def read_inputs(spec: Spec, log: Callable[[str], None], *, first: bool = True) -
         loaded = load_data(spec, tokenizer, cache)
     for line in loaded.lines:
         log(line)
+    if (
+        spec.model.head == "score"
+        and len(loaded.train)
+        and loaded.train[0].input_ids[-1] == pad_id(tokenizer)
+    ):
+        log(
+            f"warning: the tokenizer pads with the token that ends answers, {tokenizer.pad_token!r}, so the "
+            "score is that of the token before it, as transformers computes it; with another pad_token the "
+            "score would depend on whether an answer ends"
+        )
     return Inputs(tokenizer, facts, rows, config, loaded, around)
 
 

@@ -108,6 +108,7 @@ OTHER_NAMES = {
     "dpo.reference: precomputed": "precompute_ref_log_probs cache_logprobs",
     "kto.desirable_weight": "kto_chosen_weight desirable_weight",
     "kto.undesirable_weight": "kto_rejected_weight undesirable_weight",
+    "reward.center_rewards_coefficient": "center_rewards_coefficient",
     "data.max_length (of the prompt and one answer)": "max_prompt_length max_completion_length",
     "parallel.zero_stage": "zero zero_optimization parallel.stage",
     "parallel.pipeline_stages": "pipeline pipeline_model_parallel_size pipeline_parallel_size pp pp_size",
@@ -138,7 +139,7 @@ ALIASES = {
 
 VALUES: dict[str, dict[str, str]] = {
     "task": {
-        "pt": "pretrain", "preference": "dpo",
+        "pt": "pretrain", "preference": "dpo", "rm": "reward",
         **{loss: f"dpo with dpo.loss_type: {loss}" for loss in ("ipo", "simpo", "orpo")},
     },
     "dpo.loss_type": {

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dsft.spec.task import task_names
+
 METHODS = ("adapter", "finetuning_type", "peft_type", "peft_method", "train_type", "tuner_type")
 OPTIMIZERS = ("optim.name", "optimizer", "optim.type")
 PRECISIONS = ("train.precision", "mixed_precision", "dtype", "torch_dtype", "precision")
@@ -96,11 +98,11 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
         "onebitadam onebitlamb adagrad rmsprop ademamix",
     ),
     NotOffered(
-        "training with generated answers, rewards or a teacher (PPO, GRPO, reward models, distillation)",
-        "the tasks are sft, pretrain, dpo and kto",
-        "reward reward_model reward_funcs grpo ppo num_generations vllm teacher_model kd hybrid_engine",
+        "training with generated answers, their rewards or a teacher (PPO, GRPO, distillation)",
+        f"the tasks are {task_names()}",
+        "reward_model reward_funcs grpo ppo num_generations vllm teacher_model kd hybrid_engine",
         TASKS,
-        "rm ppo grpo gspo dapo rloo reinforce kd gkd online_dpo reward distill",
+        "ppo grpo gspo dapo rloo reinforce kd gkd online_dpo distill",
         "hybrid_engine",
     ),
     NotOffered(

@@ -39,8 +39,15 @@ def preference_findings(spec: Spec) -> Iterator[Finding]:
         )
         message = f"would also train on the prompt, {why}; use assistant or last"
         yield value_finding(spec, "data.train_on", message, "task")
+    if spec.task_kind.whole and spec.train.label_smoothing > 0:
+        message = f"smooths the next-token loss, not the loss of {spec.task_kind.unit}s; "
+        has_own = own is not None and "label_smoothing" in type(own).model_fields
+        message += f"use {spec.own_key('label_smoothing')}" if has_own else "leave it out"
+        yield value_finding(spec, "train.label_smoothing", message, "task")
     if isinstance(own, Reference):
         yield from _policy_is_not_its_reference(spec)
+    if getattr(own, "share_prompts", None):
+        yield from _cannot_share(spec)
     if isinstance(own, Dpo):
         yield from _dpo(spec, own)
     if isinstance(own, Kto) and own.has_baseline and spec.train.global_batch_size == 1:
@@ -54,22 +61,17 @@ def preference_findings(spec: Spec) -> Iterator[Finding]:
 
 
 def _policy_is_not_its_reference(spec: Spec) -> Iterator[Finding]:
-    """Check for keys that make the policy differ from its reference before it has learned anything, and for
-    smoothing of the next-token loss."""
+    """Check for keys that make the policy differ from its reference before it has learned anything."""
     if spec.train.neftune_alpha is not None:
         message = "would add noise to the policy but not to its reference; leave it out"
         yield value_finding(spec, "train.neftune_alpha", message, "task")
     if spec.model.lora is not None and spec.model.lora.dropout > 0:
         message = "would change the policy but not its reference; set it to 0"
         yield value_finding(spec, "model.lora.dropout", message, "task")
-    if spec.train.label_smoothing > 0:
-        message = f"smooths the next-token loss, not the loss of {spec.task_kind.unit}s; "
-        message += "use dpo.label_smoothing" if isinstance(spec.of_task, Dpo) else "leave it out"
-        yield value_finding(spec, "train.label_smoothing", message, "task")
 
 
 def _dpo(spec: Spec, dpo: Dpo) -> Iterator[Finding]:
-    """Check that no key is set that belongs to another loss, and that prompts can be shared."""
+    """Check that no key is set that belongs to another loss."""
     no_effect = f"has no effect with loss_type {dpo.loss_type}, "
     term = "cannot be combined with loss_type orpo, which already has this term with weight 1"
     for keys, is_unused, reason in (
@@ -84,12 +86,15 @@ def _dpo(spec: Spec, dpo: Dpo) -> Iterator[Finding]:
     ):
         if is_unused:
             yield from _unused(spec, dpo, keys, "loss_type", reason)
-    if dpo.share_prompts:
-        for key, possible in (("data.packing", (True,)), ("model.attention", SHARING)):
-            value, needed = value_at(spec, key), " or ".join(str(one).lower() for one in possible)
-            if value not in possible:
-                message = f"true needs {key} {needed}, but it is {quote(value)}; change it, or leave this out"
-                yield finding("dpo.share_prompts", message, key)
+
+
+def _cannot_share(spec: Spec) -> Iterator[Finding]:
+    """Check that answers can share their prompt."""
+    for key, possible in (("data.packing", (True,)), ("model.attention", SHARING)):
+        value, needed = value_at(spec, key), " or ".join(str(one).lower() for one in possible)
+        if value not in possible:
+            message = f"true needs {key} {needed}, but it is {quote(value)}; change it, or leave this out"
+            yield finding(spec.own_key("share_prompts"), message, key)
 
 
 def _adapter(spec: Spec, own: Reference) -> Iterator[Finding]:

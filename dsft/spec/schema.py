@@ -14,13 +14,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     Strict,
     WithJsonSchema,
     model_validator,
 )
 from pydantic_core import PydanticKnownError
 
-from dsft.spec.task import TASKS, TaskFacts
+from dsft.spec.task import TASKS, Head, TaskFacts
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -142,6 +143,14 @@ class Model(Section):
     mlp_chunks: Count | None = None
     """Number of chunks of tokens in which checkpointed layers compute their MLP, so that less of it is in
     memory at once; by default so many that a chunk takes at most 1 GiB, or 256 MiB on a CPU."""
+
+    _head: Head = PrivateAttr("vocabulary")
+
+    @property
+    def head(self) -> Head:
+        """The last layer, which follows from the task of the spec; that of a section on its own is over the
+        vocabulary."""
+        return self._head
 
     def checkpoints(self, layer: int) -> bool:
         """Return whether the layer of this number is checkpointed; all are for an auto that
@@ -293,7 +302,19 @@ class Kto(Reference):
         return self.loss_type == "kto"
 
 
-SECTIONS: dict[str, type[Section]] = {"dpo": Dpo, "kto": Kto}
+class Reward(Section):
+    """Training of a reward model, which gives an answer a score."""
+
+    center_rewards_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the mean square of a pair's sum of rewards, which keeps rewards near 0; 0: no such term."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Assumed probability that the two answers of a pair are swapped."""
+    share_prompts: bool | None = None
+    """Compute a pair's prompt once for both answers; by default true if rows are packed and model.attention
+    is auto or sdpa."""
+
+
+SECTIONS: dict[str, type[Section]] = {"dpo": Dpo, "kto": Kto, "reward": Reward}
 """The sections of tasks, by name: see `TaskFacts.section`."""
 
 
@@ -513,8 +534,8 @@ class Spec(Section):
     name: str = Field(pattern=NAME_PATTERN)
     """Name of the run and of its folder: at most 100 letters, digits, '.', '_' and '-'."""
     task: TaskName
-    """Training task: sft (answers in conversations), pretrain (plain text), dpo (preferences) or kto (answers
-    labeled desirable or undesirable)."""
+    """Training task: sft (answers in conversations), pretrain (plain text), dpo (preferences), kto (answers
+    labeled desirable or undesirable) or reward (a reward model of preferences)."""
     model: Model
     """The model to train."""
     data: Data
@@ -523,6 +544,8 @@ class Spec(Section):
     """Settings of task dpo; by default the defaults of its keys."""
     kto: Kto | None = None
     """Settings of task kto; by default the defaults of its keys."""
+    reward: Reward | None = None
+    """Settings of task reward; by default the defaults of its keys."""
     parallel: Parallel = Parallel()
     """How state and layers are divided among the ranks."""
     train: Train
@@ -589,4 +612,12 @@ class Spec(Section):
             parallel = self.parallel.model_copy()
             parallel.__dict__["zero_stage"] = 2
             self.__dict__["parallel"] = parallel
+        return self
+
+    @model_validator(mode="after")
+    def _set_head(self) -> Spec:
+        """Tell the model section which last layer the task trains."""
+        model = self.model.model_copy()
+        model._head = self.task_kind.head
+        self.__dict__["model"] = model
         return self

@@ -9,6 +9,10 @@ from typing import Literal
 Kind = Literal["fine-tuning", "pretraining", "preference training"]
 """What a task is like; it decides which learning rates are usual."""
 
+Head = Literal["vocabulary", "score"]
+"""What a model's last layer gives for a token: the log-probability of the next one, or one number, a score.
+dsft.model.head builds both, and dsft.data.sets.dataset marks which tokens they are computed at."""
+
 
 @dataclass(frozen=True)
 class TaskFacts:
@@ -25,6 +29,7 @@ class TaskFacts:
                 be
     labels      whether the loss uses the labels of rows (desirable or not); otherwise undesirable rows are
                 left out
+    head        see `Head`. With a score, an answer has one target: its last token, at its own position
     section     the section of the spec that has the task's own keys. If it is a `schema.Reference`, the loss
                 may compare the policy with a frozen reference, so nothing random (dropout, noise) may change
                 the policy
@@ -40,6 +45,7 @@ class TaskFacts:
     if_named: Mapping[str, str] = field(default_factory=dict)
     answers: bool = True
     labels: bool = False
+    head: Head = "vocabulary"
     section: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -96,11 +102,25 @@ TASKS: dict[str, TaskFacts] = {
             "undesirable_weight": "weight of undesirable answers",
         },
     ),
+    "reward": TaskFacts(
+        "pair",
+        ("preference",),
+        "Bradley-Terry loss of rewards on preference pairs",
+        "fine-tuning",
+        cut="answers",
+        rows=2,
+        head="score",
+        section="reward",
+        options={
+            "center_rewards_coefficient": "weight of centering",
+            "label_smoothing": "label smoothing",
+        },
+    ),
 }
 """The facts of each task; `dsft.tasks.registry` has what it does."""
 
 
 def task_names() -> str:
-    """Return the names of all tasks as a phrase: "sft, pretrain, dpo or kto"."""
+    """Return the names of all tasks as a phrase: "sft, pretrain, dpo, kto or reward"."""
     *most, last = TASKS
     return f"{', '.join(most)} or {last}"

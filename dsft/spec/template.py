@@ -85,6 +85,12 @@ kto:                                 # docs/kto.md
   undesirable_weight: 1.0
   reference: precomputed             # precomputed | live | adapter (with model.lora)
 """,
+    "reward": """\
+
+reward:                              # docs/reward.md
+  center_rewards_coefficient: 0.01   # keeps rewards near 0
+  label_smoothing: 0.0               # share of pairs that may be the wrong way round
+""",
 }
 """Sections of tasks, by name."""
 

@@ -7,9 +7,11 @@ from dsft.tasks.api import Task
 from dsft.tasks.kto import LabeledAnswers
 from dsft.tasks.language import LanguageModeling
 from dsft.tasks.preference import Preference
+from dsft.tasks.reward import RewardModel
 
 TASKS: dict[str, Task] = {
     "sft": LanguageModeling(), "pretrain": LanguageModeling(), "dpo": Preference(), "kto": LabeledAnswers(),
+    "reward": RewardModel(),
 }  # fmt: skip
 
 

@@ -70,10 +70,12 @@ TASK_OPTIONS = tuple(
     option(", ".join(names), *({"task": name} for name in names))
     for names in (
         [name for name, task in TASKS.items() if not task.whole],
-        [name for name, task in TASKS.items() if task.rows == 2],  # kto has runs of its own
+        [name for name, task in TASKS.items() if task.rows == 2 and task.head == "vocabulary"],
+        [name for name, task in TASKS.items() if task.head == "score"],
     )
 )
-"""Tasks by their loss: of the next token, and of pairs. Engines see no other difference."""
+"""Tasks by their loss: of the next token, of pairs, and of scores; kto has runs of its own. Engines see no
+other difference."""
 TRAINED = (option("all weights", {}), option("LoRA", {"model.lora": {}}))
 OPTIONS = (
     *(option(f"ZeRO {stage}", {"parallel.zero_stage": stage}) for stage in range(4)),
@@ -146,7 +148,7 @@ def shown() -> tuple[Shown, ...]:
 def _of_parity(case: Case) -> Shown:
     place = "on NVMe" if case.on_disk else "in host memory"
     titles = {
-        TASK_OPTIONS[case.of_pairs].title: True,
+        TASK_OPTIONS[2 if case.reward else case.of_pairs].title: True,
         "all weights": case.trains in ("all", "groups"),
         "LoRA": case.trains.startswith("lora"),
         f"ZeRO {case.zero_stage}": True,

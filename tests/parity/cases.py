@@ -126,10 +126,10 @@ class Case:
     `packed`: a micro-batch is one row without padding, where the plain loop takes its rows one by one;
     `chunked`: the head never makes the logits of more than CHUNK_ROWS targets at once; `reference`: of
     preference pairs, where its log-probabilities come from (given: of another model than the start, as from a
-    store); `shared`: packed pairs whose prompt occurs once; `twice`: one layer's MLP is used twice in each
-    forward; `unplanned`: DeepSpeed's JSON says one micro-batch per step; `sequence_parallel`: the ranks that
-    split each row's tokens; `short`: one or two rows of 1 to 5 tokens per micro-batch;
-    `mlp_chunks`: chunks of tokens in which MLPs are computed."""
+    store); `reward`: a reward model of preference pairs; `shared`: packed pairs whose prompt occurs once;
+    `twice`: one layer's MLP is used twice in each forward; `unplanned`: DeepSpeed's JSON says one micro-batch
+    per step; `sequence_parallel`: the ranks that split each row's tokens; `short`: one or two rows of 1 to 5
+    tokens per micro-batch; `mlp_chunks`: chunks of tokens in which MLPs are computed."""
 
     mode: str  # of MODES, OFFLOADS and PIPELINES
     ranks: int
@@ -156,6 +156,7 @@ class Case:
     sequence_parallel: int = 1
     short: bool = False
     mlp_chunks: int = 1
+    reward: bool = False
 
     @property
     def name(self) -> str:
@@ -173,7 +174,8 @@ class Case:
             self.trains * (self.trains != "all"),
             "chunked" * self.chunked,
             "smoothed" * (self.label_smoothing > 0),
-            f"dpo_{self.reference}" * self.of_pairs,
+            f"dpo_{self.reference}" * (self.reference != "none"),
+            "reward" * self.reward,
             "shared" * self.shared,
             self.loss_type * (self.loss_type != "sigmoid"),
             "sft" * (self.sft_weight > 0),
@@ -194,7 +196,7 @@ class Case:
 
     @property
     def of_pairs(self) -> bool:
-        return self.reference != "none"
+        return self.reference != "none" or self.reward
 
     @property
     def form(self) -> Literal["padded", "packed", "shared"]:
@@ -240,7 +242,8 @@ class Case:
     def bounds(self) -> dict[str, float]:
         """Return the largest differences allowed; worker.py defines each figure."""
         if self.precision != "fp32":
-            return BF16_BOUNDS | (MUON_BF16_BOUNDS if self.optimizer == "muon" else {})
+            own = MUON_BF16_BOUNDS if self.optimizer == "muon" else SCORE_BOUNDS if self.reward else {}
+            return BF16_BOUNDS | own
         if self.optimizer == "adamw_default_eps":
             return DEFAULT_EPS_BOUNDS
         if self.optimizer == "adamw_8bit":
@@ -266,6 +269,9 @@ BF16_BOUNDS = {
     "fresh": 0.0, "loss": 1e-3, "gradient": 5e-2, "norm": 5e-3, "change": 3e-2, "evaluation": 1e-3,
     "metrics": 1e-3, "frozen": 0.0, "copies": 0.0,
 }  # fmt: skip
+
+# A score is one product of hidden states in bf16, where the log-probability of an answer is a sum.
+SCORE_BOUNDS = {"metrics": 2e-3}
 
 # Adapters begin at values of 0.1 to 1 and change by 1e-3, of which the last bit of a value is 3e-5;
 # DeepSpeed's CPU Adam rounds once more. The terms of peft's DoRA cancel, which costs a bit of the gradient.
@@ -303,7 +309,8 @@ PIPELINES = ("pipeline_zero0", "pipeline_zero1")
 PAIRED = (
     ("mode", "precision"), ("mode", "packed"), ("mode", "trained"), ("ranks", "zero_stage"),
     ("ranks", "is_pipeline"), ("ranks", "precision"), ("ranks", "packed"), ("ranks", "trained"),
-    ("precision", "packed"), ("precision", "trained"), ("packed", "trained"),
+    ("precision", "packed"), ("precision", "trained"), ("packed", "trained"), ("mode", "reward"),
+    ("packed", "reward"), ("trained", "reward"), ("shared", "reward"),
 )  # fmt: skip
 """Pairs of fields and properties of a case of which the core tries every pair of values."""
 SPLIT = (
@@ -376,6 +383,7 @@ def _cases(ranks: int) -> Iterator[Case]:
         yield from _muon(ranks)
     yield from _partly_trained(ranks)
     yield from _of_pairs(ranks)
+    yield from _rewards(ranks)
     if ranks == 2:
         yield from _chunked(ranks)
         yield from _mlp_chunks(ranks)
@@ -788,6 +796,34 @@ def _of_pairs(ranks: int) -> Iterator[Case]:
         yield pair(packed=True, chunked=True, sft_weight=0.5)
         yield pair(loss_type="orpo", checkpointing=True)
         yield pair(packed=True, shared=True, precision="bf16")
+
+
+def _rewards(ranks: int) -> Iterator[Case]:
+    """Reward models, whose last layer is one score. On two ranks every mode, padded, with shared prompts and
+    with adapters; a pipeline of a model whose embedding would be tied to a head over the vocabulary."""
+    reward = functools.partial(Case, ranks=ranks, max_norm=0.1, reward=True)
+    if ranks != 2:
+        yield reward("zero3", optimizer="adamw", micro_batches="varying", packed=True, shared=ranks == 3)
+        if ranks == 4:
+            pipe = functools.partial(reward, "pipeline_zero1", optimizer="sgd", stages=2)
+            yield pipe(micro_batches="four", checkpointing=True)
+            yield pipe(micro_batches="varying", packed=True, sequence_parallel=2)
+        return
+    modes = [(mode, 1) for mode in (*MODES, "zero3_both")] + [(mode, 2) for mode in PIPELINES]
+    for mode, stages in modes:
+        yield reward(mode, optimizer="sgd", micro_batches="varying", stages=stages)
+        yield reward(mode, optimizer="adamw", micro_batches="four", stages=stages, packed=True, shared=True)
+        lora = functools.partial(reward, mode, optimizer="adamw", stages=stages, trains="lora")
+        yield lora(micro_batches="varying", packed=mode in ("zero0", "zero3"), checkpointing=mode == "zero2")
+    yield reward("zero2", optimizer="adamw", micro_batches="varying", trains="lora_fresh")
+    yield reward("zero2", optimizer="adamw", micro_batches="four", precision="bf16", fault=True, packed=True)
+    yield reward("zero3", optimizer="adamw", micro_batches="one", precision="bf16", trains="lora")
+    yield reward("zero3", optimizer="adamw", micro_batches="varying", trains="dora", checkpointing=True)
+    for trains in ("all", "lora"):
+        split = functools.partial(reward, "zero3", optimizer="adamw", sequence_parallel=2, trains=trains)
+        yield split(micro_batches="varying", packed=True)
+    yield reward("zero2", optimizer="adamw", micro_batches="varying", packed=True, shape="qwen3_moe")
+    yield reward("pipeline_zero1", optimizer="adamw", micro_batches="one", stages=2, shape="llama_tied")
 
 
 def _references(modes: list[tuple[str, int]]) -> Iterator[Case]:

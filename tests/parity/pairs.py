@@ -26,37 +26,41 @@ def counts(step: plain.Step[plain.Pair]) -> dict[str, int]:
     return {"examples": len(pairs), "chosen_tokens": chosen_tokens, "sequences": 2 * len(pairs)}
 
 
-def numbered(steps: Sequence[plain.Step[plain.Pair]], data_rank: int, form: Form) -> list[list[MicroBatch]]:
-    """One rank's micro-batches of each step."""
+def numbered(
+    steps: Sequence[plain.Step[plain.Pair]], data_rank: int, form: Form, *, scored: bool = False
+) -> list[list[MicroBatch]]:
+    """One rank's micro-batches of each step. scored: the one target of an answer is its last token, at its
+    own position."""
     first, made = 0, []
     for step in steps:
         micro_batches = []
         for ranks in step:
             before = sum(map(len, ranks[:data_rank]))
-            micro_batches.append(micro_batch(ranks[data_rank], first + before, form))
+            micro_batches.append(micro_batch(ranks[data_rank], first + before, form, scored=scored))
             first += sum(map(len, ranks))
         made.append(micro_batches)
     return made
 
 
-def micro_batch(pairs: Sequence[plain.Pair], first: int, form: Form) -> MicroBatch:
+def micro_batch(pairs: Sequence[plain.Pair], first: int, form: Form, *, scored: bool = False) -> MicroBatch:
     """`first`: the number of the first pair. No pair at all: a row of two tokens without a target."""
     segments = [segment for pair in pairs for segment in segments_of(pair, form)] or [(EMPTY, 0)]
     given_answers = Answers(
         torch.arange(first, first + len(pairs)),
-        torch.tensor([[plain.count([row]) for row in pair] for pair in pairs]).view(-1, 2),
+        torch.tensor([[1 if scored else plain.count([row]) for row in pair] for pair in pairs]).view(-1, 2),
     )
+    scored = scored and bool(pairs)
     if form == "padded":
         length = max(len(ids) for (ids, _), _ in segments)
         shape = (len(segments), length)
         ids, targets = torch.full(shape, PADDING), torch.full(shape, NO_TARGET)
         is_padding = torch.ones(shape, dtype=torch.bool)
         for number, (row, _) in enumerate(segments):
-            ids[number, : len(row[0])], targets[number, : len(row[0])] = tensors(row)
+            ids[number, : len(row[0])], targets[number, : len(row[0])] = tensors(row, scored)
             is_padding[number, : len(row[0])] = not pairs
         positions = torch.arange(length).repeat(len(segments), 1)
         return make_micro_batch(ids, positions, targets, answers=given_answers, is_padding=is_padding)
-    parts = zip(*(tensors(row) for row, _ in segments), strict=True)
+    parts = zip(*(tensors(row, scored) for row, _ in segments), strict=True)
     ids, targets = (torch.cat(part)[None] for part in parts)
     starts = tuple(start for _, start in segments)
     lengths = tuple(len(ids) for (ids, _), _ in segments)
@@ -80,8 +84,10 @@ def segments_of(pair: plain.Pair, form: Form) -> Iterator[tuple[plain.Row, int]]
     yield (ids[shared:], trained[shared:]), shared
 
 
-def tensors(row: plain.Row) -> tuple[Tensor, Tensor]:
+def tensors(row: plain.Row, scored: bool) -> tuple[Tensor, Tensor]:
     ids, trained = row
+    if scored:
+        return torch.tensor(ids), torch.tensor([*[NO_TARGET] * (len(ids) - 1), ids[-1]])
     wanted = [i if is_target else NO_TARGET for i, is_target in zip(ids, trained, strict=True)]
     return torch.tensor(ids), torch.tensor([*wanted[1:], NO_TARGET])
 

@@ -201,6 +201,38 @@ class Preference:
         }
 
 
+class Reward:
+    """A reward model: a score of each answer's last token. `scores`: of each pair of the last step."""
+
+    def __init__(self, smoothing: float, centering: float) -> None:
+        self.smoothing, self.centering = smoothing, centering
+        self.scores: list[Tensor] = []
+
+    def __call__(self, model: nn.Module, step: Step[Pair]) -> Iterator[Tensor]:
+        pairs, self.scores = rows_of(step), []
+        for pair in pairs:
+            # without a padding token, a model of transformers scores the last token
+            both = [model(input_ids=torch.tensor([ids])).logits[0, 0] for ids, _ in pair]
+            scores = torch.stack(both).double()
+            self.scores.append(scores.detach())
+            p = torch.sigmoid(scores[0] - scores[1])  # https://arxiv.org/abs/2203.02155, 1
+            loss = -(1 - self.smoothing) * p.log() - self.smoothing * (1 - p).log()
+            yield (loss + self.centering * scores.sum() ** 2) / len(pairs)
+
+    def least_margin(self) -> float:
+        return min(float((one[0] - one[1]).abs()) for one in self.scores)
+
+    def metrics(self) -> dict[str, float]:
+        chosen, rejected = torch.stack(self.scores, 1)
+        return {
+            "rewards/chosen": float(chosen.mean()),
+            "rewards/rejected": float(rejected.mean()),
+            "rewards/margins": float((chosen - rejected).mean()),
+            "rewards/accuracies": float((chosen > rejected).double().mean()),
+            "mean_reward": float(torch.cat([chosen, rejected]).mean()),
+        }
+
+
 def train(
     model: nn.Module,
     losses: Losses[T],

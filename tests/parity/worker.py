@@ -51,7 +51,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import groups, safe_get_full_grad
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.data.steps.batch import Annotate, MicroBatch
@@ -75,6 +75,7 @@ from dsft.model.policy import Policy
 from dsft.objective.api import Objective, means
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
+from dsft.objective.reward import reward
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.ds_entries import HostFacts
 from dsft.plan.memory.sizes import BYTES_PER_LOGIT
@@ -314,7 +315,7 @@ def known(step: int, task: Task, expected: plain.Outcome) -> dict[str, Tensor]:
 
 def whole_model(model: Model, precision: str) -> Policy:
     """Nobody changes it."""
-    key = model.model_dump_json(), precision
+    key = f"{model.head} {model.model_dump_json()}", precision
     if key not in WHOLE:
         WHOLE[key] = build_model(model, FACTS, SEED, DTYPES[precision])
     return WHOLE[key]
@@ -356,7 +357,7 @@ def metrics_differ(found: Record, losses: plain.Losses[Any]) -> float:
     decides, so where a pair has no margin the accuracy is not compared."""
     if isinstance(losses, plain.Balanced):
         losses = losses.losses
-    if not isinstance(losses, plain.Preference):
+    if not isinstance(losses, plain.Preference | plain.Reward):
         return 0.0
     expected = {f"/{name}": value for name, value in losses.metrics().items()}
     assert found.keys() == {"/loss", *expected}, found.keys() ^ expected.keys()
@@ -366,6 +367,16 @@ def metrics_differ(found: Record, losses: plain.Losses[Any]) -> float:
 
 def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
     """`model`: the plain loop's, at the start."""
+    if spec.reward is not None:
+        rewards = plain.Reward(spec.reward.label_smoothing, spec.reward.center_rewards_coefficient)
+        return Task(
+            reward(spec.reward),
+            balanced(case, rewards, 2),
+            rewards,
+            plain.make_pairs,
+            pairs.counts,
+            lambda steps: pairs.numbered(steps, world.data_rank, case.form, scored=True),
+        )
     if spec.dpo is None:
         return Task(
             next_token(case.label_smoothing),
@@ -422,8 +433,9 @@ def make_spec(case: Case) -> Spec:
     return Spec.model_validate(
         {
             "name": "parity",
-            "task": "dpo" if case.of_pairs else "pretrain",
+            "task": "reward" if case.reward else "dpo" if case.of_pairs else "pretrain",
             "dpo": dpo_section(case),
+            "reward": {"center_rewards_coefficient": 0.3, "label_smoothing": 0.1} if case.reward else None,
             "model": {
                 "from_config": SHAPES[case.shape],
                 "gradient_checkpointing": case.checkpointing,
@@ -432,7 +444,7 @@ def make_spec(case: Case) -> Spec:
                     "balance": case.balance,
                     "balance_weight": None if case.balance == "none" else BALANCE_WEIGHT,
                 },
-                **PARTS[case.trains],
+                **_trained(case),
             },
             "data": {"train": [{"path": "builtin:quickstart"}]},
             "parallel": {
@@ -460,8 +472,15 @@ def make_spec(case: Case) -> Spec:
     )
 
 
+def _trained(case: Case) -> dict[str, Any]:
+    parts = copy.deepcopy(PARTS[case.trains])
+    if case.reward and "lora" in parts:  # the score is trained in full without being named
+        parts["lora"].pop("modules_to_save", None)
+    return parts
+
+
 def dpo_section(case: Case) -> dict[str, Any] | None:
-    if not case.of_pairs:
+    if case.reference == "none":
         return None
     mode = "precomputed" if case.reference == "given" else case.reference
     beta = 0.5 if case.loss_type == "ipo" else 0.1
@@ -472,7 +491,7 @@ def with_adapter(case: Case, spec: Spec, world: World) -> Spec:
     """Adapters start from a saved one, none of whose values is 0 or 1, unless they are to be fresh."""
     if spec.model.lora is None or case.trains == "lora_fresh":
         return spec
-    key = spec.model.model_dump_json()
+    key = f"{spec.model.head} {spec.model.model_dump_json()}"
     if key not in ADAPTERS:
         ADAPTERS[key] = world.broadcast(tempfile.mkdtemp())
         if world.rank == 0:
@@ -506,12 +525,17 @@ def changed_while_frozen(world: World, engine: Any, policy: Policy, whole: Polic
 def plain_model(whole: Policy, case: Case) -> nn.Module:
     shape = SHAPES[case.shape] | {"pad_token_id": None}  # Gemma's is 0, an embedding without a gradient
     config = AutoConfig.for_model(vocab_size=VOCABULARY, use_cache=False, **shape)
-    model: Any = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    config.num_labels = 1
+    auto = AutoModelForSequenceClassification if case.reward else AutoModelForCausalLM
+    model: Any = auto.from_config(config, experts_implementation="eager")
     if "lora" in PARTS[case.trains]:
         lora = PARTS[case.trains]["lora"]
         scale = lora["alpha"] / (lora["rank"] ** 0.5 if "use_rslora" in lora else lora["rank"])
         plain.adapt(model, lora.get("target_modules", LINEARS), lora["rank"], scale, "use_dora" in lora)
-        model.get_output_embeddings().requires_grad_("modules_to_save" in lora)
+        if case.reward:
+            model.score.requires_grad_(True)
+        else:
+            model.get_output_embeddings().requires_grad_("modules_to_save" in lora)
     for name, parameter in model.named_parameters():
         if case.trains == "trainable":
             parameter.requires_grad_("layers.1." in name or "layers.2.mlp." in name or "norm.weight" in name)
@@ -657,6 +681,7 @@ def copies_apart(case: Case, world: World, engine: Any) -> float:
     stages = [set(names) for names in world.gather(list(engine.shapes()))][:: world.layout.shards]
     tied = set().union(*(one & other for one, other in itertools.combinations(stages, 2)))
     is_tied = case.shape.endswith("_tied") and case.trains in ("all", "lora_tied") and case.stages > 1
+    is_tied = is_tied and not case.reward
     assert tied == ({"model.embed_tokens.weight"} if is_tied else set()), tied
     mine = {name: p for name, p in engine._trained.items() if name in tied}
     for parameter in mine.values():

@@ -228,7 +228,7 @@ def test_wrong_prompt_is_found(
         }
 
     monkeypatch.setattr(policies, "packed_keywords", mutated)
-    with pytest.raises(SpecError, match=f"dpo.share_prompts: .*{message}.*; set it to false"):
+    with pytest.raises(SpecError, match=f"share_prompts: .*{message}.*; set it to false"):
         prove(scores(precision), pairs(*REAL), precision)
 
 

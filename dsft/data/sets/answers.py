@@ -43,6 +43,8 @@ def cut_answers(records: Records, ids: Ids, options: CutOptions) -> CutRows:
     headed[headed] = rows.first_tokens(each * ids[headed]) == options.bos
     stops = prompts[:, None] + short
     targets = stream.between(stream.firsts, stream.firsts + stops.reshape(-1)).reshape(-1, each)
+    if options.pad_id is not None:
+        targets = np.ones_like(targets)
     is_cut = (short < answers).any(axis=1)
     same = is_cut & (short == short[:, :1]).all(axis=1) & (each > 1)
     for record in np.flatnonzero(same).tolist():
@@ -57,16 +59,18 @@ def cut_answers(records: Records, ids: Ids, options: CutOptions) -> CutRows:
         "prompt_cut": (kept < prompts) & ~same,
     }
     return CutRows(
-        _examples(rows, [column[~same] for column in columns], options.share_prompts),
+        _examples(rows, [column[~same] for column in columns], options.share_prompts, options.pad_id),
         {"dropped": dropped, "identical": ids[same]},
         {name: ids[mask] for name, mask in noted.items()},
         int((answers - short).sum() + each * (prompts - kept).sum()),
     )
 
 
-def _examples(rows: TokenRows, columns: Sequence[NDArray[Any]], is_shared: bool) -> Examples:
+def _examples(
+    rows: TokenRows, columns: Sequence[NDArray[Any]], is_shared: bool, pad_id: int | None
+) -> Examples:
     """Return m records as examples. is_shared: segments after the first have only the last token of the
-    prompt, and continue the first segment's other ones.
+    prompt, and continue the first segment's other ones; pad_id: as in Examples.
 
     columns, of which the digest of the examples is made:
     ids      (m,) the record
@@ -78,7 +82,8 @@ def _examples(rows: TokenRows, columns: Sequence[NDArray[Any]], is_shared: bool)
     labels   (m,) of a task that uses them
     """
     ids, start, prompts, headed, answers, targets, *_ = columns
-    digest, each, positions = digest_of(rows, *columns), answers.shape[1], None
+    scored = [] if pad_id is None else [np.array(pad_id)]
+    digest, each, positions = digest_of(rows, *columns, *scored), answers.shape[1], None
     start, headed = (np.repeat(column[:, None], each, axis=1) for column in (start, headed))
     row: Ids = np.add(each * ids[:, None], np.arange(each), dtype=np.int32)
     length = prompts[:, None] + answers
@@ -89,4 +94,4 @@ def _examples(rows: TokenRows, columns: Sequence[NDArray[Any]], is_shared: bool)
         headed[:, 1:] = False
         length -= positions
     spans = spans_of(row.reshape(-1), start.reshape(-1), length.reshape(-1), headed.reshape(-1))
-    return Examples(rows, *spans, targets, digest, positions=positions, prompts=prompts)
+    return Examples(rows, *spans, targets, digest, positions=positions, prompts=prompts, pad_id=pad_id)

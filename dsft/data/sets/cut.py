@@ -31,6 +31,7 @@ class CutOptions:
     bos            the tokenizer's beginning-of-text id, kept in front of a truncated row; None: it has none
     share_prompts  the prompt of a pair is computed once for both answers
     labels         the task uses the labels of records, so they are part of what identifies the examples
+    pad_id         as in Examples
     """
 
     max_length: int
@@ -38,6 +39,7 @@ class CutOptions:
     bos: int | None
     share_prompts: bool = False
     labels: bool = False
+    pad_id: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,6 +31,7 @@ class Example:
                first tokens are no targets), or the two answers of a pair (chosen, rejected); None: one
                segment
     starts     position id at which each segment begins, as in MicroBatch; None: 0
+    scored     the mask marks tokens with a score at their own position; otherwise tokens that are predicted
     """
 
     input_ids: NDArray[np.int32]
@@ -38,6 +39,7 @@ class Example:
     source: str
     segments: tuple[int, ...] | None = None
     starts: tuple[int, ...] | None = None
+    scored: bool = False
 
     @property
     def target_count(self) -> int:
@@ -70,6 +72,8 @@ class Examples:
     positions  (m, k) position id of the first token of each answer; None: 0. An answer that begins at p > 0
                continues the first p tokens of the answer before it
     prompts    (m,) tokens of each example's prompt; None: the examples are not answers to prompts
+    pad_id     the one target of an answer is its last token that is not this one, which has a score; None:
+               the targets are tokens that are predicted
     """
 
     rows: TokenRows
@@ -82,6 +86,7 @@ class Examples:
     segments: Ids | None = None
     positions: Ids | None = None
     prompts: Ids | None = None
+    pad_id: int | None = None
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -191,11 +196,18 @@ class Examples:
                 firsts.append(size)
                 size += length
             sizes.append(size - before)
-        trained = np.concatenate(masks)
+        tokens, trained = np.concatenate(ids), np.concatenate(masks)
         trained[firsts] = False
+        if self.pad_id is not None:
+            trained[:] = False
+            for end, length in zip(np.cumsum(sizes), sizes, strict=True):
+                padding = int(np.argmax(tokens[end - length : end][::-1] != self.pad_id))
+                trained[end - 1 - padding] = True
         segments = None if self.segments is None and len(sizes) == 1 else tuple(sizes)
         positions = None if self.positions is None else tuple(self.positions[index].tolist())
-        return Example(np.concatenate(ids), trained, self.source(index), segments, positions)
+        return Example(
+            tokens, trained, self.source(index), segments, positions, scored=self.pad_id is not None
+        )
 
 
 def digest_of(rows: TokenRows, *columns: NDArray[Any] | None) -> str:

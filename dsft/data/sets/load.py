@@ -21,6 +21,7 @@ from dsft.data.sets.dataset import Dataset, Ids
 from dsft.data.sets.ledger import Ledger, table, total
 from dsft.data.sets.order import shares_text
 from dsft.data.sets.selection import FEW, TRAIN, SourceData, cut_with, divide
+from dsft.data.tokenizer.load import pad_id
 from dsft.errors import DataError, Problem
 from dsft.spec.preferences import shares_prompts
 from dsft.spec.schema import Data, Source, Spec
@@ -75,8 +76,8 @@ def load_data(
     and DataError if no row can be tokenized, such as without a chat template.
     """
     data, share_prompts, kind = spec.data, shares_prompts(spec), spec.task_kind
-    bos = tokenizer.bos_token_id
-    options = CutOptions(data.max_length, on_too_long(spec), bos, share_prompts, kind.labels)
+    bos, pad = tokenizer.bos_token_id, pad_id(tokenizer) if kind.head == "score" else None
+    options = CutOptions(data.max_length, on_too_long(spec), bos, share_prompts, kind.labels, pad)
     sets = _sets(spec, tokenizer, cache, options)
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
     how = kind.whole, kind.labels

@@ -110,7 +110,8 @@ def _segments(example: Example) -> Iterator[Example]:
     """Yield each segment of an example as an example."""
     ends = np.cumsum(example.segment_lengths)
     for begin, end in zip((0, *ends), ends, strict=False):
-        yield Example(example.input_ids[begin:end], example.trained[begin:end], example.source)
+        ids, trained = example.input_ids[begin:end], example.trained[begin:end]
+        yield Example(ids, trained, example.source, scored=example.scored)
 
 
 def noise_scales(lengths: Sequence[int], alpha: float) -> torch.Tensor:
@@ -119,7 +120,9 @@ def noise_scales(lengths: Sequence[int], alpha: float) -> torch.Tensor:
 
 
 def targets_of(example: Example) -> NDArray[np.int64]:
-    """Return the token that each position predicts, or NO_TARGET, (T,)."""
+    """Return the token that each position predicts, or NO_TARGET, (T,); for scores, each target itself."""
     targets = np.full(len(example.input_ids), NO_TARGET, dtype=np.int64)
+    if example.scored:
+        return np.where(example.trained, example.input_ids, targets)
     targets[:-1] = np.where(example.trained[1:], example.input_ids[1:], NO_TARGET)
     return targets

@@ -296,8 +296,8 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
     alone = [forward_only(own, hidden, spec, tokens) for own in found.values()]
     one_layer = max(alone, default=0) + sum(moved) * token + scores
     inputs = each([hidden] * sum(recomputed) * in_flight, token)
-    is_last = stage == spec.parallel.pipeline_stages - 1
-    logits, gradient, scored = _head(census, spec, tokens) if is_last else (0, 0, 0)
+    has_logits = spec.model.head == "vocabulary" and stage == spec.parallel.pipeline_stages - 1
+    logits, gradient, scored = _head(census, spec, tokens) if has_logits else (0, 0, 0)
     flowing = one(int(largest.total * BACKWARD)) + one(sent * token)
     stored = [layer for layer, again in zip(layers, recomputed, strict=True) if not again]
     ahead, on_host = sum(stored * in_flight, inputs), NONE

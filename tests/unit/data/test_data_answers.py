@@ -123,3 +123,56 @@ def test_rows_that_make_no_whole_records_are_an_error() -> None:
     with pytest.raises(DataError, match=r"whole pairs:\n  a:4: is the last of 5 rows, but a pair is 2 rows"):
         Records(rows, 2, "pair")
     assert len(Records(FakeRows([]), 2, "pair").lengths) == 0
+
+
+REWARDS = TaskFacts("pair", ("preference",), "rewards", "fine-tuning", cut="answers", rows=2, head="score")
+FORMS = {"padded": False, "packed": False, "shared": True}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("pads_with_the_end", [False, True])
+def test_a_score_is_at_the_last_token_that_is_no_padding(
+    form: str, pads_with_the_end: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As transformers chooses it in right-padded rows, whether the rows are cut or share their prompt."""
+    pairs = [{"prompt": "?" * (1 + n), "chosen": "y" * n + "!", "rejected": "n" * (9 - n)} for n in range(8)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    packing = form != "padded"
+    data = Data(train=(Source(path=str(path)),), max_length=8, packing=packing, on_too_long="truncate")
+    monkeypatch.setitem(TASKS, "reward", REWARDS)
+    monkeypatch.setattr("dsft.data.sets.load.shares_prompts", lambda spec: FORMS[form])
+    tokenizer = byte_level_tokenizer()
+    if pads_with_the_end:
+        tokenizer.pad_token = tokenizer.eos_token
+    pad = tokenizer.pad_token_id
+    loaded = load_data(spec_of("reward", data), tokenizer).train
+    assert (loaded.target_counts == 2).all() and (loaded.counts["tokens"] == 2).all()
+    train = Train(global_batch_size=8, micro_batch_size=4, max_steps=1, precision="fp32")
+    batches = TrainSteps(loaded, batch_sizes(train, 1, data, "reward"), 0, 1, pad).step(0).micro_batches
+    ends = set[bool]()
+    for batch in batches:
+        ids, targets = batch.tokens.input_ids, batch.tokens.targets
+        rows = list(zip(ids, targets, strict=True))
+        if batch.segments is not None:
+            parts = (one[0].split(list(batch.segments.lengths)) for one in (ids, targets))
+            rows = list(zip(*parts, strict=True))
+        assert batch.answers is not None and (batch.answers.num_targets == 1).all()
+        assert len(rows) == 2 * len(batch.answers.ids)
+        for tokens, wanted in rows:
+            last = int((torch.arange(len(tokens)) * (tokens != pad)).argmax())  # of transformers
+            expected = torch.full_like(wanted, -100)
+            expected[last] = tokens[last]
+            assert torch.equal(wanted, expected)
+            ends.add(int(tokens[last]) == tokenizer.eos_token_id)
+    assert ends == ({False} if pads_with_the_end else {True, False}), "cut answers have no end"
+
+
+def test_scores_are_part_of_what_identifies_the_examples(tmp_path: Path) -> None:
+    digests = set()
+    for pad in (None, 3, 4):
+        options = CutOptions(64, "error", None, pad_id=pad)
+        rows = FakeRows([([1, 2, 3, 4], [False, False, True, True]), ([1, 2, 5], [False, False, True])])
+        records = Records(rows, 2, "pair")
+        digests.add(cut_answers(records, np.arange(1, dtype=np.int32), options).examples.digest)
+    assert len(digests) == 3

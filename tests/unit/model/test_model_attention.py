@@ -176,7 +176,7 @@ def test_segments_from_positions(segments: Spans) -> None:
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "eager", "sdpa"])
 def test_other_attention_functions_refuse_shared_prompts(implementation: str) -> None:
     lengths, starts = zip(*SHARED, strict=True)
-    with pytest.raises(DsftError, match=f"is {implementation}; set dpo.share_prompts to false"):
+    with pytest.raises(DsftError, match=f"is {implementation}; set share_prompts to false"):
         packed_keywords(implementation, positions_of(SHARED), Segments(lengths, starts))
     if implementation.startswith("flash"):
         with pytest.raises(DsftError, match="share_prompts"):

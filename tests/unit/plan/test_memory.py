@@ -219,6 +219,11 @@ def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: An
     assert (first.activations, last.activations) == (4 * one_layer + int(one_layer * BACKWARD), 2 * one_layer)
 
 
+def test_a_score_has_no_logits(make_spec: Any, sizes: Any) -> None:
+    rank = sizes(tokens=None, task="reward").stages[0]
+    assert (rank.logits, rank.head) == (0, 0) and sizes(tokens=None, task="dpo").stages[0].head > 0
+
+
 def test_adapters_add_their_rank_and_frozen_norms_keep_nothing(make_spec: Any) -> None:
     """One layer of a (3000, 1000) matrix and a norm, in bf16, 8 tokens."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from dsft.errors import SpecError
 from dsft.spec.combinations import combinations
@@ -122,6 +123,25 @@ def test_of_labeled_answers_is_refused(key: str, words: str, changes: dict[str, 
     findings = told(task="kto", **changes)
     assert list(findings) == [key] and words in findings[key]
     assert told(task="kto", train=ALONE, kto={"loss_type": "apo_zero_unpaired"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "changes"),
+    [
+        ("train.label_smoothing", "use reward.label_smoothing", {"train": {"label_smoothing": 0.1}}),
+        ("reward.share_prompts", "true needs data.packing true", {"reward": {"share_prompts": True}}),
+        ("dpo", "set task: dpo, or leave it out", {"dpo": {"beta": 0.1}}),
+        ("data.on_too_long", "a row of task reward cannot be divided", {"data": {"on_too_long": "split"}}),
+    ],
+)
+def test_of_rewards_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
+    findings = told(task="reward", **changes)
+    assert list(findings) == [key] and words in findings[key]
+    own = {"center_rewards_coefficient": 0.01, "label_smoothing": 0.1}
+    dropout = {"lora": {"rank": 4, "dropout": 0.05}}
+    assert told(task="reward", reward=own, model=dropout, train={"neftune_alpha": 5.0}) == {}
+    with pytest.raises(ValidationError, match="reference_model"):
+        told(task="reward", reward={"reference_model": "a/b"})
 
 
 def test_a_step_of_one_row_on_one_rank_has_no_mismatched_answer() -> None:

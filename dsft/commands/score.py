@@ -1,0 +1,102 @@
+"""`dsft score EXPORT --data FILE --out FILE`: write the rewards that a reward model gives the rows of a file,
+one line of JSON for each row, in their order.
+
+A row with a chosen and a rejected answer gets a reward for each; other rows are conversations, prompts with
+an answer, or texts, as task sft takes them. The rewards are those of transformers' own class.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers.utils import logging
+
+from dsft.commands.chat import ADAPTER_CONFIG, load_model
+from dsft.data.cache.store import tokenized_rows
+from dsft.data.render.renderer import Renderer
+from dsft.data.rows import Records, TokenRows, data_error
+from dsft.data.tokenizer.load import load_tokenizer
+from dsft.errors import MissingInputError, Problem
+from dsft.spec.schema import Source
+from dsft.spec.task import TASKS
+from dsft.system.files import atomic_write, write_error
+from dsft.system.run_folder import named_export
+
+TASKS_OF_ROWS = ("reward", "sft")
+"""Tasks by which rows are read: the first that takes their format."""
+Scores = NDArray[np.float64]
+NAMES = {1: ("reward",), 2: ("chosen", "rejected")}
+
+
+def score(folder: Path, data: str, out: Path, batch_size: int) -> str:
+    """Score the rows and write `out`; an answer of more tokens than the model has positions gets null. Return
+    a line for the user. Raises DataError for rows that cannot be used, MissingInputError where the folder has
+    no reward model, StorageError where `out` cannot be written."""
+    folder = named_export(folder)
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise MissingInputError(
+            f"{folder} is an adapter; write the whole model with dsft export CHECKPOINT OUT --merged."
+        )
+    logging.disable_progress_bar()
+    model, tokenizer = load_model(str(folder), scores=True), load_tokenizer(folder)
+    if model.config.pad_token_id is None:
+        raise MissingInputError(
+            f"{folder}: config.json has no pad_token_id, by which transformers finds the last token; add "
+            "that of the tokenizer."
+        )
+    records = _records(data, Renderer(tokenizer))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rewards = scores_of(model.to(device).eval(), records.rows, batch_size).reshape(-1, records.each)
+    names = NAMES[records.each]
+    try:
+        with atomic_write(out) as file:
+            for number, row in enumerate(rewards.tolist()):
+                found = [None if math.isnan(one) else one for one in row]
+                line = {"source": records.source(number)} | dict(zip(names, found, strict=True))
+                file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+    except OSError as error:
+        raise write_error(out, error) from None
+    scored = rewards[~np.isnan(rewards).any(axis=1)]
+    means = (f"{name} {mean:.4g}" for name, mean in zip(names, scored.mean(0), strict=True))
+    text = f", mean {', '.join(means)}" if len(scored) else ""
+    if left := len(rewards) - len(scored):
+        text += f"; null for answers of {left:,} {records.unit}s, longer than the model's positions"
+    return f"{out}: {len(scored):,} of {len(rewards):,} {records.unit}s scored{text}"
+
+
+def scores_of(model: Any, rows: TokenRows, batch_size: int) -> Scores:
+    """Return the score of each row, (n,), as transformers computes it for padded rows of about one length;
+    NaN for a row that is longer than the model's positions."""
+    lengths, found = rows.lengths, np.full(len(rows.lengths), np.nan)
+    longest = getattr(model.config, "max_position_embeddings", None) or max(lengths)
+    order = [row for row in np.argsort(-lengths, kind="stable").tolist() if lengths[row] <= longest]
+    for first in range(0, len(order), batch_size):
+        ids = order[first : first + batch_size]
+        tokens = [torch.from_numpy(rows.read(row).input_ids.astype(np.int64)) for row in ids]
+        padded = torch.nn.utils.rnn.pad_sequence(tokens, True, model.config.pad_token_id)
+        mask = torch.arange(padded.shape[1]) < torch.tensor([len(row) for row in tokens])[:, None]
+        given = {"input_ids": padded.to(model.device), "attention_mask": mask.long().to(model.device)}
+        with torch.inference_mode():
+            found[ids] = model(**given).logits[:, 0].double().cpu().numpy()
+    return found
+
+
+def _records(data: str, renderer: Renderer) -> Records:
+    """Read the rows. Raises DataError for those that cannot be scored."""
+    for task in TASKS_OF_ROWS:
+        rows = tokenized_rows(Source(path=data), renderer, task=task)
+        if not rows.account.unread:
+            break
+    if rows.account.bad:
+        count = rows.account.bad_rows
+        problems = [Problem(*place) for place in rows.account.bad]
+        raise data_error(problems, f"{count:,} row{'s' * (count > 1)} cannot be scored:", count)
+    if not len(rows.lengths):
+        raise data_error([Problem(data, "has no rows; name a file with rows")], "no rows to score:", 1)
+    return Records(rows, TASKS[task].rows, TASKS[task].unit)

@@ -1,0 +1,38 @@
+"""Compute the loss of a reward model, per pair, from the scores of a chosen and a rejected answer.
+
+With the scores r(c) and r(r), the logistic function σ, ε = reward.label_smoothing and the weight κ =
+reward.center_rewards_coefficient:
+
+    -(1 - ε) log σ(r(c) - r(r)) - ε log σ(r(r) - r(c)) + κ (r(c) + r(r))²
+
+With ε = κ = 0 this is the Bradley-Terry model's negative log-likelihood: Ouyang et al. 2022 (arXiv
+2203.02155), equation 1. The last term is that of Eisenstein et al. 2023 (arXiv 2312.09244), equation 2. All
+of it is float64. The loss is the mean over the pairs of the global batch.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from dsft.data.steps.batch import MicroBatch
+from dsft.objective.answers import answer_logps
+from dsft.objective.api import Objective, Term
+from dsft.spec.schema import Reward
+
+METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "mean_reward")
+"""Named as in TRL's DPOTrainer, and in its RewardTrainer (mean_reward, over both answers)."""
+
+
+def reward(own: Reward) -> Objective:
+    """Return the objective. Its terms: the loss, in examples; then the metrics, of weight 0."""
+    smoothing, centering = own.label_smoothing, own.center_rewards_coefficient
+
+    def sums(scores: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
+        chosen, rejected = answer_logps(scores, micro_batch).unbind(1)
+        margin, total = chosen - rejected, chosen + rejected
+        loss = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+        figures = chosen, rejected, margin, (margin > 0).double(), total / 2
+        return (loss + centering * total.square()).sum(), *(one.detach().sum() for one in figures)
+
+    return Objective((Term("examples"), *(Term("examples", 0.0, name) for name in METRICS)), sums)
