@@ -308,6 +308,12 @@ def labeled_answers(draft: Draft, key: str | None = None) -> None:
     _reference(draft, "kto")
 
 
+def rewards(draft: Draft) -> None:
+    """Convert section reward."""
+    draft.carry("reward.center_rewards_coefficient")
+    draft.leave("num_labels task_type", "a reward model has one label")
+
+
 def _other_loss(key: str, losses: Sequence[Any], task: str, offered: Sequence[str]) -> SpecError:
     found = ", ".join(map(str, losses))
     return mistake(key, f"{quote(found)} is not offered; task {task} takes one of {', '.join(offered)}")

@@ -29,7 +29,7 @@ _TEMPLATES = {
     "chatml": "chatml", "llama3": "llama3", "mistral_v1": "mistral", "gemma": "gemma", "cohere": "cohere",
     "phi_3": "phi3", "qwen_25": "qwen2_5", "qwen3": "qwen3",
 }  # fmt: skip
-_DETECTED = ("chat_template", "completion", "pretrain", "chatml", "llama3", "None")
+_DETECTED = ("chat_template", "bradley_terry", "completion", "pretrain", "chatml", "llama3", "None")
 """Types of data sets whose rows dsft recognizes by their keys."""
 
 
@@ -40,13 +40,13 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
             way_out = "take rl out to convert the other keys, then set task: kto in the spec (docs/kto.md)"
             raise mistake("rl", f"'kto' of Axolotl is not converted; {way_out}")
         raise refuse("rl", str(method))
-    for name in ("reward_model", "process_reward_model"):
-        if draft.get(name) is True:
-            raise refuse(name, "reward")
+    if draft.get("process_reward_model") is True:
+        raise mistake("process_reward_model", "dsft trains no model that scores the steps of an answer")
+    rewards = draft.is_on("reward_model")
     texts = any(entry.get("type") in ("completion", "pretrain") for entry in _entries(draft, "datasets"))
     pretrain = texts or draft.is_given("pretraining_dataset")
-    task = task or ("dpo" if method else "pretrain" if pretrain else "sft")
-    draft.put("task", task, "rl" if method else "type of the datasets")
+    task = task or ("dpo" if method else "reward" if rewards else "pretrain" if pretrain else "sft")
+    draft.put("task", task, "rl" if method else "reward_model" if rewards else "type of the datasets")
     if isinstance(section := draft.given.get("bnb_config_kwargs"), Mapping):
         rest = {name: value for name, value in draft.given.items() if name != "bnb_config_kwargs"}
         draft.given = rest | {f"bnb_config_kwargs.{name}": value for name, value in section.items()}
@@ -56,6 +56,9 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
         beta = "orpo_alpha rl_beta dpo_beta" if method == "orpo" else "rl_beta dpo_beta"
         arguments.preferences(draft, "dpo_loss_type", _LOSSES[method or "dpo"], method="rl", beta=beta)
         draft.get("precompute_ref_log_probs")
+    elif task == "reward":
+        arguments.rewards(draft)
+        draft.leave("model_type", "the class follows from the task")
     arguments.training(draft, "fp32")
     if not any(map(draft.is_given, ("warmup_steps", "warmup_ratio"))):
         draft.put("optim.warmup_ratio", 0.03, "default there: 3 % of the steps, at most 100 steps")
@@ -130,7 +133,7 @@ def _columns(draft: Draft, where: str, entry: Mapping[str, Any], task: str) -> d
     elif entry.get("field_messages"):
         columns["messages"] = entry["field_messages"]
     columns |= {name: entry[f"field_{name}"] for name in _FIELDS if entry.get(f"field_{name}")}
-    if task == "dpo" and "messages" in columns:  # the prompt's turns, beside the two answers
+    if task in ("dpo", "reward") and "messages" in columns:  # the prompt's turns, beside the two answers
         columns["prompt"] = columns.pop("messages")
     return columns
 

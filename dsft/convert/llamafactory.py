@@ -48,6 +48,9 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     elif task == "kto":
         arguments.labeled_answers(draft)
         draft.leave("pref_ftx", "kto has no next-token term here")
+    elif task == "reward":
+        arguments.rewards(draft)
+        draft.comments["task"] += "; the export is a model …ForSequenceClassification, without a bias"
     arguments.training(draft, "fp32")
 
 

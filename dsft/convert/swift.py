@@ -14,18 +14,19 @@ from dsft.spec.document import quote
 from dsft.spec.task import TASKS, task_names
 
 _METHODS = {"dpo": "sigmoid", "simpo": "simpo", "orpo": "orpo", "cpo": "simpo"}
+_TASKS = {"kto": "kto", "rm": "reward"}
 _TRAIN_ON = {"last_round": "last", "all": "all", "default": "assistant"}
 _THINKING = ("enable_thinking", "preserve_thinking", "add_non_thinking_prefix", "disable_ignore_empty_think")
 
 
 def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     method = draft.get("rlhf_type")
-    if task is None and method not in (None, "kto", *_METHODS):
+    if task is None and method not in (None, *_TASKS, *_METHODS):
         raise refuse("rlhf_type", str(method))
-    if draft.get("task_type") not in (None, "causal_lm"):
+    if draft.get("task_type") not in (None, "causal_lm", *(["seq_cls"] if method == "rm" else [])):
         raise refuse("task_type", str(draft.get("task_type")))
     other = "pretrain" if draft.get("use_chat_template") is False else "sft"
-    task = task or ("kto" if method == "kto" else "dpo" if method else other)
+    task = task or _TASKS.get(method, "dpo" if method else other)
     draft.put("task", task, "rlhf_type" if method else f"choose another one with --task {task_names()}")
     kind = arguments.model(draft, TOOL, "tuner_type train_type sft_type")
     draft.comments["model.name_or_path"] = "model; a name of ModelScope may differ on the Hugging Face hub"
@@ -36,6 +37,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
         arguments.preferences(draft, "loss_type", _METHODS[method or "dpo"], method="rlhf_type")
     elif task == "kto":
         arguments.labeled_answers(draft, "loss_type")
+    elif task == "reward":
+        arguments.rewards(draft)
     dtype = draft.get("torch_dtype dtype")
     arguments.training(draft, VALUES["train.precision"].get(str(dtype), "bf16"))
     note = draft.comments["train.precision"]

@@ -7,15 +7,17 @@ from pathlib import Path
 from dsft.convert import adapter, arguments
 from dsft.convert.draft import Draft, hub_path, is_file_name
 from dsft.convert.values import flag
-from dsft.spec.task import TASKS, task_names
+from dsft.spec.task import task_names
 
 _PREFERENCES = (
     "beta", "precompute_ref_log_probs", "ref_model_mixup_alpha", "sync_ref_model", "max_prompt_length",
 )  # fmt: skip
 _LABELED = ("desirable_weight", "undesirable_weight")
+_REWARDS = "center_rewards_coefficient"
 _MARKS = (
     "dataset_name", "dataset_train_split", "use_peft", "assistant_only_loss", "completion_only_loss",
-    "dataset_text_field", "max_length", "packing", *_PREFERENCES, *_LABELED, "dataset_num_proc",
+    "dataset_text_field", "max_length", "packing", *_PREFERENCES, *_LABELED, _REWARDS,
+    "dataset_num_proc",
 )  # fmt: skip
 _TARGETS = (
     "peft's default for the model there, such as q_proj and v_proj; name them as a list to train only those"
@@ -28,11 +30,12 @@ _OF_TRL = {
 
 def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     labeled = any(map(draft.is_given, _LABELED)) or draft.given.get("loss_type") in arguments.KTO_LOSSES
-    task = task or ("kto" if labeled else "dpo" if any(map(draft.is_given, _PREFERENCES)) else "sft")
+    other = "reward" if draft.is_given(_REWARDS) else "sft"
+    task = task or ("kto" if labeled else "dpo" if any(map(draft.is_given, _PREFERENCES)) else other)
     trl = any(map(draft.is_given, _MARKS))
     if trl:
-        of_task = {"learning_rate": 1e-6, "beta": 0.1} if TASKS[task].whole else {"learning_rate": 2e-5}
-        draft.defaults |= {**_OF_TRL, **of_task}
+        rate = {"sft": 2e-5, "reward": 1e-4}.get(task, 1e-6)
+        draft.defaults |= {**_OF_TRL, "learning_rate": rate, "beta": 0.1}
     draft.put("task", task, f"choose another one with --task {task_names()}")
     if trl and draft.get("router_aux_loss_coef") is None:
         draft.left["router_aux_loss_coef"] = f"on by default in TRL, for mixtures: {arguments.BALANCE}"
@@ -47,6 +50,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
         arguments.preferences(draft, "loss_type", "sigmoid")
     elif task == "kto":
         arguments.labeled_answers(draft, "loss_type")
+    elif task == "reward":
+        arguments.rewards(draft)
     arguments.training(draft, "bf16" if trl and draft.given.get("bf16") is None else "fp32")
 
 
@@ -76,7 +81,10 @@ def _data(draft: Draft) -> None:
 def _rows(draft: Draft, task: str, trl: bool) -> None:
     """Convert what happens to rows: length, packing, targets, template."""
     note = "as there (truncation_mode keep_start)" if trl else "not in TrainingArguments: choose it"
-    arguments.rows(draft, "truncate", note)
+    if task == "reward":
+        arguments.rows(draft, "drop", "as there: longer rows are left out")
+    else:
+        arguments.rows(draft, "truncate", note)
     if draft.get("truncation_mode") not in (None, "keep_start"):
         reason = "a row is cut at its end, the prompt before the answer (docs/masks.md)"
         draft.leave("truncation_mode", reason)

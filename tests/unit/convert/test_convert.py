@@ -17,7 +17,7 @@ from dsft.convert.command import TOOLS, Converted, convert_file, listed
 from dsft.errors import MissingInputError, SpecError
 from dsft.spec.aliases import LEFT_OUT, keys
 from dsft.spec.load import load_spec
-from dsft.spec.schema import Spec
+from dsft.spec.schema import Reward, Spec
 
 ROWS = '{"instruction": "a", "input": "", "output": "b"}\n'
 
@@ -277,6 +277,34 @@ def test_kto(config: dict[str, Any], kto: str) -> None:
         converted({**TRL, "desirable_weight": 1.2, "loss_type": "bco"})
 
 
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({**SFT, "stage": "rm", "dataset": "pairs"}, "center_rewards_coefficient: 0.0"),
+        ({**TRL, "center_rewards_coefficient": 0.01}, "center_rewards_coefficient: 0.01"),
+        (
+            {**SWIFT, "rlhf_type": "rm", "task_type": "seq_cls", "num_labels": 1, "lora_rank": 4,
+             "lora_alpha": 8, "center_rewards_coefficient": 0.02},
+            "center_rewards_coefficient: 0.02",
+        ),
+        (
+            {"base_model": "a/b", "reward_model": True, "num_labels": 1, "sequence_len": 64,
+             "model_type": "AutoModelForSequenceClassification", "center_rewards_coefficient": 0.03,
+             "datasets": [{"path": "c/d", "type": "bradley_terry.chat_template"}], "learning_rate": 1e-5},
+            "center_rewards_coefficient: 0.03",
+        ),
+    ],
+    ids=["llamafactory", "trl", "swift", "axolotl"],
+)  # fmt: skip
+def test_reward(config: dict[str, Any], found: str) -> None:
+    spec, done = converted(config)
+    assert spec.task == "reward" and spec.dpo is None
+    assert_has(spec.reward or Reward(), found)
+    assert "datasets.0.type" not in done.left
+    if config.items() >= TRL.items():
+        assert (spec.data.on_too_long, spec.optim.learning_rate) == ("drop", 1e-4)
+
+
 def test_swift() -> None:
     spec, _ = converted({
         "model": "Qwen/Qwen2.5-7B-Instruct", "rlhf_type": "dpo", "dataset": "data/pairs.json#10",
@@ -503,7 +531,8 @@ def test_deepspeed() -> None:
 @pytest.mark.parametrize(
     ("config", "wanted"),
     [
-        ({"stage": "rm", "template": "x", "dataset": "identity"}, "stage: 'rm': dsft does not offer"),
+        ({"stage": "ppo", "template": "x", "dataset": "identity"}, "stage: 'ppo': dsft does not offer"),
+        ({"base_model": "a/b", "datasets": [], "process_reward_model": True}, "scores the steps of"),
         ({"rl": "kto", "base_model": "a/b", "datasets": []}, "rl: 'kto' of Axolotl is not converted"),
         ({"rlhf_type": "grpo", "model": "a/b", "tuner_type": "lora"}, "rlhf_type: 'grpo'"),
         ({"model": "a", "dataset": "b.json", "task_type": "seq_cls", "tuner_type": "lora"}, "task_type"),
