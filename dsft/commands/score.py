@@ -2,7 +2,8 @@
 one line of JSON for each row, in their order.
 
 A row with a chosen and a rejected answer gets a reward for each; other rows are conversations, prompts with
-an answer, or texts, as task sft takes them. The rewards are those of transformers' own class.
+an answer, or texts, as task sft takes them, or what `dsft answer` writes. The rewards are those of
+transformers' own class.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from dsft.spec.task import TASKS
 from dsft.system.files import atomic_write, write_error
 from dsft.system.run_folder import named_export
 
-TASKS_OF_ROWS = ("reward", "sft")
-"""Tasks by which rows are read: the first that takes their format."""
+READINGS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("reward", {}), ("sft", {}), ("sft", {"completion": "answer"}),
+)  # fmt: skip
+"""Task and columns by which rows are read: the first that fit. The last is for the file of `dsft answer`."""
 Scores = NDArray[np.float64]
 NAMES = {1: ("reward",), 2: ("chosen", "rejected")}
 
@@ -89,10 +92,12 @@ def scores_of(model: Any, rows: TokenRows, batch_size: int) -> Scores:
 
 def _records(data: str, renderer: Renderer) -> Records:
     """Read the rows. Raises DataError for those that cannot be scored."""
-    for task in TASKS_OF_ROWS:
-        rows = tokenized_rows(Source(path=data), renderer, task=task)
+    for task, columns in READINGS:
+        rows = tokenized_rows(Source(path=data, columns=columns), renderer, task=task)
         if not rows.account.unread:
             break
+    else:
+        rows = tokenized_rows(Source(path=data), renderer, task=task)  # whose message fits any file
     if rows.account.bad:
         count = rows.account.bad_rows
         problems = [Problem(*place) for place in rows.account.bad]

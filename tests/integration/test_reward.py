@@ -133,7 +133,7 @@ def ends_with_padding(model: Path) -> Path:
     return folder
 
 
-def write_rows(path: Path, lines: Sequence[dict[str, str]] = LINES) -> Path:
+def write_rows(path: Path, lines: Sequence[dict[str, Any]] = LINES) -> Path:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -297,6 +297,14 @@ def test_export_gives_the_scores_of_transformers(runs: Path, tmp_path: Path) -> 
     assert float(ours[:, 0].mean()) == pytest.approx(evaluated["rewards/chosen"], rel=1e-6, abs=1e-6)
 
     alone = [{"prompt": one["prompt"], "completion": one["chosen"]} for one in LINES]
+    chat = [{"role": "user", "content": "Where?"}]
+    asked = {"source": "a:1", "prompt": chat, "answer": "Here.", "reference": None}  # of dsft answer
+    same = {"messages": [*chat, {"role": "assistant", "content": "Here."}]}
+    found_alone = []
+    for name, one in (("asked", asked), ("same", same)):
+        score(export, str(write_rows(tmp_path / f"{name}.jsonl", [one])), tmp_path / name, 8)
+        found_alone.append(written(tmp_path / name)[0]["reward"])
+    assert found_alone[0] == found_alone[1]
     alone.append({"prompt": "a", "completion": " word" * 300})  # longer than the model's 256 positions
     line = score(export, str(write_rows(tmp_path / "alone.jsonl", alone)), tmp_path / "alone.out", 8)
     assert "10 of 11 rows scored" in line and "null for answers of 1 rows, longer than" in line
