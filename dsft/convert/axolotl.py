@@ -40,6 +40,9 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
             way_out = "take rl out to convert the other keys, then set task: kto in the spec (docs/kto.md)"
             raise mistake("rl", f"'kto' of Axolotl is not converted; {way_out}")
         raise refuse("rl", str(method))
+    if draft.is_on("kd_trainer"):
+        way_out = "take it out to convert the other keys, then set task: distill (docs/distill.md)"
+        raise mistake("kd_trainer", f"Axolotl reads a teacher's values from the rows; {way_out}")
     if draft.get("process_reward_model") is True:
         raise mistake("process_reward_model", "dsft trains no model that scores the steps of an answer")
     rewards = draft.is_on("reward_model")

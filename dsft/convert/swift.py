@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.convert import arguments
+from dsft.convert.distill import distillation
 from dsft.convert.draft import Draft, refuse
 from dsft.convert.values import names_in, whole
 from dsft.spec.aliases import VALUES
@@ -14,7 +15,7 @@ from dsft.spec.document import quote
 from dsft.spec.task import TASKS, task_names
 
 _METHODS = {"dpo": "sigmoid", "simpo": "simpo", "orpo": "orpo", "cpo": "simpo"}
-_TASKS = {"kto": "kto", "rm": "reward"}
+_TASKS = {"kto": "kto", "rm": "reward", "gkd": "distill"}
 _TRAIN_ON = {"last_round": "last", "all": "all", "default": "assistant"}
 _THINKING = ("enable_thinking", "preserve_thinking", "add_non_thinking_prefix", "disable_ignore_empty_think")
 
@@ -26,7 +27,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     if draft.get("task_type") not in (None, "causal_lm", *(["seq_cls"] if method == "rm" else [])):
         raise refuse("task_type", str(draft.get("task_type")))
     other = "pretrain" if draft.get("use_chat_template") is False else "sft"
-    task = task or _TASKS.get(method, "dpo" if method else other)
+    task = task or _TASKS.get(str(method), "dpo" if method else other)
     draft.put("task", task, "rlhf_type" if method else f"choose another one with --task {task_names()}")
     kind = arguments.model(draft, TOOL, "tuner_type train_type sft_type")
     draft.comments["model.name_or_path"] = "model; a name of ModelScope may differ on the Hugging Face hub"
@@ -39,6 +40,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
         arguments.labeled_answers(draft, "loss_type")
     elif task == "reward":
         arguments.rewards(draft)
+    elif task == "distill":
+        distillation(draft, cools=True)
     dtype = draft.get("torch_dtype dtype")
     arguments.training(draft, VALUES["train.precision"].get(str(dtype), "bf16"))
     note = draft.comments["train.precision"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dsft.convert import adapter, arguments
+from dsft.convert.distill import distillation
 from dsft.convert.draft import Draft, hub_path, is_file_name
 from dsft.convert.values import flag
 from dsft.spec.task import task_names
@@ -14,9 +15,10 @@ _PREFERENCES = (
 )  # fmt: skip
 _LABELED = ("desirable_weight", "undesirable_weight")
 _REWARDS = "center_rewards_coefficient"
+_TAUGHT = ("teacher_model_name_or_path", "lmbda", "seq_kd")
 _MARKS = (
     "dataset_name", "dataset_train_split", "use_peft", "assistant_only_loss", "completion_only_loss",
-    "dataset_text_field", "max_length", "packing", *_PREFERENCES, *_LABELED, _REWARDS,
+    "dataset_text_field", "max_length", "packing", *_PREFERENCES, *_LABELED, _REWARDS, *_TAUGHT,
     "dataset_num_proc",
 )  # fmt: skip
 _TARGETS = (
@@ -31,10 +33,11 @@ _OF_TRL = {
 def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     labeled = any(map(draft.is_given, _LABELED)) or draft.given.get("loss_type") in arguments.KTO_LOSSES
     other = "reward" if draft.is_given(_REWARDS) else "sft"
-    task = task or ("kto" if labeled else "dpo" if any(map(draft.is_given, _PREFERENCES)) else other)
+    other = "kto" if labeled else "dpo" if any(map(draft.is_given, _PREFERENCES)) else other
+    task = task or ("distill" if any(map(draft.is_given, _TAUGHT)) else other)
     trl = any(map(draft.is_given, _MARKS))
     if trl:
-        rate = {"sft": 2e-5, "reward": 1e-4}.get(task, 1e-6)
+        rate = {"sft": 2e-5, "distill": 2e-5, "reward": 1e-4}.get(task, 1e-6)
         draft.defaults |= {**_OF_TRL, "learning_rate": rate, "beta": 0.1}
     draft.put("task", task, f"choose another one with --task {task_names()}")
     if trl and draft.get("router_aux_loss_coef") is None:
@@ -52,6 +55,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
         arguments.labeled_answers(draft, "loss_type")
     elif task == "reward":
         arguments.rewards(draft)
+    elif task == "distill":
+        distillation(draft, cools=False)
     arguments.training(draft, "bf16" if trl and draft.given.get("bf16") is None else "fp32")
 
 
@@ -91,6 +96,8 @@ def _rows(draft: Draft, task: str, trl: bool) -> None:
     arguments.packing(draft)
     if task == "sft" and trl:
         draft.put("data.train_on", "all", "TRL's default: all turns of a conversation; assistant is dsft's")
+    if task == "distill" and trl:
+        draft.put("data.train_on", "last", "as there: the last answer of a conversation")
     for name in ("assistant_only_loss", "completion_only_loss"):
         if draft.is_given(name):
             draft.put("data.train_on", "assistant" if flag(draft.get(name)) else "all", name)

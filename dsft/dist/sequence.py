@@ -113,14 +113,15 @@ class RowSplit:
         return batch if exchange is None else part_of(batch, exchange.number, exchange.size)
 
     def whole(self, logps: Tensor, batch: MicroBatch) -> Tensor:
-        """Return the log-probabilities (B, T) of a whole micro-batch, on every rank of the group, from those
-        of this rank's part. A collective of the group."""
+        """Return the log-probabilities of a whole micro-batch, on every rank of the group, as in
+        `PolicyOutput`, from those of this rank's part. A collective of the group."""
         exchange = self._active()
         if exchange is None:
             return logps
         targets = batch.tokens.targets
         whole: Tensor = _Gather.apply(logps, exchange)
-        return whole[: targets.numel()].view_as(targets)
+        each = logps.shape[2:]
+        return whole.view(-1, *each)[: targets.numel()].view(*targets.shape, *each)
 
     def reported(self, sums: Tensor) -> Tensor:
         """Return sums over micro-batches, which all ranks of a group have, on its first rank; zeros on the

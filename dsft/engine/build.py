@@ -23,6 +23,6 @@ def build_engine(
     Raises SpecError where its parameter groups cannot be stepped.
     """
     check_groups(policy.named_trained(), spec, world)
-    policy.set_loss(objective.uniform, objective.label_smoothing)
+    policy.set_loss(objective.uniform, objective.label_smoothing, objective.temperature)
     kind = PipelineEngine if world.layout.pipeline_stages > 1 else ZeroEngine
     return kind(policy, spec, config, world, objective)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,10 @@ from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import NO_TARGET
 from dsft.model.config import has_scores
+from dsft.model.given_tokens import GivenTokens, TopTokens
 from dsft.model.products import aligned_empty, multiply, pieces, product, tile_of, vocab_slices
 from dsft.model.softmax import Shaping, Softmax, SoftmaxChoice, choose_softmax
-from dsft.plan.memory.sizes import SCORED_PARTS, head_chunk, in_chunks, kept_rows
+from dsft.plan.memory.sizes import SCORED_PARTS, SEVERAL_PARTS, head_chunk, in_chunks, kept_rows
 
 
 def shaping_of(causal_lm: PreTrainedModel) -> Shaping:
@@ -53,41 +54,60 @@ class Head(nn.Linear):
     uniform           the upstream gradient is the same for every target (Objective.uniform): the gradients
                       can then be computed and added up in the forward pass
     label_smoothing   probability mass moved from the target to all tokens alike, in training mode alone
+    temperature       of the log-probabilities of other tokens than the target
+    top               set in a model that is not trained: it scores its most probable tokens, not the target
     chunk_bytes       bytes that the logits of a chunk may take; None: see `chunk_on`
     """
 
     shaping = Shaping()
     uniform = False
     label_smoothing = 0.0
+    temperature = 1.0
+    top: Top | None = None
     chunk_bytes: int | None = None
 
-    def forward(self, input: Tensor, targets: Tensor | None = None, num_targets: int | None = None) -> Tensor:
+    def forward(
+        self,
+        input: Tensor,
+        targets: Tensor | None = None,
+        num_targets: int | None = None,
+        others: Tensor | None = None,
+    ) -> Tensor:
         """Return log-probabilities (B, T) of targets (B, T), at least float32, 0 at NO_TARGET; without
         targets the product (B, T, V), as the model's own layer. input: (B, T, H).
 
-        num_targets: their number, where it is known without asking the device.
+        num_targets: their number, where it is known without asking the device; others: k further tokens of
+        each target (B, T, k), with which the result is (B, T, 2 + k), as `GivenTokens` has it. With `top` it
+        is that of `TopTokens`, (B, T, 2 top_k + 1).
         """
         if targets is None:
             return super().forward(input)
         rows = target_rows(targets, num_targets)
         hidden, chosen = input.flatten(0, 1).index_select(0, rows), targets.flatten().index_select(0, rows)
-        logps = self._logps(hidden, chosen)
-        return logps.new_zeros(targets.numel()).index_copy(0, rows, logps).view_as(targets)
+        if others is not None:
+            chosen = torch.cat((chosen[:, None], others.flatten(0, 1).index_select(0, rows).long()), 1)
+        values = self._logps(hidden, chosen)
+        whole = values.new_zeros(targets.numel(), *values.shape[1:]).index_copy(0, rows, values)
+        return whole.view(*targets.shape, *values.shape[1:])
 
     def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
         smoothing = self.label_smoothing if self.training else 0.0
         chunk_bytes = self.chunk_bytes or chunk_on(hidden.device)
+        several = several_tokens(self.shaping, smoothing, self.temperature, self.top, targets)
         # DeepSpeed adds gradients over ranks in the order in which they are ready. A rank with fewer targets
         # may compute a plain product where others compute chunks, and the plain product's order is another
         # where DeepSpeed has replaced F.linear (ZeRO 3). So a bias's gradient always comes from chunks.
-        in_order = self.bias is None or not torch.is_grad_enabled()
+        in_order = several is None and (self.bias is None or not torch.is_grad_enabled())
         if in_order and not in_chunks(len(hidden) * self.out_features, chunk_bytes):
             return plain_logps(self.shaping(super().forward(hidden)), targets, smoothing)
-        chunks = Chunks(self.softmax_on(hidden.device, smoothing).softmax, chunk_bytes)
+        if several is None:
+            chunks = Chunks(self.softmax_on(hidden.device, smoothing).softmax, chunk_bytes)
+        else:
+            chunks = Chunks(several, chunk_bytes // SEVERAL_PARTS)
         if not torch.is_grad_enabled():
             return chunks.score(hidden, self.weight, self.bias, targets)[0]
         # float16 is too coarse for gradients that are not yet multiplied by the loss scale.
-        in_forward = (self.uniform or self._is_frozen()) and hidden.dtype != torch.float16
+        in_forward = several is None and (self.uniform or self._is_frozen()) and hidden.dtype != torch.float16
         function = GradientInForward if in_forward else GradientInBackward
         logps: Tensor = function.apply(hidden, self.bias, self.weight, targets, chunks)
         return logps
@@ -98,6 +118,22 @@ class Head(nn.Linear):
 
     def _is_frozen(self) -> bool:
         return not any(parameter.requires_grad for parameter in self.parameters(recurse=False))
+
+
+class Top(NamedTuple):
+    """How many of a target's most probable tokens are scored, of the first `candidates` ones."""
+
+    top_k: int
+    candidates: int
+
+
+def several_tokens(
+    shaping: Shaping, smoothing: float, temperature: float, top: Top | None, targets: Tensor
+) -> Softmax | None:
+    """Return what scores several tokens of each target; None where the target alone is scored."""
+    if top is not None:
+        return TopTokens(shaping, 0.0, temperature, *top)
+    return GivenTokens(shaping, smoothing, temperature) if targets.ndim > 1 else None
 
 
 @cache
@@ -174,8 +210,9 @@ class Chunks:
     ) -> tuple[Tensor, Tensor]:
         """Compute log-probabilities (n,), and the sums (n, 2) that Softmax returns, from hidden (n, H),
         weight (V, H), bias (V,), targets (n,). stored (k, V): is filled with the gradient by the product of
-        the first k rows."""
-        logps, sums = _wide(hidden, (len(hidden),)), _wide(hidden, (len(hidden), 2))
+        the first k rows. `GivenTokens` and `TopTokens` have other shapes, and store nothing."""
+        logps = _wide(hidden, (len(hidden), *self.softmax.num_values(targets)))
+        sums = _wide(hidden, (len(hidden), self.softmax.num_sums))
         stored = weight.new_empty(0, len(weight)) if stored is None else stored
         for rows in pieces(len(hidden), weight.shape[0], self.chunk_bytes // SCORED_PARTS):
             logits = product(hidden[rows], weight, bias)
@@ -186,7 +223,7 @@ class Chunks:
     def stored_rows(self, hidden: Tensor, weight: Tensor) -> int:
         """Return for how many rows `score` keeps the gradient; none in float16, which loses gradients that
         are not yet multiplied by the loss scale."""
-        if weight.dtype == torch.float16:
+        if weight.dtype == torch.float16 or not self.softmax.keeps_gradient:
             return 0
         return kept_rows(len(hidden), len(weight) * weight.element_size(), self.chunk_bytes)
 
@@ -220,12 +257,12 @@ class Chunks:
         inputs: tuple[Tensor, Tensor, Tensor | None, Tensor],
         needed: tuple[bool, ...],
     ) -> list[Tensor | None]:
-        """Return the same gradients for any upstream gradient (n,), from inputs = (hidden, weight, bias,
-        targets) and what `score` has stored of the first rows. Chunks are of the vocabulary here: each row of
-        the weight's gradient is then written in its own type."""
+        """Return the same gradients for any upstream gradient, of the values' shape, from inputs = (hidden,
+        weight, bias, targets) and what `score` has stored of the first rows. Chunks are of the vocabulary
+        here: each row of the weight's gradient is then written in its own type."""
         hidden, weight, bias, targets = inputs
         first, last = hidden.split((len(stored), len(hidden) - len(stored)))
-        pulls, pull = upstream[: len(stored)], upstream[len(stored) :]
+        pulls, pull = upstream[: len(stored)].flatten(), upstream[len(stored) :]  # rows kept have one value
         pulled = (first * pulls[:, None]).to(first.dtype)
         by_hidden = _wide(hidden, hidden.shape) if needed[0] else None
         by_weight = torch.empty_like(weight) if needed[1] else None

@@ -17,9 +17,11 @@ from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import Segments, Tokens
 from dsft.model.attention import SHAPES, packed_keywords, recurrent_keywords
-from dsft.model.head import install_head, output_layer, plain_logps
+from dsft.model.given_tokens import whole_values
+from dsft.model.head import Top, install_head, output_layer, plain_logps, several_tokens
 from dsft.model.names import plain_name
 from dsft.model.routing import Routing
+from dsft.model.softmax import Shaping
 from dsft.model.stage import StageInput, StageOutput
 
 
@@ -27,8 +29,9 @@ class PolicyOutput(NamedTuple):
     """What a policy returns for a micro-batch. A named tuple, since DeepSpeed's ZeRO 3 looks for tensors in
     tuples.
 
-    logps   (B, T) float32: the log-probability of each target, 0 where there is none; of a model that gives
-            scores: the score at each target
+    logps   (B, T) float32: the log-probability of each target, 0 where there is none; with `Tokens.others`
+            or `Policy.score_top` (B, T, C), as `Head.forward` has it; of a model that gives scores: the score
+            at each target
     """
 
     logps: Tensor
@@ -58,14 +61,22 @@ class Policy(nn.Module):
         self._head = (head,)  # in a tuple: as a second submodule ZeRO 3 would gather it twice
         self._entry = [m for m in causal_lm.modules() if isinstance(m, StageInput)]  # a list: the same reason
         self._exit = [m for m in causal_lm.modules() if isinstance(m, StageOutput)]
-        self._label_smoothing = 0.0
+        self._label_smoothing, self._temperature = 0.0, 1.0
+        self._top: Top | None = None
 
-    def set_loss(self, uniform: bool, label_smoothing: float) -> None:
-        """Set what training does with the log-probabilities; both are explained in Head."""
-        self._label_smoothing = label_smoothing
+    def set_loss(self, uniform: bool, label_smoothing: float, temperature: float = 1.0) -> None:
+        """Set what training does with the log-probabilities; all are explained in Head."""
+        self._label_smoothing, self._temperature = label_smoothing, temperature
         (head,) = self._head
         if head is not None:
-            head.uniform, head.label_smoothing = uniform, label_smoothing
+            head.uniform, head.label_smoothing, head.temperature = uniform, label_smoothing, temperature
+
+    def score_top(self, top: Top, temperature: float) -> None:
+        """Return the most probable tokens of each target from here on; both are explained in Head."""
+        self.set_loss(uniform=False, label_smoothing=0.0, temperature=temperature)
+        self._top, (head,) = top, self._head
+        if head is not None:
+            head.top = top
 
     def softmax_description(self, device: torch.device) -> str:
         """Return a clause that says what computes the softmax part of the head on `device`; empty where there
@@ -103,12 +114,23 @@ class Policy(nn.Module):
         with with_noise(self.causal_lm, tokens.noise_scale if self.training and self.is_first else None):
             output = (self.causal_lm if self.full_logits else self.causal_lm.base_model)(**given)
         if self.full_logits:
-            smoothing = self._label_smoothing if self.training else 0.0
-            return PolicyOutput(target_logps(output.logits, tokens.targets, smoothing))
+            return PolicyOutput(self._of_logits(output.logits, tokens.targets, tokens.others))
         if self._exit:
             return self._exit[0].pop()
         hidden: Tensor = output.last_hidden_state
-        return PolicyOutput(output_layer(self.causal_lm)(hidden, tokens.targets, num_targets))
+        layer = output_layer(self.causal_lm)
+        return PolicyOutput(layer(hidden, tokens.targets, num_targets, tokens.others))
+
+    def _of_logits(self, logits: Tensor, targets: Tensor, others: Tensor | None) -> Tensor:
+        """Return what `Head.forward` does, from whole logits (B, T, V)."""
+        smoothing = self._label_smoothing if self.training else 0.0
+        chosen = targets.flatten()
+        if others is not None:
+            chosen = torch.cat((chosen[:, None], others.flatten(0, 1).long()), 1)
+        several = several_tokens(Shaping(), smoothing, self._temperature, self._top, chosen)
+        if several is None:
+            return target_logps(logits, targets, smoothing)
+        return whole_values(logits.flatten(0, 1), chosen, several).view(*targets.shape, -1)
 
     def named_trained(self) -> dict[str, nn.Parameter]:
         """Return trained parameters by Hugging Face name; a tied one once, by the name of the input

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +48,14 @@ class Softmax:
 
     shaping: Shaping = Shaping()
     smoothing: float = 0.0
+
+    keeps_gradient: ClassVar[bool] = True
+    """Whether `score` can keep the gradient of a row, of one value, which the upstream gradient scales."""
+    num_sums: ClassVar[int] = 2
+
+    def num_values(self, targets: Tensor) -> tuple[int, ...]:
+        """Return the shape of what `score` returns for each target."""
+        return ()
 
     def score(
         self, product: Tensor, targets: Tensor, dtype: torch.dtype, stored: Tensor | None = None

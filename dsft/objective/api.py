@@ -37,12 +37,14 @@ class Term:
 class Objective:
     """What is minimized, and what is reported beside it.
 
-    sums              maps target log-probabilities (B, T) and their micro-batch to one differentiable float64
-                      scalar per term, in the order of `terms`; detached where the weight is 0
+    sums              maps target log-probabilities, as in `PolicyOutput`, and their micro-batch to one
+                      differentiable float64 scalar per term, in the order of `terms`; detached where the
+                      weight is 0
     uniform           the gradient of the sums by a target's log-probability is the same for all targets of a
                       micro-batch, which spares the head a computation
     label_smoothing   probability mass that the head moves from each target to all tokens alike, in training:
                       `sums` then gets log-probabilities of the smoothed targets
+    temperature       of the softmax from which the log-probabilities of `Tokens.others` are
     of_answers        the same as `sums` for preference pairs, from the sums (n, 2) of each answer's
                       log-probabilities; None for other objectives
     """
@@ -51,6 +53,7 @@ class Objective:
     sums: Callable[[Tensor, MicroBatch], tuple[Tensor, ...]]
     uniform: bool = False
     label_smoothing: float = 0.0
+    temperature: float = 1.0
     of_answers: Callable[[Tensor, Answers], tuple[Tensor, ...]] | None = None
 
     def term_sums(self, logps: Tensor, micro_batch: MicroBatch) -> Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dsft.errors import SpecError
 from dsft.plan.build import Need, Plan, memory_limits, memory_needs
@@ -214,7 +214,8 @@ def _layouts(plan: Plan) -> Iterator[LayoutKeys]:
     splits = sorted({1, spec.parallel.sequence_parallel})
     references: tuple[str | None, ...] = (None,)
     if spec.reference is not None:
-        ways = (spec.reference.reference, "precomputed", "live", *(("adapter",) if spec.model.lora else ()))
+        offered = get_args(type(spec.reference).model_fields["reference"].annotation)
+        ways = (spec.reference.reference, *(way for way in offered if way != "adapter" or spec.model.lora))
         references = tuple(dict.fromkeys(ways))  # the spec's own first
     for stages in range(1, min(ranks, plan.census.num_layers) + 1):
         if ranks % stages:

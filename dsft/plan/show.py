@@ -21,10 +21,17 @@ from dsft.plan.memory.ranks import RankMemory
 from dsft.plan.memory.reference import ReferenceMemory
 from dsft.plan.memory.sizes import needed
 from dsft.plan.mixture import active_line, gather_line
-from dsft.plan.reference import has_engine, in_stages, reference_entries, reference_line
+from dsft.plan.reference import (
+    has_engine,
+    in_stages,
+    reference_entries,
+    reference_line,
+    scores_in_training,
+)
 from dsft.plan.schedule import batch_scale, scaling_equation
 from dsft.plan.show_compare import MEMORY, comparison_mapping, comparison_parts
 from dsft.plan.smaller import smaller
+from dsft.plan.storage import FP32
 from dsft.plan.tables import heading, printed, table
 from dsft.plan.traffic import bubble
 from dsft.spec.batch import has_wide_gradients
@@ -111,11 +118,19 @@ def _reference_mapping(plan: Plan) -> dict[str, Any] | None:
     keys = _reference_keys(plan)
     return {
         "line": reference_line(plan.spec),
+        "bytes_per_target": _stored_per_target(plan),
         "per_gpu": _per_gpu(reference.stages),
         "per_host": None if reference.hosts is None else dict(reference.hosts),
         "deepspeed": nested(keys) if keys else None,
         "reasons": {entry.key: entry.reason for entry in keys},
     }
+
+
+def _stored_per_target(plan: Plan) -> int:
+    """Return the bytes of a teacher's store for each target; 0 for a reference of answers, which stores a few
+    numbers for each, and for one that scores while the run trains."""
+    own = plan.spec.reference
+    return 0 if own is None or scores_in_training(plan.spec) else own.columns * FP32
 
 
 def _reference_keys(plan: Plan) -> tuple[ConfigEntry, ...]:
@@ -364,9 +379,10 @@ def _reference(plan: Plan, reference: ReferenceMemory) -> Iterator[RenderableTyp
     line = reference_line(plan.spec).removeprefix("reference: ")
     yield Text(f"{line[0].upper()}{line[1:]}.")
     if reference.stages:
-        before = (
-            f"It scores all {plan.spec.task_kind.unit}s before the policy is loaded. This pass takes at most:"
-        )
+        before = f"It scores all {plan.spec.task_kind.unit}s before the policy is loaded."
+        if stored := _stored_per_target(plan):
+            before += f" Its store takes {stored:,} bytes for each token that is trained on."
+        before += " This pass takes at most:"
         yield Text(before if reference.hosts is not None else "While it scores it takes:")
         yield _memory(plan, reference.stages, reference.hosts)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -221,21 +222,27 @@ def check_rescored(
     folder: Path,
     dataset: Dataset,
     ids: NDArray[np.int64],
-    stored: NDArray[np.float64],
-    found: NDArray[np.float64],
+    stored: NDArray[Any],
+    found: NDArray[Any],
     precision: Precision,
 ) -> None:
     """Compare log-probabilities in the store with new ones. Of the examples `ids` (n,), `stored` (n, k) is
     what the store `folder` has, `found` (n, k) what the reference gives now. Raises CheckpointError with the
     first answer that differs by more than rounding: another layout runs other kernels, just as a row scored
-    alone does."""
+    alone does. Of a teacher both have the sum of the largest log-probabilities of each example's targets, (n,
+    1)."""
     for example, *values in zip(ids.tolist(), stored, found, strict=True):
-        tokens = [row.target_count for row in whole_rows(dataset[example])]
+        tokens = [dataset[example].target_count]
+        if dataset.whole:
+            tokens = [row.target_count for row in whole_rows(dataset[example])]
         for number, (was, is_, count) in enumerate(zip(*values, tokens, strict=True), start=1):
             bound = allowed(precision, count)
             if not abs(was - is_) <= bound:
+                what = "the sum of the largest log-probability of each target"
+                if dataset.whole:
+                    what = f"the log-probability of answer {number} of {len(tokens)}"
                 raise CheckpointError(
-                    f"{dataset.source(example)}: the log-probability of answer {number} of {len(tokens)} "
+                    f"{dataset.source(example)}: {what} "
                     f"under the reference is {was:.6g} in {folder}, and {is_:.6g} when scored again "
                     f"(rounding explains a difference of {bound:.2g}); look for what changed, such as the "
                     "version of transformers or torch, then remove the store, so that all its rows are "

@@ -46,6 +46,7 @@ class Key:
     precision   train.precision
     quantize    model.quantize and model.quantize_skip; only where weights are quantized
     also        the fingerprint of each of `Inputs.also_scored`; only where there are any
+    scored      `Reference.scored`, and how many tokens the policy has; only of a teacher
     """
 
     components: Components
@@ -65,6 +66,7 @@ def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
     rows = new_rows(model, inputs.facts)
     data = inputs.loaded
     datasets = (data.train, *(one.data for one in data.held_out))
+    asked, vocabulary = spec.reference and spec.reference.scored, inputs.config.get_text_config().vocab_size
     return Key(
         {
             "format": FORMAT,
@@ -81,6 +83,7 @@ def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
             "precision": spec.train.precision,
             **({"quantize": [model.quantize, *model.quantize_skip]} if model.quantize else {}),
             **({"also": [one.fingerprint for one in inputs.also_scored]} if inputs.also_scored else {}),
+            **({"scored": asked | {"vocab_size": vocabulary}} if asked else {}),
         }
     )
 
@@ -161,6 +164,7 @@ _CLAUSES: Mapping[str, Any] = {
     "data": _other_data,
     "precision": lambda then, now: [f"train.precision was {then}, now {now}"],
     "quantize": lambda then, now: [f"model.quantize and quantize_skip were {then}, now {now}"],
+    "scored": lambda then, now: _values("of the teacher's tokens ", then, now),
     "also": lambda then, now: [
         "the steps (train.seed, the global batch size) pair prompts and answers otherwise"
     ],

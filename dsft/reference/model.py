@@ -84,15 +84,16 @@ def proven(reference: OpenReference, spec: Spec, inputs: Inputs, world: World) -
     other = other_model(spec)
     if other is not None:
         key = spec.own_key("reference_model")
-        yield world.each(lambda: same_tokens(other, key, inputs.tokenizer))
+        is_start = spec.reference is None or spec.reference.is_start
+        yield world.each(lambda: same_tokens(other, key, inputs.tokenizer, required=not is_start))
         if (around := config_around(other)) is not None:
             yield world.first(lambda: check_around(around, inputs.train))
     yield from check_rows(reference.engine, reference.policy, spec, inputs.train, world, inputs.pad_id)
 
 
-def same_tokens(name: str, key: str, policy: PreTrainedTokenizerBase) -> str:
+def same_tokens(name: str, key: str, policy: PreTrainedTokenizerBase, *, required: bool = False) -> str:
     """Check that the reference's own tokenizer agrees with the policy's, and return a line for the user.
-    name: the reference's; key: the spec's key that has it.
+    name: the reference's; key: the spec's key that has it; required: it must have a tokenizer, as a teacher.
 
     Raises SpecError where a token of the policy has another id there, or where the reference has none of the
     tokens. Single tokens that it lacks (model.add_tokens) are only reported: the reference has learned
@@ -101,6 +102,9 @@ def same_tokens(name: str, key: str, policy: PreTrainedTokenizerBase) -> str:
     try:
         theirs = load_tokenizer(name).get_vocab()
     except MissingInputError:
+        if required:
+            message = f"{name!r} has no tokenizer to compare with the policy's; put its files there"
+            raise SpecError("The reference cannot be computed.", [Problem(key, message)]) from None
         return "tokens: it has no tokenizer, so the policy's tokens are used and cannot be compared"
     ours = policy.get_vocab()
     moved = [token for token, number in ours.items() if theirs.get(token, number) != number]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,36 +30,41 @@ from dsft.engine.frozen import FrozenEngine
 from dsft.errors import LockedError, NonFiniteError, OutOfMemoryError, StorageError
 from dsft.objective.answers import answer_logps
 from dsft.plan.reference import reference_layout, reference_line, reference_model
+from dsft.plan.storage import FP32
 from dsft.reference.check import check_rescored, check_weights, random_ids
 from dsft.reference.key import Key, key_of
 from dsft.reference.model import open_reference, proven
 from dsft.reference.refer import look_up
-from dsft.reference.store import LOCK, Store, StoreContents
+from dsft.reference.store import LOCK, Shape, Store, StoreContents, Values, is_missing
+from dsft.reference.teacher import ask_for_top, rows_of_targets
 from dsft.report.console import task_progress
 from dsft.report.memory import is_out_of_memory
 from dsft.setup.inputs import Inputs
 from dsft.spec.batch import BatchSizes, batch_sizes
 from dsft.spec.schema import Spec
+from dsft.system.disk import size_text
 from dsft.system.lock import holder, lock_folder
 
 SHARD_SECONDS = 30.0
+SHARD_BYTES = 1 << 28
 _ROUND = 8  # micro-batches per rank in one round
 _WAIT = 1.0  # seconds between two attempts to take a lock that another job has
 
 Ids = NDArray[np.int64]
-Scores = tuple[Ids, NDArray[np.float64]]
-"""Numbers of k examples, (k,), and the log-probabilities of their answers, (k, answers)."""
+Scores = tuple[Ids, NDArray[Any]]
+"""Numbers of k examples, (k,), and the log-probabilities of their answers, (k, answers), or a teacher's rows
+of their targets, (N, columns)."""
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class PrecomputedReference:
-    """Log-probabilities from a store. key: their identity; logps: (n, k) of each dataset, that of training
-    first."""
+    """Log-probabilities from a store. key: their identity; logps: those of each dataset, that of training
+    first, as in `StoreContents`."""
 
     key: Key
     folder: Path
-    logps: Sequence[NDArray[np.float64]]
+    logps: Sequence[Values]
 
     @property
     def annotate(self) -> tuple[Annotate, ...]:
@@ -108,9 +114,9 @@ def precompute(
     log(reference_line(spec))
     key = world.first(lambda: key_of(spec, reference_model(spec), inputs))
     world.first(lambda: check_key(key))
-    store, unit = Store.of(spec, key), spec.task_kind.unit
+    store, unit = Store.of(spec, key), spec.task_kind.example
     datasets = (inputs.train, *(one.data for one in inputs.held_out), *inputs.also_scored)
-    shapes, total = [(len(one), one.answers) for one in datasets], sum(map(len, datasets))
+    shapes, total = [shape_of(spec, one) for one in datasets], sum(map(len, datasets))
     count = spec.reference.recheck_rows if recheck and spec.reference is not None else 0
 
     def read(log: Log = lambda text: None) -> StoreContents:
@@ -124,6 +130,10 @@ def precompute(
             stored = world.first(lambda: read(log))
         if stored.num_missing:
             world.first(store.prepare)
+            if each := spec.reference.columns * FP32 if spec.reference is not None else 0:
+                counts = [one.target_counts[ids] for one, ids in zip(datasets, stored.missing, strict=True)]
+                size = sum(int(of_one.sum()) for of_one in counts) * each
+                log(f"reference: the store grows by {size_text(size)}, {each:,} bytes for each target")
         chosen = world.first(lambda: random_stored(stored, count))
         again = sum(map(len, chosen))
         if stored.num_missing or again:
@@ -143,6 +153,12 @@ def precompute(
         )
     log(f"reference: the log-probabilities of {total:,} {unit}s are in {store.folder}")
     return PrecomputedReference(key, store.folder, stored.logps)
+
+
+def shape_of(spec: Spec, dataset: Dataset) -> Shape:
+    """Return the shape of what the reference gives for a dataset."""
+    columns = spec.reference and spec.reference.columns
+    return (dataset.target_counts, columns) if columns else (len(dataset), dataset.answers)
 
 
 def _take_lock(store: Store, world: World, lock: ExitStack, log: Log) -> None:
@@ -166,7 +182,7 @@ def _take_lock(store: Store, world: World, lock: ExitStack, log: Log) -> None:
 def random_stored(stored: StoreContents, count: int) -> tuple[Ids, ...]:
     """Choose up to `count` random stored examples, other ones at each start. Return their numbers per
     dataset."""
-    sets = [np.flatnonzero(~np.isnan(one).any(axis=1)) for one in stored.logps]
+    sets = [np.flatnonzero(~is_missing(one)) for one in stored.logps]
     borders = np.cumsum([0, *map(len, sets)])
     chosen = random_ids(int(borders[-1]), count)
     return tuple(
@@ -209,6 +225,8 @@ def score(
         world.each(lambda: check_weights(spec, plan.store.key))
         for line in proven(reference, spec, inputs, world):
             log(f"reference: {line}")
+        if spec.reference is not None and spec.reference.scored:
+            world.each(lambda: ask_for_top(reference.policy, spec, inputs.facts))
     scorer = AnswerScorer(plan, inputs.pad_id, world, reference.engine)
     scorer.check()
     scorer.score(progress if world.rank == 0 else lambda _: None)
@@ -232,11 +250,13 @@ class AnswerScorer:
             if found:
                 numbers, values = map(np.concatenate, zip(*found, strict=True))
                 old, data = plan.stored.logps[dataset][numbers], plan.datasets[dataset]
+                if plan.store.of_targets:
+                    old, values = (largest_of_targets(data, numbers, one) for one in (old, values))
                 check_rescored(plan.store.folder, data, numbers, old, values, plan.spec.train.precision)
 
     def score(self, progress: Callable[[ScoringProgress], None]) -> None:
         """Score the missing examples of each dataset and add them to the store."""
-        plan, unit = self._plan, self._plan.spec.task_kind.unit
+        plan, unit = self._plan, self._plan.spec.task_kind.example
         rounds = [(n, ids) for n, of_it in enumerate(plan.stored.missing) for ids in self._rounds(n, of_it)]
         done = list(accumulate((len(ids) for _, ids in rounds), initial=0))
         lengths = (plan.datasets[dataset].lengths[ids] for dataset, ids in rounds)
@@ -247,7 +267,8 @@ class AnswerScorer:
             nonlocal written
             self._check_finite(dataset, scored)
             waiting.extend(scored)
-            if waiting and (is_last or time.monotonic() - written >= SHARD_SECONDS):
+            is_due = is_last or time.monotonic() - written >= SHARD_SECONDS
+            if waiting and (is_due or sum(values.nbytes for _, values in waiting) >= SHARD_BYTES):
                 ids, logps = map(np.concatenate, zip(*waiting, strict=True))
                 plan.store.write(dataset, ids, logps)
                 waiting.clear()
@@ -262,15 +283,18 @@ class AnswerScorer:
             progress(ScoringProgress(done[-1], done[-1], tokens[-1], tokens[-1], unit))
 
     def _check_finite(self, dataset: int, scored: Sequence[Scores]) -> None:
+        data = self._plan.datasets[dataset]
         for ids, logps in scored:
+            if self._plan.store.of_targets:  # the rest has none where the k tokens are the whole vocabulary
+                ids = np.repeat(ids, data.target_counts[ids])
+                logps = logps[:, [logps.shape[1] // 2, -2]]  # the largest and the smallest
             bad = np.flatnonzero(~np.isfinite(logps).all(axis=1))
             if len(bad):
-                where = self._plan.datasets[dataset].source(int(ids[bad[0]]))
                 values = ", ".join(f"{value:g}" for value in logps[bad[0]])
                 raise NonFiniteError(
-                    f"{where}: the reference gives the answers of this row the log-probabilities {values}, "
-                    "from which no loss can be computed; look at the row and at the reference's weights, or "
-                    "set train.precision to fp32 or bf16."
+                    f"{data.source(int(ids[bad[0]]))}: the reference gives this row the "
+                    f"log-probabilities {values}, from which no loss can be computed; look at the row and at "
+                    "the reference's weights, or set train.precision to fp32 or bf16."
                 )
 
     def _rounds(self, dataset: int, ids: Ids) -> Iterator[Ids]:
@@ -288,12 +312,18 @@ class AnswerScorer:
         largest = max((one.shape.numel() for one in parts), default=0)
         what = f"the reference does not fit beside a micro-batch of {largest:,} tokens"
         with explain_out_of_memory(plan.spec, what):
-            scored = self._engine.score(parts, answer_logps)
+            scored = self._engine.score(parts, rows_of_targets if plan.store.of_targets else answer_logps)
         if world.sequence_rank:
             return
         for logps, part in zip(scored, parts, strict=False):
-            assert part.answers is not None, "a task that compares whole answers"
-            yield part.answers.ids.numpy(), logps.double().cpu().numpy()
+            yield np.array(part.ids, np.int64), logps.cpu().numpy()
+
+
+def largest_of_targets(dataset: Dataset, ids: Ids, rows: NDArray[np.float32]) -> NDArray[Any]:
+    """Return the sum of the largest log-probabilities of each example's targets, (n, 1), from their rows (N,
+    2 k + 1)."""
+    example = np.repeat(np.arange(len(ids)), dataset.target_counts[ids])
+    return np.bincount(example, rows[:, rows.shape[1] // 2], minlength=len(ids))[:, None]
 
 
 @contextmanager

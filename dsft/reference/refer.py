@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dsft.data.steps.batch import Annotate, Answers, LazyMicroBatches, MicroBatch
@@ -19,6 +17,9 @@ from dsft.engine.frozen import FrozenEngine
 from dsft.model.names import is_adapter
 from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
+from dsft.reference.store import Values
+from dsft.reference.target_rows import TargetRows
+from dsft.reference.teacher import look_up_rows
 from dsft.spec.schema import Spec
 
 
@@ -42,9 +43,11 @@ def with_scores(micro_batches: Sequence[MicroBatch], scored: Sequence[Tensor]) -
     return with_reference(micro_batches, lambda which, _: scored[which]) if scored else micro_batches
 
 
-def look_up(logps: NDArray[np.float64]) -> Annotate:
-    """Return a function that reads `logps`, (n, k) of all examples of one dataset: on the host, in any
-    thread, when a micro-batch is accessed."""
+def look_up(logps: Values) -> Annotate:
+    """Return a function that reads `logps`, (n, k) of all examples of one dataset, or a teacher's: on the
+    host, in any thread, when a micro-batch is accessed."""
+    if isinstance(logps, TargetRows):
+        return look_up_rows(logps)
     table = torch.from_numpy(logps)
     return lambda micro_batches: with_reference(micro_batches, lambda _, answers: table[answers.ids])
 

@@ -1,8 +1,9 @@
-"""Store the reference's log-probabilities of all answers on disk, in shards. A store is a folder with
+"""Store what the reference gives for all examples on disk, in shards. A store is a folder with
 
     key.json                      the components of its key, and their digest
     shard-<digest>.safetensors    pairs I64 (n,), the numbers of n examples in one dataset, and logps F64
-                                  (n, k), of the k answers of each; its metadata name key and dataset
+                                  (n, k), the log-probabilities of the k answers of each, or for a teacher
+                                  what `dsft.reference.target_rows` has; its metadata name key and dataset
 
 A shard is named by the SHA-256 of its bytes, so a damaged one is detected and ignored, and any number of
 ranks can write at the same time. It does not matter which rank wrote a shard; a store is complete when every
@@ -25,6 +26,7 @@ from safetensors.numpy import load, save
 
 from dsft.errors import CheckpointError, StorageError
 from dsft.reference.key import Components, Key, differences
+from dsft.reference.target_rows import TargetRows, is_whole, mapped
 from dsft.spec.schema import Spec
 from dsft.system.files import TEMPORARY, atomic_write, sync_folder, write_error
 from dsft.system.json_file import read_json
@@ -36,39 +38,52 @@ _SHARDS = "shard-*.safetensors"
 _NAMED = 32  # hexadecimal digits of a shard's digest in its name
 
 Log = Callable[[str], None]
+Values = NDArray[np.float64] | TargetRows
+Shape = tuple[int | NDArray[np.int32], int]
+"""Of the values of a dataset: its number of examples, or for a teacher that of each example's targets (n,);
+and the columns."""
 
 
 @dataclass(frozen=True)
 class StoreContents:
-    """Values read from a store. logps: of each dataset, (n, k) float64, NaN where an example is missing."""
+    """Values read from a store. logps: of each dataset, (n, k) float64, NaN where an example is missing, or
+    a teacher's."""
 
-    logps: tuple[NDArray[np.float64], ...]
+    logps: tuple[Values, ...]
 
     @property
     def missing(self) -> tuple[NDArray[np.int64], ...]:
         """Numbers of the missing examples, per dataset."""
-        return tuple(np.flatnonzero(np.isnan(one).any(axis=1)) for one in self.logps)
+        return tuple(np.flatnonzero(is_missing(one)) for one in self.logps)
 
     @property
     def num_missing(self) -> int:
         return sum(map(len, self.missing))
 
 
+def is_missing(values: Values) -> NDArray[np.bool_]:
+    """Return which examples of a dataset have no values, (n,)."""
+    return values.is_missing if isinstance(values, TargetRows) else np.asarray(np.isnan(values).any(axis=1))
+
+
 @dataclass(frozen=True)
 class Store:
-    """The store of a key's values. setting: the spec's key that names its folder, for messages."""
+    """The store of a key's values. setting: the spec's key that names its folder, for messages; of_targets:
+    the values are a teacher's, of each target."""
 
     folder: Path
     key: Key
     setting: str
+    of_targets: bool = False
 
     @classmethod
     def of(cls, spec: Spec, key: Key) -> Store:
         """Return the store in the folder that the spec names, or else in one below
         OUTPUT_DIR/.cache/reference that is named by the key."""
-        given = spec.reference and spec.reference.reference_store
+        own = spec.reference
+        given = own and own.reference_store
         folder = given or Path(spec.output_dir, ".cache", "reference", key.digest[:32])
-        return cls(Path(folder), key, spec.own_key("reference_store"))
+        return cls(Path(folder), key, spec.own_key("reference_store"), bool(own and own.scored))
 
     def check(self) -> None:
         """Check that the folder's key.json, if it has one, is of this key. Nothing is written, so any process
@@ -98,7 +113,7 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob(f"*{TEMPORARY}"):
                 left.unlink(missing_ok=True)
-            for path, shard in _shards(self.folder):
+            for path, shard in self._shards():
                 if shard is None:
                     path.unlink(missing_ok=True)
             if _components(self.folder / KEY) is None:
@@ -107,33 +122,50 @@ class Store:
         except OSError as error:
             raise self._not_written(error) from None
 
-    def read(self, shapes: Sequence[tuple[int, int]], log: Log = lambda text: None) -> StoreContents:
-        """Read the values of datasets, each with its number of examples and of their answers. A damaged shard
-        is reported and ignored, so its examples are missing; a shard of another key is ignored. Raises
-        StorageError where the folder cannot be read."""
-        logps = tuple(np.full(shape, np.nan) for shape in shapes)
+    def read(self, shapes: Sequence[Shape], log: Log = lambda text: None) -> StoreContents:
+        """Read the values of datasets. A damaged shard is reported and ignored, so its examples are missing;
+        a shard of another key is ignored. Raises StorageError where the folder cannot be read."""
+        logps = tuple(
+            np.full((count, columns), np.nan) if isinstance(count, int) else TargetRows(count, columns)
+            for count, columns in shapes
+        )
         try:
-            for path, shard in _shards(self.folder):
+            for path, shard in self._shards():
                 if shard is None:
                     log(f"warning: {path} is damaged and is ignored; its rows are scored again")
                 elif shard.key == self.key.digest and shard.dataset < len(logps):
-                    within = shard.ids < len(logps[shard.dataset])  # mismatched answers of a shorter run
-                    logps[shard.dataset][shard.ids[within]] = shard.logps[within]
+                    values = logps[shard.dataset]
+                    if isinstance(values, TargetRows):
+                        values.add(path, shard.ids)
+                    else:
+                        within = shard.ids < len(values)  # mismatched answers of a shorter run
+                        values[shard.ids[within]] = shard.logps[within]
         except OSError as error:
             raise self._not_read(error) from None
         return StoreContents(logps)
 
-    def write(self, dataset: int, ids: NDArray[np.int64], logps: NDArray[np.float64]) -> None:
-        """Add the values (n, k) of the examples `ids` (n,) of a dataset as one shard, atomically. Raises
-        StorageError."""
+    def write(self, dataset: int, ids: NDArray[np.int64], logps: NDArray[Any]) -> None:
+        """Add the values of the examples `ids` (n,) of a dataset as one shard, atomically: (n, k), or a
+        teacher's (N, columns). Raises StorageError."""
         metadata = {"key": self.key.digest, "dataset": str(dataset)}
-        content = save({"pairs": ids.astype(np.int64), "logps": logps.astype(np.float64)}, metadata)
+        name, dtype = ("rows", np.float32) if self.of_targets else ("logps", np.float64)
+        content = save({"pairs": ids.astype(np.int64), name: logps.astype(dtype)}, metadata)
         try:
             with atomic_write(self.folder / _name(content)) as out:
                 out.write(content)
             sync_folder(self.folder)
         except OSError as error:
             raise self._not_written(error) from None
+
+    def _shards(self) -> Iterator[tuple[Path, _Shard | None]]:
+        """Yield the shards, None for a damaged one. The writer of the store may remove damaged ones
+        meanwhile. Raises OSError."""
+        for path in sorted(self.folder.glob(_SHARDS)):
+            try:
+                shard = _shard_of_rows(path) if self.of_targets else _shard(path.read_bytes(), path.name)
+            except FileNotFoundError:
+                continue
+            yield path, shard
 
     def _not_read(self, error: OSError) -> StorageError:
         return StorageError(
@@ -164,18 +196,18 @@ class _Shard:
     key: str
     dataset: int
     ids: NDArray[np.int64]
-    logps: NDArray[np.float64]
+    logps: NDArray[Any]
 
 
-def _shards(folder: Path) -> Iterator[tuple[Path, _Shard | None]]:
-    """Yield the shards, None for a damaged one. The writer of the store may remove damaged ones meanwhile.
-    Raises OSError."""
-    for path in sorted(folder.glob(_SHARDS)):
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            continue
-        yield path, _shard(content, path.name)
+def _shard_of_rows(path: Path) -> _Shard | None:
+    """As `_shard`, of a teacher's shard, whose rows stay in the file. Raises OSError."""
+    if not is_whole(path):
+        return None
+    try:
+        about, ids, rows = mapped(path)
+        return _Shard(about["key"], int(about["dataset"]), ids, rows)
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _shard(content: bytes, name: str) -> _Shard | None:

@@ -23,7 +23,7 @@ Points = tuple[list[int], list[float]]
 SMOOTHED_FROM = 60
 """Number of points from which on the training loss is also shown smoothed."""
 BLUE, RED = "#1f5fa8", "#c0392b"
-REWARDS = ("rewards/margins", "rewards/accuracies", "kl")
+REWARDS = ("rewards/margins", "rewards/accuracies", "kl", "kd_loss")
 COLORS = (BLUE, "#e07a1f", "#2a9d5c", "#8e44ad", "#b8336a", "#0f8b8d", "#7a5c3e")
 DOTTED: dict[str, Any] = {"marker": "o", "markersize": 4}
 
@@ -76,7 +76,7 @@ def compared(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> Any:
 
 
 def figure(name: str, records: Sequence[Mapping[str, float]]) -> Any:
-    """Return the figure of one run: losses, rewards of pairs, learning rate and gradient norm."""
+    """Return the figure of one run: losses, rewards or a divergence, learning rate and gradient norm."""
     drawn = _empty(7)
     rows: list[Any] = [["loss", "loss"], ["rate", "norm"]]
     names = {key.partition("/")[2] for record in records for key in record}

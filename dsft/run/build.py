@@ -61,7 +61,7 @@ def build(run: Run, inputs: Inputs, plan: Plan, memory: MemoryFile, task: Task) 
         notes.extend(line for line in lines if line not in known)
         if spec.model.lora is not None:
             notes.extend(left_out(policy.causal_lm))
-        if isinstance(spec.of_task, Reference):
+        if isinstance(spec.of_task, Reference) and spec.of_task.is_start:
             switched_off.extend(switch_off_dropout(policy.causal_lm))
         if spec.data.packing or exchange is not None:
             max_length, kind = spec.data.max_length, spec.model.attention

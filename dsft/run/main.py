@@ -130,8 +130,8 @@ def train(run: Run, progress: Progress) -> Path | None:
         memory = open_memory(run, plan, largest.shape.numel())
         with explain_out_of_memory(memory.meter):
             model = build(run, inputs, plan, memory, task)
-        held_out = held_out and task.for_probe(held_out)
-        probe_memory(model.engine, task.for_probe(largest), held_out, memory.meter)
+        held_out = held_out and task.for_probe(run.spec, held_out)
+        probe_memory(model.engine, task.for_probe(run.spec, largest), held_out, memory.meter)
         memory.enter("load")
         load(run, model.engine, progress)
         for line in (*resume_warnings(run, inputs, progress), *checks(run, inputs, model, task)):

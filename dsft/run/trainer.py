@@ -288,7 +288,8 @@ def _not_finite(
 
 def _faults(logps: Tensor, micro_batch: MicroBatch) -> Tensor:
     """Return which targets have an infinite or NaN log-probability, as a (B, T) bool tensor."""
-    return ~torch.isfinite(logps) & (micro_batch.tokens.targets != NO_TARGET)
+    of_targets = logps if logps.ndim == 2 else logps[..., 0]  # the first of several tokens
+    return ~torch.isfinite(of_targets) & (micro_batch.tokens.targets != NO_TARGET)
 
 
 def _listed(rows: Sequence[str]) -> str:

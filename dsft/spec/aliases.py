@@ -109,6 +109,11 @@ OTHER_NAMES = {
     "kto.desirable_weight": "kto_chosen_weight desirable_weight",
     "kto.undesirable_weight": "kto_rejected_weight undesirable_weight",
     "reward.center_rewards_coefficient": "center_rewards_coefficient",
+    "distill.reference_model": "teacher_model teacher_model_name_or_path teacher_model_path teacher",
+    "distill.temperature": "kd_temperature",
+    "distill.top_k": "gkd_logits_topk kd_top_k",
+    "distill.weight": "kd_alpha",
+    "distill.weight (1 - weight is that of the next-token loss)": "kd_ce_alpha sft_alpha",
     "data.max_length (of the prompt and one answer)": "max_prompt_length max_completion_length",
     "parallel.zero_stage": "zero zero_optimization parallel.stage",
     "parallel.pipeline_stages": "pipeline pipeline_model_parallel_size pipeline_parallel_size pp pp_size",
@@ -140,6 +145,7 @@ ALIASES = {
 VALUES: dict[str, dict[str, str]] = {
     "task": {
         "pt": "pretrain", "preference": "dpo", "rm": "reward",
+        **dict.fromkeys(("kd", "gkd", "distillation"), "distill"),
         **{loss: f"dpo with dpo.loss_type: {loss}" for loss in ("ipo", "simpo", "orpo")},
     },
     "dpo.loss_type": {
@@ -154,6 +160,7 @@ VALUES: dict[str, dict[str, str]] = {
         "warmup_stable_decay": "wsd", "cosine_warmup_with_min_lr": "cosine_with_min_lr",
         "WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine",
     },
+    "distill.loss_type": {"kl": "forward_kl", "fkl": "forward_kl", "rkl": "reverse_kl", "js": "jsd"},
     "dpo.reference": {"precompute": "precomputed", "model": "live", "lora": "adapter"},
 }  # fmt: skip
 """Key -> values that other tools use for it -> value in the spec, maybe with what else to set."""

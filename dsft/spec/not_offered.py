@@ -98,11 +98,11 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
         "onebitadam onebitlamb adagrad rmsprop ademamix",
     ),
     NotOffered(
-        "training with generated answers, their rewards or a teacher (PPO, GRPO, distillation)",
+        "training with generated answers or their rewards (PPO, GRPO, on-policy distillation)",
         f"the tasks are {task_names()}",
-        "reward_model reward_funcs grpo ppo num_generations vllm teacher_model kd hybrid_engine",
+        "reward_model reward_funcs grpo ppo num_generations vllm hybrid_engine",
         TASKS,
-        "ppo grpo gspo dapo rloo reinforce kd gkd online_dpo distill",
+        "ppo grpo gspo dapo rloo reinforce online_dpo",
         "hybrid_engine",
     ),
     NotOffered(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from dsft.spec.document import quote
 from dsft.spec.findings import Finding, finding, value_at, value_finding
-from dsft.spec.schema import REFERENCE_FREE, SECTIONS, Dpo, Kto, Reference, Section, Spec
+from dsft.spec.schema import REFERENCE_FREE, SECTIONS, Distill, Dpo, Kto, Reference, Section, Spec
 from dsft.spec.task import TASKS
 
 SMOOTHED = ("sigmoid", "robust")
@@ -44,12 +44,14 @@ def preference_findings(spec: Spec) -> Iterator[Finding]:
         has_own = own is not None and "label_smoothing" in type(own).model_fields
         message += f"use {spec.own_key('label_smoothing')}" if has_own else "leave it out"
         yield value_finding(spec, "train.label_smoothing", message, "task")
-    if isinstance(own, Reference):
+    if isinstance(own, Reference) and own.is_start:
         yield from _policy_is_not_its_reference(spec)
     if getattr(own, "share_prompts", None):
         yield from _cannot_share(spec)
     if isinstance(own, Dpo):
         yield from _dpo(spec, own)
+    if isinstance(own, Distill):
+        yield from _distill(spec, own)
     if isinstance(own, Kto) and own.has_baseline and spec.train.global_batch_size == 1:
         message = "has no second row, whose answer loss_type kto needs; raise it, or use apo_zero_unpaired"
         yield value_finding(spec, "train.global_batch_size", message, "kto.loss_type")
@@ -95,6 +97,15 @@ def _cannot_share(spec: Spec) -> Iterator[Finding]:
         if value not in possible:
             message = f"true needs {key} {needed}, but it is {quote(value)}; change it, or leave this out"
             yield finding(spec.own_key("share_prompts"), message, key)
+
+
+def _distill(spec: Spec, own: Distill) -> Iterator[Finding]:
+    if own.reference_model is None:
+        message = "null, but a teacher is needed; set it to the teacher's hub id or folder"
+        yield finding("distill.reference_model", message, "task")
+    if own.loss_type != "jsd":
+        reason = f"has no effect with loss_type {own.loss_type}, only with jsd"
+        yield from _unused(spec, own, ("beta",), "loss_type", reason)
 
 
 def _adapter(spec: Spec, own: Reference) -> Iterator[Finding]:

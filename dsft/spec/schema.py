@@ -257,6 +257,22 @@ class Reference(Section):
         """Whether an estimate over each step is needed before it, from a pass over as many tokens again."""
         return False
 
+    @property
+    def is_start(self) -> bool:
+        """Whether the loss takes the reference for what the policy was at the start, so that nothing random
+        (dropout, noise) may change the policy."""
+        return True
+
+    @property
+    def scored(self) -> dict[str, float]:
+        """The keys that decide what the reference is asked for; none for the log-probabilities of answers."""
+        return {}
+
+    @property
+    def columns(self) -> int:
+        """Number of float32 values that a teacher gives for each target; 0 for a reference of answers."""
+        return 0
+
 
 LossType = Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "simpo", "orpo"]
 REFERENCE_FREE = ("simpo", "orpo")
@@ -314,7 +330,45 @@ class Reward(Section):
     is auto or sdpa."""
 
 
-SECTIONS: dict[str, type[Section]] = {"dpo": Dpo, "kto": Kto, "reward": Reward}
+class Distill(Reference):
+    """Distillation from a teacher, which is the reference."""
+
+    reference: Literal["precomputed", "live"] = "precomputed"
+    """Where the teacher's log-probabilities come from: precomputed (from disk) or live (from a second
+    engine)."""
+    reference_model: Text | None = None
+    """Hub id or folder of the teacher, which must have the student's tokenizer; required."""
+    recheck_rows: Natural = 0
+    """Number of stored examples, chosen at random, that the teacher is loaded for and scores again at the
+    start; 0: none."""
+    top_k: Count = 64
+    """The teacher's most probable tokens of each target that are compared one by one; all others are compared
+    as one."""
+    loss_type: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """Divergence of the student from the teacher: forward_kl, KL(teacher ‖ student), reverse_kl, KL(student ‖
+    teacher), or jsd, the generalized Jensen-Shannon divergence."""
+    beta: Part = 0.5
+    """Weight of the teacher in the mixture of jsd: near 0 it is like forward_kl, near 1 like reverse_kl."""
+    temperature: Positive = 1.0
+    """Divisor of the logits of both models before the divergence; the loss is not multiplied by its
+    square."""
+    weight: float = Field(default=0.5, gt=0, le=1)
+    """Weight of the divergence in the loss; 1 - weight is that of the next-token loss."""
+
+    @property
+    def is_start(self) -> bool:
+        return False
+
+    @property
+    def scored(self) -> dict[str, float]:
+        return {"top_k": self.top_k, "temperature": self.temperature}
+
+    @property
+    def columns(self) -> int:
+        return 2 * self.top_k + 1
+
+
+SECTIONS: dict[str, type[Section]] = {"dpo": Dpo, "kto": Kto, "reward": Reward, "distill": Distill}
 """The sections of tasks, by name: see `TaskFacts.section`."""
 
 
@@ -535,7 +589,8 @@ class Spec(Section):
     """Name of the run and of its folder: at most 100 letters, digits, '.', '_' and '-'."""
     task: TaskName
     """Training task: sft (answers in conversations), pretrain (plain text), dpo (preferences), kto (answers
-    labeled desirable or undesirable) or reward (a reward model of preferences)."""
+    labeled desirable or undesirable), reward (a reward model of preferences) or distill (answers, with a
+    teacher)."""
     model: Model
     """The model to train."""
     data: Data
@@ -546,6 +601,8 @@ class Spec(Section):
     """Settings of task kto; by default the defaults of its keys."""
     reward: Reward | None = None
     """Settings of task reward; by default the defaults of its keys."""
+    distill: Distill | None = None
+    """Settings of task distill, which needs the teacher in reference_model."""
     parallel: Parallel = Parallel()
     """How state and layers are divided among the ranks."""
     train: Train

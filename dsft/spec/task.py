@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Kind = Literal["fine-tuning", "pretraining", "preference training"]
@@ -31,8 +31,7 @@ class TaskFacts:
                 left out
     head        see `Head`. With a score, an answer has one target: its last token, at its own position
     section     the section of the spec that has the task's own keys. If it is a `schema.Reference`, the loss
-                may compare the policy with a frozen reference, so nothing random (dropout, noise) may change
-                the policy
+                may compare the policy with a frozen reference
     options     keys of this section that the model card names if they are not 0 -> in words
     """
 
@@ -55,22 +54,28 @@ class TaskFacts:
         return self.cut != "rows"
 
     @property
-    def examples(self) -> str:
-        """What several examples are called: "pairs", or "examples" where they are cut from rows."""
-        return f"{self.unit}s" if self.whole else "examples"
+    def example(self) -> str:
+        """What an example is called: "pair", or "example" where it is cut from rows."""
+        return self.unit if self.whole else "example"
 
+    @property
+    def examples(self) -> str:
+        return f"{self.example}s"
+
+
+_ON_ANSWERS = TaskFacts(
+    "row",
+    ("messages", "alpaca", "text", "sharegpt", "prompt_completion", "preference", "kto"),
+    "next-token loss on answers",
+    "fine-tuning",
+    if_named={
+        "preference": "trains on the chosen answers",
+        "kto": "trains on the answers labeled true",
+    },
+)
 
 TASKS: dict[str, TaskFacts] = {
-    "sft": TaskFacts(
-        "row",
-        ("messages", "alpaca", "text", "sharegpt", "prompt_completion", "preference", "kto"),
-        "next-token loss on answers",
-        "fine-tuning",
-        if_named={
-            "preference": "trains on the chosen answers",
-            "kto": "trains on the answers labeled true",
-        },
-    ),
+    "sft": _ON_ANSWERS,
     "pretrain": TaskFacts("row", ("text",), "next-token loss on all tokens", "pretraining", answers=False),
     "dpo": TaskFacts(
         "pair",
@@ -116,11 +121,22 @@ TASKS: dict[str, TaskFacts] = {
             "label_smoothing": "label smoothing",
         },
     ),
+    "distill": replace(
+        _ON_ANSWERS,
+        objective="distillation on answers",
+        section="distill",
+        options={
+            "loss_type": "loss",
+            "weight": "its weight beside the next-token loss",
+            "top_k": "tokens per target",
+            "temperature": "temperature",
+        },
+    ),
 }
 """The facts of each task; `dsft.tasks.registry` has what it does."""
 
 
 def task_names() -> str:
-    """Return the names of all tasks as a phrase: "sft, pretrain, dpo, kto or reward"."""
+    """Return the names of all tasks as a phrase: "sft, pretrain, dpo, kto, reward or distill"."""
     *most, last = TASKS
     return f"{', '.join(most)} or {last}"

@@ -12,7 +12,7 @@ from typing import get_args
 from dsft.errors import Problem, SpecError, StorageError
 from dsft.spec.document import quote, read_document
 from dsft.spec.load import load_spec
-from dsft.spec.schema import NAME_PATTERN, LossType, Spec
+from dsft.spec.schema import NAME_PATTERN, Distill, LossType, Spec
 from dsft.spec.task import TASKS, Kind, TaskFacts, task_names
 from dsft.system.files import is_own
 from dsft.system.json_file import read_json
@@ -75,6 +75,16 @@ dpo:                                 # docs/dpo.md
   beta: 0.1                          # strength of the pull towards the reference
   loss_type: sigmoid                 # {" | ".join(get_args(LossType))}
   reference: precomputed             # precomputed | live | adapter (with model.lora)
+""",
+    "distill": f"""\
+
+distill:                             # docs/distill.md
+  reference_model: {{teacher}}  # a larger model with the same tokenizer: the teacher
+  top_k: 64                          # its most probable tokens of each target that are compared one by one
+  loss_type: forward_kl              # {" | ".join(get_args(Distill.model_fields["loss_type"].annotation))}
+  temperature: 1.0
+  weight: 0.5                        # of the teacher; 1 - weight is that of the rows
+  reference: precomputed             # precomputed | live
 """,
     "kto": """\
 
@@ -243,6 +253,7 @@ def _tiny(name: str, task: str, path: Path) -> str:
     return _filled(
         name, task, path, _TINY_MODEL, data, _TINY_BATCH.format(examples=kind.examples), rate="1e-3",
         about_rate=f"for a pretrained model: about {_RATES[kind.kind][0]}", warmup="0.1 ", every="50",
+        teacher="runs/teacher/export",
     )  # fmt: skip
 
 
@@ -267,7 +278,7 @@ def _own_spec(name: str, task: str, path: Path, model: str, data: Sequence[str],
         _OWN_BATCH.format(examples=kind.examples, epochs=3 if kind.kind == "fine-tuning" else 1),
         rate=adapters if lora else full,
         about_rate=f"{'all weights' if lora else 'adapters (lora)'}: about {full if lora else adapters}",
-        warmup="0.03", every="200",
+        warmup="0.03", every="200", teacher=_quoted(model),
     )  # fmt: skip
 
 
@@ -275,9 +286,11 @@ def _packed(kind: TaskFacts) -> str:
     return "answers" if kind.labels else kind.examples
 
 
-def _filled(name: str, task: str, path: Path, model: str, data: str, batch: str, **words: str) -> str:
+def _filled(
+    name: str, task: str, path: Path, model: str, data: str, batch: str, teacher: str, **words: str
+) -> str:
     quoted = name if read_document(name).data == name else json.dumps(name)  # such as 123 and null
-    section = _SECTIONS.get(str(TASKS[task].section), "")
+    section = _SECTIONS.get(str(TASKS[task].section), "").format(teacher=teacher)
     return _TEMPLATE.format(
         name=quoted, task=task, path=path, schema=SCHEMA_FILE, model=model, data=data + section, batch=batch,
         examples=TASKS[task].examples, **words,

@@ -87,7 +87,13 @@ def evaluation_sets(run: Run, inputs: Inputs, model: Model) -> list[EvaluationSe
 class Task:
     """A task. Its methods are called in the order in which they are defined here, and all but `for_probe` are
     collectives. In the first three the spec has the values of `model` that the plan has decided; in the
-    others it is as the user has written it."""
+    others it is as the user has written it.
+
+    evaluated_at_once  micro-batches of a held-out set that are completed and then evaluated, of which what an
+                       annotator fills in is in memory at once; None: all
+    """
+
+    evaluated_at_once: int | None = None
 
     def objective(self, spec: Spec) -> Objective:
         """Return the objective that the engine minimizes."""
@@ -109,7 +115,7 @@ class Task:
         policy still has its initial values: no checkpoint has been loaded."""
         return None
 
-    def for_probe(self, micro_batch: MicroBatch) -> MicroBatch:
+    def for_probe(self, spec: Spec, micro_batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch with arbitrary values in the fields that an annotator fills in, for the memory
         probe."""
         return micro_batch
@@ -125,8 +131,15 @@ class Task:
         counts, names = [one.counts for one in sets], [one.held_out.name for one in sets]
 
         def evaluate(step: int) -> Record:
-            annotated = [one.annotate(one.micro_batches) for one in sets]
-            sums = torch.stack([model.engine.evaluate(batches) for batches in annotated])
+            parts = [[model.engine.evaluate(batches) for batches in self._annotated(one)] for one in sets]
+            sums = torch.stack([torch.stack(each).sum(0) for each in parts])
             return evaluation_record(objective, world.sum(sums), counts, names)
 
         return evaluate
+
+    def _annotated(self, one: EvaluationSet) -> Iterator[Sequence[MicroBatch]]:
+        """Yield the micro-batches of a held-out set, completed."""
+        batches = one.micro_batches
+        size = self.evaluated_at_once or max(1, len(batches))
+        for start in range(0, max(1, len(batches)), size):
+            yield one.annotate(batches if size >= len(batches) else batches[start : start + size])

@@ -52,8 +52,8 @@ class LabeledAnswers(Referenced):
             return super().annotator_of(found, run, inputs, engine)
         return with_estimate(found, run, inputs, engine)
 
-    def for_probe(self, micro_batch: MicroBatch) -> MicroBatch:
-        return with_kl(super().for_probe(micro_batch), torch.zeros((), dtype=torch.float64))
+    def for_probe(self, spec: Spec, micro_batch: MicroBatch) -> MicroBatch:
+        return with_kl(super().for_probe(spec, micro_batch), torch.zeros((), dtype=torch.float64))
 
 
 def kto_of(spec: Spec) -> Kto:

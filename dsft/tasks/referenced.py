@@ -24,6 +24,7 @@ from dsft.reference.key import Key, differences, key_of
 from dsft.reference.model import open_reference, proven
 from dsft.reference.precomputed import PrecomputedReference, precompute
 from dsft.reference.refer import adapter_off, refer_to_engine, refer_to_start
+from dsft.reference.teacher import ask_for_top, refer_to_teacher
 from dsft.report.memory import MemoryFile
 from dsft.setup.inputs import Inputs
 from dsft.setup.run import Run
@@ -59,7 +60,7 @@ class References:
 
 
 class Referenced(Task):
-    """A task whose annotator fills in `answers.reference`, if the loss needs it."""
+    """A task whose annotator fills in `answers.reference`, or what a teacher gives, if the loss needs it."""
 
     def beta(self, spec: Spec) -> float:
         """Return β: an answer's reward is β times the log-probability that the policy gives it minus that of
@@ -126,11 +127,15 @@ class Referenced(Task):
             opened = open_reference(spec, inputs.facts, world)
             for line in proven(opened, spec, inputs, world):
                 run.log(f"reference: {line}")
-            annotate = refer_to_engine(opened.engine)
+            if spec.reference.scored:
+                world.each(lambda: ask_for_top(opened.policy, spec, inputs.facts))
+                annotate = refer_to_teacher(opened.engine)
+            else:
+                annotate = refer_to_engine(opened.engine)
         datasets = 1 + len(inputs.held_out) + len(inputs.also_scored)
         return References([annotate] * datasets, key.as_json())
 
-    def for_probe(self, micro_batch: MicroBatch) -> MicroBatch:
+    def for_probe(self, spec: Spec, micro_batch: MicroBatch) -> MicroBatch:
         """Fill in zeros as the reference's values."""
         answers = micro_batch.answers
         assert answers is not None, "whole answers are compared"
@@ -142,7 +147,7 @@ class Referenced(Task):
         precomputed reference, check random examples too, different ones at each start."""
         spec, data_rank, policy = run.spec, run.world.data_rank, model.policy
         own, annotator = spec.reference, model.annotator
-        if annotator is None or own is None or own.reference_model is not None:
+        if annotator is None or own is None or not own.is_start or own.reference_model is not None:
             return
         steps = TrainSteps(inputs.train, run.batch, data_rank, spec.train.seed, inputs.pad_id)
         first = steps.step(0)

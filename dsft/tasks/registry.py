@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dsft.spec.schema import Spec
 from dsft.tasks.api import Task
+from dsft.tasks.distill import Distillation
 from dsft.tasks.kto import LabeledAnswers
 from dsft.tasks.language import LanguageModeling
 from dsft.tasks.preference import Preference
@@ -11,7 +12,7 @@ from dsft.tasks.reward import RewardModel
 
 TASKS: dict[str, Task] = {
     "sft": LanguageModeling(), "pretrain": LanguageModeling(), "dpo": Preference(), "kto": LabeledAnswers(),
-    "reward": RewardModel(),
+    "reward": RewardModel(), "distill": Distillation(),
 }  # fmt: skip
 
 

@@ -67,15 +67,16 @@ def _offload(part: str, device: str) -> Keys:
 
 
 TASK_OPTIONS = tuple(
-    option(", ".join(names), *({"task": name} for name in names))
-    for names in (
-        [name for name, task in TASKS.items() if not task.whole],
-        [name for name, task in TASKS.items() if task.rows == 2 and task.head == "vocabulary"],
-        [name for name, task in TASKS.items() if task.head == "score"],
+    option(", ".join(names), *({"task": name, **keys} for name in names))
+    for names, keys in (
+        ([name for name, task in TASKS.items() if task.section is None], {}),
+        ([name for name, task in TASKS.items() if task.rows == 2 and task.head == "vocabulary"], {}),
+        ([name for name, task in TASKS.items() if task.head == "score"], {}),
+        (["distill"], {"distill.reference_model": "teacher"}),
     )
 )
-"""Tasks by their loss: of the next token, of pairs, and of scores; kto has runs of its own. Engines see no
-other difference."""
+"""Tasks by their loss: of the next token, of pairs, of scores, and with a teacher; kto has runs of its own.
+Engines see no other difference."""
 TRAINED = (option("all weights", {}), option("LoRA", {"model.lora": {}}))
 OPTIONS = (
     *(option(f"ZeRO {stage}", {"parallel.zero_stage": stage}) for stage in range(4)),
@@ -148,7 +149,7 @@ def shown() -> tuple[Shown, ...]:
 def _of_parity(case: Case) -> Shown:
     place = "on NVMe" if case.on_disk else "in host memory"
     titles = {
-        TASK_OPTIONS[2 if case.reward else case.of_pairs].title: True,
+        TASK_OPTIONS[3 if case.teacher != "none" else 2 if case.reward else case.of_pairs].title: True,
         "all weights": case.trains in ("all", "groups"),
         "LoRA": case.trains.startswith("lora"),
         f"ZeRO {case.zero_stage}": True,

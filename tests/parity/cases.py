@@ -126,9 +126,10 @@ class Case:
     `packed`: a micro-batch is one row without padding, where the plain loop takes its rows one by one;
     `chunked`: the head never makes the logits of more than CHUNK_ROWS targets at once; `reference`: of
     preference pairs, where its log-probabilities come from (given: of another model than the start, as from a
-    store); `reward`: a reward model of preference pairs; `shared`: packed pairs whose prompt occurs once;
-    `twice`: one layer's MLP is used twice in each forward; `unplanned`: DeepSpeed's JSON says one micro-batch
-    per step; `sequence_parallel`: the ranks that split each row's tokens; `short`: one or two rows of 1 to 5
+    store); `teacher`: of distillation, likewise; `reward`: a reward model of preference pairs; `shared`:
+    packed pairs whose prompt occurs once; `twice`: one layer's MLP is used twice in each forward;
+    `unplanned`: DeepSpeed's JSON says one micro-batch per step; `sequence_parallel`: the ranks that split
+    each row's tokens; `short`: one or two rows of 1 to 5
     tokens per micro-batch; `mlp_chunks`: chunks of tokens in which MLPs are computed."""
 
     mode: str  # of MODES, OFFLOADS and PIPELINES
@@ -147,6 +148,8 @@ class Case:
     reference: Literal["none", "given", "live", "adapter"] = "none"
     loss_type: Literal["sigmoid", "ipo", "orpo"] = "sigmoid"
     sft_weight: float = 0.0
+    teacher: Literal["none", "given", "live"] = "none"
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     shared: bool = False
     torch_adam: bool = False  # offloaded, where DeepSpeed's CPU Adam cannot be compiled
     shape: str = "llama"  # of SHAPES
@@ -176,6 +179,8 @@ class Case:
             "smoothed" * (self.label_smoothing > 0),
             f"dpo_{self.reference}" * (self.reference != "none"),
             "reward" * self.reward,
+            f"distill_{self.teacher}" * (self.teacher != "none"),
+            self.divergence * (self.divergence != "forward_kl"),
             "shared" * self.shared,
             self.loss_type * (self.loss_type != "sigmoid"),
             "sft" * (self.sft_weight > 0),
@@ -384,6 +389,7 @@ def _cases(ranks: int) -> Iterator[Case]:
     yield from _partly_trained(ranks)
     yield from _of_pairs(ranks)
     yield from _rewards(ranks)
+    yield from _distilled(ranks)
     if ranks == 2:
         yield from _chunked(ranks)
         yield from _mlp_chunks(ranks)
@@ -824,6 +830,28 @@ def _rewards(ranks: int) -> Iterator[Case]:
         yield split(micro_batches="varying", packed=True)
     yield reward("zero2", optimizer="adamw", micro_batches="varying", packed=True, shape="qwen3_moe")
     yield reward("pipeline_zero1", optimizer="adamw", micro_batches="one", stages=2, shape="llama_tied")
+
+
+def _distilled(ranks: int) -> Iterator[Case]:
+    """With a teacher whose k most probable tokens are the whole vocabulary: on two ranks every mode."""
+    case = functools.partial(Case, ranks=ranks, optimizer="sgd", micro_batches="varying", max_norm=0.1)
+    if ranks != 2:
+        yield case("zero3", teacher="given", packed=ranks == 3)
+        return
+    for mode, stages in [*((mode, 1) for mode in MODES), *((mode, 2) for mode in PIPELINES)]:
+        yield case(mode, stages=stages, teacher="given", packed=mode in ("zero1", "zero3"))
+        yield case(mode, stages=stages, teacher="live", packed=mode not in ("zero1", "zero3"))
+    adamw = functools.partial(Case, ranks=ranks, optimizer="adamw", micro_batches="varying", max_norm=0.1)
+    for mode, stages in (("zero2", 1), ("zero3", 1), ("pipeline_zero1", 2)):
+        yield adamw(mode, stages=stages, teacher="given", trains="lora", checkpointing=True)
+        yield adamw(mode, stages=stages, teacher="given", divergence="reverse_kl", packed=True)
+        yield adamw(mode, stages=stages, teacher="live", divergence="jsd", chunked=True)
+    yield adamw("zero2", teacher="given", precision="bf16", packed=True)
+    yield adamw("zero2", teacher="given", precision="fp16", chunked=True)
+    yield adamw("zero3", teacher="given", label_smoothing=0.1, packed=True)
+    yield adamw("pipeline_zero1", teacher="given", shape="llama_tied", stages=2)
+    yield adamw("zero3", teacher="live", packed=True, sequence_parallel=2)
+    yield adamw("zero2", teacher="given", sequence_parallel=2)
 
 
 def _references(modes: list[tuple[str, int]]) -> Iterator[Case]:

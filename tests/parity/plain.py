@@ -233,6 +233,55 @@ class Reward:
         }
 
 
+class Distillation:
+    """A teacher's probabilities beside the rows, over the whole vocabulary. `parts`: of the last step, the
+    mean divergence and the mean negative log-likelihood."""
+
+    def __init__(
+        self, teacher: nn.Module, kind: str, beta: float, temperature: float, weight: float, smoothing: float
+    ) -> None:
+        self.teacher, self.kind, self.beta, self.smoothing = teacher, kind, beta, smoothing
+        self.temperature, self.weight, self.parts = temperature, weight, [0.0, 0.0]
+
+    def __call__(self, model: nn.Module, step: Step[Row]) -> Iterator[Tensor]:
+        rows, self.parts = rows_of(step), [0.0, 0.0]
+        targets = count(rows)
+        for row in rows:
+            p, logits = self.known(row), self.logits(model, row)
+            divergence = self.divergence(p, (logits / self.temperature).log_softmax(-1)).double().sum()
+            chosen = torch.tensor(row[0][1:])[torch.tensor(row[1][1:])]
+            likelihood = F.cross_entropy(
+                logits, chosen, reduction="sum", label_smoothing=self.smoothing
+            ).double()
+            for number, part in enumerate((divergence, likelihood)):
+                self.parts[number] += part.item() / targets
+            yield (self.weight * divergence + (1 - self.weight) * likelihood) / targets
+
+    def logits(self, model: nn.Module, row: Row) -> Tensor:
+        """Those that predict the row's targets."""
+        ids, trained = row
+        logits: Tensor = model(input_ids=torch.tensor([ids])).logits[0, :-1]
+        return logits[torch.tensor(trained[1:], dtype=torch.bool)]
+
+    @torch.no_grad()
+    def known(self, row: Row) -> Tensor:
+        """The teacher's log-probabilities."""
+        return (self.logits(self.teacher, row) / self.temperature).log_softmax(-1)
+
+    def divergence(self, p: Tensor, q: Tensor) -> Tensor:
+        """Of log-probabilities (n, V). https://arxiv.org/abs/2306.13649, 1 and 2"""
+        if self.kind == "forward_kl":
+            return (p.exp() * (p - q)).sum(-1)
+        if self.kind == "reverse_kl":
+            return (q.exp() * (q - p)).sum(-1)
+        m = (self.beta * p.exp() + (1 - self.beta) * q.exp()).log()
+        one, other = (p.exp() * (p - m)).sum(-1), (q.exp() * (q - m)).sum(-1)
+        return self.beta * one + (1 - self.beta) * other
+
+    def metrics(self) -> dict[str, float]:
+        return dict(zip(("kd_loss", "nll_loss"), self.parts, strict=True))
+
+
 def train(
     model: nn.Module,
     losses: Losses[T],

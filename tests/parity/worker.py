@@ -59,7 +59,7 @@ from dsft.dist.sequence import exchange_of
 from dsft.dist.world import World
 from dsft.engine import state
 from dsft.engine.build import build_engine
-from dsft.engine.frozen import build_frozen_engine
+from dsft.engine.frozen import FrozenEngine, build_frozen_engine
 from dsft.engine.join import join
 from dsft.engine.ops import prepare_ops
 from dsft.engine.partition import sharding_for
@@ -68,11 +68,12 @@ from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.conversion import persistent_buffers
-from dsft.model.head import Head
+from dsft.model.head import Head, Top
 from dsft.model.lora import PREFIX, WEIGHTS
 from dsft.model.names import plain_name
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective, means
+from dsft.objective.distill import distillation
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
 from dsft.objective.reward import reward
@@ -82,10 +83,11 @@ from dsft.plan.memory.sizes import BYTES_PER_LOGIT
 from dsft.plan.reference import reference_config, reference_model
 from dsft.rank.environment import detect
 from dsft.reference.refer import look_up, refer_to_engine, refer_to_start
+from dsft.reference.teacher import refer_to_teacher, with_teacher
 from dsft.run.loop import Record
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
-from dsft.spec.schema import Model, Spec
+from dsft.spec.schema import Distill, Model, Spec
 from tests.examples import dataset_of
 from tests.make import packed as packed_micro_batch
 from tests.make import padded as micro_batch
@@ -357,11 +359,12 @@ def metrics_differ(found: Record, losses: plain.Losses[Any]) -> float:
     decides, so where a pair has no margin the accuracy is not compared."""
     if isinstance(losses, plain.Balanced):
         losses = losses.losses
-    if not isinstance(losses, plain.Preference | plain.Reward):
+    if not isinstance(losses, plain.Preference | plain.Reward | plain.Distillation):
         return 0.0
     expected = {f"/{name}": value for name, value in losses.metrics().items()}
     assert found.keys() == {"/loss", *expected}, found.keys() ^ expected.keys()
-    names = [name for name in expected if "accuracies" not in name or losses.least_margin() > 1e-6]
+    is_tie = not isinstance(losses, plain.Distillation) and losses.least_margin() <= 1e-6
+    names = [name for name in expected if "accuracies" not in name or not is_tie]
     return max(abs(found[name] - expected[name]) / max(1.0, abs(expected[name])) for name in names)
 
 
@@ -377,6 +380,8 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
             pairs.counts,
             lambda steps: pairs.numbered(steps, world.data_rank, case.form, scored=True),
         )
+    if spec.distill is not None:
+        return distilled(case, spec, spec.distill, world)
     if spec.dpo is None:
         return Task(
             next_token(case.label_smoothing),
@@ -408,6 +413,49 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
     return Task(preference(spec.dpo), training, losses, plain.make_pairs, pairs.counts, shares, refer)
 
 
+def distilled(case: Case, spec: Spec, own: Distill, world: World) -> Task:
+    model = reference_model(spec)
+    uneven = {**SHAPES[case.shape], "initializer_range": 0.3}
+    model = model.model_copy(update={"from_config": uneven})
+    teacher = build_model(model, FACTS, SEED, torch.float32).causal_lm.requires_grad_(False).eval()
+    losses, plainly = (
+        plain.Distillation(teacher, own.loss_type, own.beta, own.temperature, own.weight, smoothing)
+        for smoothing in (case.label_smoothing, 0.0)
+    )
+
+    def shares(steps: list[plain.Step[plain.Row]]) -> list[list[MicroBatch]]:
+        batches = [share(step, world, case) for step in steps]
+        if case.teacher == "live":
+            return batches
+        return [
+            [
+                with_teacher(batch, rows_of_teacher(losses, ranks[world.data_rank]))
+                for batch, ranks in zip(mine, step, strict=True)
+            ]
+            for mine, step in zip(batches, steps, strict=True)
+        ]
+
+    def refer(policy: Policy, engine: Any) -> Annotate:
+        if case.teacher == "given":
+            return lambda micro_batches: micro_batches
+        frozen, own_engine = second_engine(case, spec, model, world)
+        frozen.score_top(Top(own.top_k, VOCABULARY), own.temperature)
+        return refer_to_teacher(own_engine)
+
+    def counts(step: plain.Step[plain.Row]) -> dict[str, int]:
+        return {"tokens": plain.count(plain.rows_of(step)), "sequences": len(plain.rows_of(step))}
+
+    objective = distillation(own, case.label_smoothing)
+    return Task(objective, losses, plainly, plain.make_steps, counts, shares, refer)
+
+
+def rows_of_teacher(losses: plain.Distillation, rows: list[plain.Row]) -> Tensor:
+    """What a store holds: of each target the tokens, their log-probabilities and that of no other token."""
+    known = [losses.known(row) for row in rows] or [torch.zeros(0, VOCABULARY)]
+    logps, tokens = torch.cat(known).sort(-1, descending=True)
+    return torch.cat((tokens.float(), logps, torch.full((len(logps), 1), -torch.inf)), 1)
+
+
 def balanced(case: Case, losses: plain.Losses[Any], sequences: int) -> plain.Losses[Any]:
     """`sequences`: of each row."""
     if case.balance == "none":
@@ -417,14 +465,18 @@ def balanced(case: Case, losses: plain.Losses[Any], sequences: int) -> plain.Los
 
 
 def live(case: Case, spec: Spec, world: World) -> Annotate:
-    """Return a second engine, which under ZeRO 3 keeps nothing whole either."""
+    return refer_to_engine(second_engine(case, spec, reference_model(spec), world)[1])
+
+
+def second_engine(case: Case, spec: Spec, model: Model, world: World) -> tuple[Policy, FrozenEngine]:
+    """Return a second engine, which under ZeRO 3 keeps nothing whole either, and its policy."""
     config = reference_config(spec)
     if case.zero_stage == 3:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
     keep, dtype = sharding_for(config, world), DTYPES[case.precision]
-    policy = build_model(reference_model(spec), FACTS, SEED, dtype, world.stage, case.cut, keep)
+    policy = build_model(model, FACTS, SEED, dtype, world.stage, case.cut, keep)
     attend(policy, case, world)
-    return refer_to_engine(build_frozen_engine(policy, config, world))
+    return policy, build_frozen_engine(policy, config, world)
 
 
 def make_spec(case: Case) -> Spec:
@@ -433,9 +485,10 @@ def make_spec(case: Case) -> Spec:
     return Spec.model_validate(
         {
             "name": "parity",
-            "task": "reward" if case.reward else "dpo" if case.of_pairs else "pretrain",
+            "task": task_name(case),
             "dpo": dpo_section(case),
             "reward": {"center_rewards_coefficient": 0.3, "label_smoothing": 0.1} if case.reward else None,
+            "distill": distill_section(case),
             "model": {
                 "from_config": SHAPES[case.shape],
                 "gradient_checkpointing": case.checkpointing,
@@ -479,12 +532,26 @@ def _trained(case: Case) -> dict[str, Any]:
     return parts
 
 
+def task_name(case: Case) -> str:
+    if case.reward:
+        return "reward"
+    return "dpo" if case.of_pairs else "pretrain" if case.teacher == "none" else "distill"
+
+
 def dpo_section(case: Case) -> dict[str, Any] | None:
     if case.reference == "none":
         return None
     mode = "precomputed" if case.reference == "given" else case.reference
     beta = 0.5 if case.loss_type == "ipo" else 0.1
     return {"beta": beta, "loss_type": case.loss_type, "reference": mode, "sft_weight": case.sft_weight}
+
+
+def distill_section(case: Case) -> dict[str, Any] | None:
+    if case.teacher == "none":
+        return None
+    mode = "precomputed" if case.teacher == "given" else "live"
+    keys = {"reference": mode, "loss_type": case.divergence, "top_k": VOCABULARY}
+    return keys | {"beta": 0.3, "temperature": 1.5, "weight": 0.7}
 
 
 def with_adapter(case: Case, spec: Spec, world: World) -> Spec:

@@ -24,7 +24,7 @@ int32, the row's token that each of these K keys is."""
 
 
 class Tokens(NamedTuple):
-    """The tokens of a micro-batch, B rows of T, right-padded; each tensor is (B, T). A named tuple, since
+    """The tokens of a micro-batch, B rows of T, right-padded; each tensor is (B, T, …). A named tuple, since
     DeepSpeed's ZeRO 3 looks for tensors in the arguments of a module.
 
     input_ids     int64
@@ -32,6 +32,7 @@ class Tokens(NamedTuple):
     targets       int64: the token that position t predicts (t + 1), or NO_TARGET
     noise_scale   float32: NEFTune's α ÷ √L; None where no noise is added
     is_padding    bool; None: there is no padding
+    others        (B, T, k) int32: k different tokens that are scored at each target beside it; None: none
     """
 
     input_ids: Tensor
@@ -39,6 +40,7 @@ class Tokens(NamedTuple):
     targets: Tensor
     noise_scale: Tensor | None = None
     is_padding: Tensor | None = None
+    others: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Tokens:
         """Return the tokens with `function` applied to each tensor."""
@@ -124,12 +126,17 @@ class MicroBatch:
     answers         where the task compares whole answers
     targets_before  (B × T + 1,), on the host: the number of targets before each position and, last, of all;
                     counted by `to`
+    ids             numbers of the examples in the dataset, in their order in the micro-batch
+    teacher         (B, T, k + 1) float32: a teacher's log-probabilities of the tokens in `tokens.others` and
+                    of the rest of the vocabulary; None: not known
     """
 
     tokens: Tokens
     segments: Segments | None = None
     answers: Answers | None = None
     targets_before: NDArray[np.int64] | None = None
+    ids: tuple[int, ...] = ()
+    teacher: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -152,6 +159,8 @@ class MicroBatch:
             self.segments and self.segments.to(device),
             self.answers and self.answers.to(device, self.segments),
             before,
+            self.ids,
+            None if self.teacher is None else to_device(self.teacher, device),
         )
 
     def first(self, length: int) -> MicroBatch:
@@ -162,7 +171,9 @@ class MicroBatch:
             segments = segments.first(length)
             if answers is not None:
                 answers = answers.first(len(segments.lengths) // answers.num_targets.shape[1])
-        return MicroBatch(self.tokens.map(lambda tensor: tensor[:, :length]), segments, answers)
+        teacher = None if self.teacher is None else self.teacher[:, :length]
+        tokens = self.tokens.map(lambda tensor: tensor[:, :length])
+        return MicroBatch(tokens, segments, answers, teacher=teacher)
 
 
 def borders_of(lengths: Sequence[int], starts: Sequence[int] | None = None) -> Borders:

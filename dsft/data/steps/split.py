@@ -15,8 +15,8 @@ def part_of(batch: MicroBatch, number: int, parts: int) -> MicroBatch:
     parts) consecutive tokens of a packed row, with the segments of the whole row.
 
     Padded rows become segments of the whole row, with their padding; the row is padded to a multiple of
-    `parts` by a segment of its own. Answers are left out: log-probabilities are compared when all parts are
-    together again. Does not wait for the device.
+    `parts` by a segment of its own. Answers and a teacher's values are left out: log-probabilities are
+    compared when all parts are together again. Does not wait for the device.
     """
     tokens, before = batch.tokens, batch.targets_before
     rows, length = batch.shape
@@ -29,11 +29,13 @@ def part_of(batch: MicroBatch, number: int, parts: int) -> MicroBatch:
     begin = number * size
 
     def cut(tensor: Tensor, fill: float = 0) -> Tensor:
-        return F.pad(tensor.flatten(), (0, added), value=fill).narrow(0, begin, size).unsqueeze(0)
+        flat = tensor.flatten(0, 1)
+        added_rows = (0, 0) * (flat.ndim - 1) + (0, added)
+        return F.pad(flat, added_rows, value=fill).narrow(0, begin, size).unsqueeze(0)
 
     is_padding = tokens.is_padding
     if is_padding is None and added:
-        is_padding = torch.zeros(total, dtype=torch.bool, device=device)
+        is_padding = torch.zeros(rows, length, dtype=torch.bool, device=device)
     assert before is not None, "set by MicroBatch.to"
     here = before[np.minimum(np.arange(begin, begin + size + 1), total)]
     part = tokens.map(cut)._replace(

@@ -6,6 +6,7 @@ A step is a pure function of (data, seed, step), so that any step can be built a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,7 +97,7 @@ def _read(
     collate = collate_padded if batch.tokens_per_micro_batch is None else collate_packed
     desirable = dataset.desirable[ids] if dataset.labels else None
     answers = AnswerIds(ids, dataset.answers, desirable) if dataset.whole else None
-    return collate(examples, pad_id, alpha, answers)
+    return replace(collate(examples, pad_id, alpha, answers), ids=tuple(ids.tolist()))
 
 
 def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:

@@ -30,6 +30,7 @@ from dsft.plan.memory.sizes import (
     kept_rows,
     moment_bytes,
     runs_on_cpu,
+    several_tokens,
     with_one_moment,
 )
 from dsft.plan.memory.tensors import NONE, Phase, Row, Tensors, each, one, total
@@ -373,11 +374,13 @@ def _embedding(census: Census) -> tuple[int, int]:
 
 
 def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
-    """Return the bytes of the logits, of the sum of the chunks' gradients of the weight (0 for fp16 and
-    preference pairs, which do not need it), and of the logits in a forward without backward. Every token
-    counts as a target."""
+    """Return the bytes of the logits, of the sum of the chunks' gradients of the weight (0 for fp16,
+    preference pairs and distillation, which do not need it), and of the logits in a forward without backward.
+    Every token counts as a target. The values of a teacher and a student count as logits."""
     vocabulary, hidden = _embedding(census)
     chunk = head_chunk("cpu" if runs_on_cpu(spec) else "cuda", gpu_bytes(spec))
+    if spec.reference is not None and spec.reference.columns:
+        return several_tokens(tokens, vocabulary, spec.reference.columns, chunk)
     if not in_chunks(tokens * vocabulary, chunk):
         plain = tokens * vocabulary * PLAIN_BYTES_PER_LOGIT
         return plain, 0, plain

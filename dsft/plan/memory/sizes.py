@@ -28,6 +28,10 @@ LARGE = 64 * GIB, 2 << 30
 """Memory of a GPU from which on a chunk of logits may have these bytes. For 8 billion parameters and a
 vocabulary of 128,256 each chunk reads and writes 4 GB: computed as 1 % of a step of 8,192 tokens at 1 GiB."""
 SCORED_PARTS = 4  # without a gradient of the weight, a quarter of the rows per chunk is as fast
+SEVERAL_PARTS = 2  # where several tokens of each target are scored, a logit has twice the derived values
+VALUE_BYTES = 66
+"""Bytes for each float32 value of a teacher's row while a student learns from it: the student's values,
+gradients and the loss in float64. Measured on a CPU: 48 for forward_kl and reverse_kl, 65 for jsd."""
 PLAIN_BYTES = 1 << 24  # below this size, the memory saved is not worth computing the logits twice
 PLAIN_BYTES_PER_LOGIT = 12  # without chunks: logits, log-probabilities and their gradient, in float32
 
@@ -63,6 +67,13 @@ def kept_rows(rows: int, row_bytes: int, chunk: int) -> int:
     backward that the forward cannot know: as many as fit into a chunk. row_bytes: bytes of one row's
     gradient; chunk: maximum bytes of a chunk."""
     return min(rows, chunk // row_bytes)
+
+
+def several_tokens(tokens: int, vocabulary: int, columns: int, chunk: int) -> tuple[int, int, int]:
+    """Return what `ranks._head` does where a teacher gives `columns` values for each target: its values and
+    the student's count as logits, and there is no sum of gradients."""
+    values, logits = tokens * columns * VALUE_BYTES, tokens * vocabulary * BYTES_PER_LOGIT * SEVERAL_PARTS
+    return min(logits, chunk) + values, 0, min(logits, chunk // SCORED_PARTS) + values
 
 
 def gpu_bytes(spec: Spec) -> int | None:

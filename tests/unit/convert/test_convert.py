@@ -305,6 +305,29 @@ def test_reward(config: dict[str, Any], found: str) -> None:
         assert (spec.data.on_too_long, spec.optim.learning_rate) == ("drop", 1e-4)
 
 
+@pytest.mark.parametrize(
+    ("config", "distill"),
+    [
+        (
+            {**TRL, "teacher_model_name_or_path": "c/d", "beta": 0.3, "lmbda": 0.0, "temperature": 0.7},
+            "reference_model: c/d, loss_type: jsd, beta: 0.3, temperature: 1.0, weight: 1.0, top_k: 64",
+        ),
+        ({**TRL, "teacher_model_name_or_path": "c/d", "beta": 1.0}, "loss_type: reverse_kl"),
+        (
+            {**SWIFT, "rlhf_type": "gkd", "teacher_model": "c/d", "beta": 0, "temperature": 2.0,
+             "sft_alpha": 0.25, "gkd_logits_topk": 32},
+            "reference_model: c/d, loss_type: forward_kl, temperature: 2.0, weight: 0.8, top_k: 32",
+        ),
+    ],
+    ids=["trl", "trl, reverse", "swift"],
+)  # fmt: skip
+def test_distillation(config: dict[str, Any], distill: str) -> None:
+    spec, done = converted(config)
+    assert spec.task == "distill" and spec.reference is not None
+    assert_has(spec.distill, distill)
+    assert ("lmbda" in done.left) is (config.get("lmbda") != 0.0), "0.5 by default"
+
+
 def test_swift() -> None:
     spec, _ = converted({
         "model": "Qwen/Qwen2.5-7B-Instruct", "rlhf_type": "dpo", "dataset": "data/pairs.json#10",
@@ -534,6 +557,7 @@ def test_deepspeed() -> None:
         ({"stage": "ppo", "template": "x", "dataset": "identity"}, "stage: 'ppo': dsft does not offer"),
         ({"base_model": "a/b", "datasets": [], "process_reward_model": True}, "scores the steps of"),
         ({"rl": "kto", "base_model": "a/b", "datasets": []}, "rl: 'kto' of Axolotl is not converted"),
+        ({"kd_trainer": True, "base_model": "a/b", "datasets": []}, "kd_trainer: Axolotl reads a teacher's"),
         ({"rlhf_type": "grpo", "model": "a/b", "tuner_type": "lora"}, "rlhf_type: 'grpo'"),
         ({"model": "a", "dataset": "b.json", "task_type": "seq_cls", "tuner_type": "lora"}, "task_type"),
         ({"stage": "sft", "template": "x", "dataset": "nothing"}, "'nothing' is not in dataset_info"),

@@ -31,6 +31,10 @@ SIZES = (5, 2)
 SHAPES = ((5, 2), (2, 2))
 
 
+def same(one: Any, other: Any) -> bool:
+    return np.array_equal(one, other)
+
+
 def values(dataset: int, pairs: Any) -> Any:
     return np.stack([-1.0 - dataset - pairs, -100.5 - pairs], axis=1)
 
@@ -71,7 +75,7 @@ def test_computed_once_and_read_afterwards(folder: Path, passes: list[ScoringPas
     found, _ = made(folder, say=shown.append)
     assert len(passes) == 1 and not sum(map(len, passes[0].recheck)) and passes[0].micro_batch_size == 2
     for dataset, size in enumerate(SIZES):
-        assert np.array_equal(found.logps[dataset], values(dataset, np.arange(size)))
+        assert same(found.logps[dataset], values(dataset, np.arange(size)))
     assert len(found.annotate) == 2
     assert shown[0].startswith("reference: the policy as it starts") and "7 pairs scored in" in shown[1]
     assert shown[2] == f"reference: the log-probabilities of 7 pairs are in {found.folder}"
@@ -81,7 +85,7 @@ def test_computed_once_and_read_afterwards(folder: Path, passes: list[ScoringPas
     made(folder, again=True)
     assert len(passes) == 2 and sum(map(len, passes[1].recheck)) == 4
     (found.folder / "key.json").write_text("{")
-    assert np.array_equal(made(folder)[0].logps[0], found.logps[0]) and len(passes) == 2
+    assert same(made(folder)[0].logps[0], found.logps[0]) and len(passes) == 2
 
 
 def test_a_killed_pass_is_continued(
@@ -102,7 +106,7 @@ def test_a_killed_pass_is_continued(
     found, _ = made(folder, say=shown.append)
     assert "4 pairs scored" in shown[1] and "3 pairs already stored" in shown[1]
     assert not list(found.folder.glob("*.tmp"))
-    assert np.array_equal(found.logps[0], values(0, np.arange(SIZES[0])))
+    assert same(found.logps[0], values(0, np.arange(SIZES[0])))
 
 
 def test_two_jobs_at_once_make_one_store(
@@ -131,7 +135,7 @@ def test_two_jobs_at_once_make_one_store(
     other.join()
     assert len(passes) == 1 and mine.key.digest == found[0].key.digest
     assert any("which is scoring the same rows" in line for line in shown)
-    assert all(np.array_equal(a, b) for a, b in zip(mine.logps, found[0].logps, strict=True))
+    assert all(same(a, b) for a, b in zip(mine.logps, found[0].logps, strict=True))
 
 
 def test_the_store_may_be_in_the_runs_own_folder(folder: Path, passes: list[ScoringPass]) -> None:

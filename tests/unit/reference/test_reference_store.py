@@ -72,7 +72,8 @@ def test_any_ranks_write_and_one_reads(folder: Path) -> None:
     found = of(folder).read(SHAPES, logged.append)
     assert found.num_missing == 0 and not logged
     for logps, size in zip(found.logps, SIZES, strict=True):
-        assert logps.dtype == np.float64 and np.array_equal(logps, values(range(size)))
+        assert isinstance(logps, np.ndarray) and logps.dtype == np.float64
+        assert np.array_equal(logps, values(range(size)))
 
 
 @pytest.mark.parametrize("answers", [1, 3])

@@ -83,6 +83,22 @@ def test_the_rows_whose_loss_is_not_finite_are_named_with_their_rank(batch: Batc
         assert why == "the loss is not finite on"
 
 
+class OfSeveral(Scorer):
+    """Scores several tokens of each target, of which the last always has the log-probability -inf."""
+
+    def score(self, micro_batches: Any, output: Any = log_probabilities, **options: Any) -> Any:
+        def several(logps: Tensor, batch: MicroBatch) -> Tensor:
+            return output(torch.stack((logps, logps, torch.full_like(logps, -math.inf)), -1), batch)
+
+        return super().score(micro_batches, several, **options)
+
+
+def test_rows_whose_targets_have_several_scored_tokens() -> None:
+    bad = mine(PADDED)[0]
+    assert skipped(OfSeveral(bad), World(), PADDED, math.nan)[1] == f"a.jsonl:{bad + 1} (rank 1)"
+    assert skipped(OfSeveral(), World(), PADDED, math.nan)[0].endswith("without dropout; its rows are")
+
+
 def test_of_many_rows_the_first_are_named() -> None:
     others = [i for i in range(COUNT) if i not in mine(PADDED)]
     _, named = skipped(Scorer(*range(COUNT)), World(*others), PADDED, math.inf)

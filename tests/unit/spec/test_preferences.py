@@ -153,6 +153,34 @@ def test_a_step_of_one_row_on_one_rank_has_no_mismatched_answer() -> None:
     assert batch_on(other, Layout(1, 1)).global_batch_size == 1
 
 
+@pytest.mark.parametrize(
+    "key, words, changes",
+    [
+        ("distill.reference_model", "a teacher is needed", {"distill": {"reference_model": None}}),
+        ("distill.beta", "only with jsd", {"distill": {"beta": 0.3}}),
+        ("distill.recheck_rows", "stores nothing", {"distill": {"reference": "live", "recheck_rows": 1}}),
+        ("dpo", "set task: dpo", {"dpo": {"beta": 0.2}}),
+    ],
+)
+def test_of_distillation_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
+    changes["distill"] = {"reference_model": "teacher"} | changes.get("distill", {})
+    findings = told(task="distill", **changes)
+    assert list(findings) == [key] and words in findings[key]
+
+
+def test_a_student_may_have_noise() -> None:
+    """It does not have to start from what it is compared with."""
+    assert (
+        told(
+            task="distill",
+            distill={"reference_model": "teacher", "loss_type": "jsd", "beta": 0.1},
+            model={"lora": {"dropout": 0.1}},
+            train={"neftune_alpha": 5.0, "label_smoothing": 0.1},
+        )
+        == {}
+    )
+
+
 def test_the_section_belongs_to_its_task() -> None:
     spec = Spec.model_validate({**GOOD, "task": "sft", "dpo": {"beta": 0.1}})
     (finding,) = combinations(spec)
