@@ -20,7 +20,7 @@ from dsft.engine.api import Kind
 from dsft.model.build import has_frozen, initial_values
 from dsft.model.files import digests, model_files
 from dsft.model.lora import PREFIX, condensed, inject, misread, saved_modules, saved_names, scale
-from dsft.model.quantize import bitsandbytes_config
+from dsft.model.quantize_model import bitsandbytes_config
 from dsft.model.vocabulary import NewRows, vocabulary_names
 from dsft.model.whole import Whole
 from dsft.spec.schema import Lora, Model

@@ -35,7 +35,8 @@ from dsft.errors import DsftError, MissingInputError, brief, printable
 from dsft.model.config import config_around, has_scores, read_config
 from dsft.model.files import model_files
 from dsft.model.lora import own_names
-from dsft.model.quantize import load_bitsandbytes, quantize_loaded
+from dsft.model.quantize import load_bitsandbytes
+from dsft.model.quantize_model import EXPERTS, quantize_loaded
 from dsft.model.read import load_whole
 from dsft.system.json_file import read_json
 from dsft.system.run_folder import named_export
@@ -243,7 +244,7 @@ def _quantization(path: Path) -> Any:
             "bnb_4bit_quant_type": "nf4" | "fp4",
             "bnb_4bit_compute_dtype": "float32" | "bfloat16",
             "llm_int8_skip_modules": list(),
-        }:
+        } if isinstance(found.get(EXPERTS, []), list):
             return found
     raise MissingInputError(
         f"{path}: {QUANTIZATION} is not as dsft export writes it; export the adapter again with dsft export."

@@ -28,7 +28,7 @@ from dsft.model.lora import check_saved, fill_adapted, inject, with_adapters
 from dsft.model.mlp_chunks import chunk_mlps
 from dsft.model.older import checkpoint_activations
 from dsft.model.policy import Policy
-from dsft.model.quantize import quantize_linears, quantized_weights
+from dsft.model.quantize_model import quantize_model, quantized_weights
 from dsft.model.read import SCORE, ReadWeights, WithFreshScore, read_whole
 from dsft.model.routing import freeze_routers, routing_of
 from dsft.model.split_points import check_cut
@@ -137,13 +137,13 @@ def choose_trained(causal_lm: PreTrainedModel, model: Model, whole: Whole | None
         train_only(causal_lm, model.trainable)
     if model.experts.freeze_router:
         freeze_routers(causal_lm)
-    quantize_linears(causal_lm, model)
+    quantize_model(causal_lm, model)
 
 
 def storages(causal_lm: nn.Module, dtype: torch.dtype) -> StorageOf:
     """Return what each parameter on the meta device is stored as, in a model that computes in `dtype`."""
     quantized, precision = quantized_weights(causal_lm), PRECISIONS[dtype]
-    return lambda parameter: Storage(precision, quantized.get(id(parameter), "plain"))
+    return lambda parameter: Storage(precision, *quantized.get(id(parameter), ()))
 
 
 def check_trainable(causal_lm: PreTrainedModel) -> None:

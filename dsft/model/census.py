@@ -16,7 +16,7 @@ from dsft.model.experts import choose_experts, expert_layers
 from dsft.model.kernels import fused
 from dsft.model.mlp_chunks import check_layers, mlps_of
 from dsft.model.names import plain_name
-from dsft.model.quantize import quantized_weights
+from dsft.model.quantize_model import quantized_weights
 from dsft.model.recurrence import saved_bytes
 from dsft.model.split_check import query_heads
 from dsft.model.split_points import find_split_points
@@ -93,7 +93,7 @@ def _parameters(causal_lm: PreTrainedModel, num_layers: int, before: tuple[str, 
             "aliases": [],
         }
         if id(parameter) in quantized:
-            found[id(parameter)]["form"] = quantized[id(parameter)]
+            found[id(parameter)]["form"] = quantized[id(parameter)][0]
         if id(parameter) in kernels:
             found[id(parameter)]["fused"] = True
         if id(parameter) in mlps:

@@ -48,7 +48,7 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     an empty list for a dense model."""
     found = []
     for name, experts in model.named_modules():
-        shapes = _stacked(experts)
+        shapes = [*stacks(experts).values()]
         if not shapes or not (hasattr(experts, "num_experts") or name.endswith(".experts")):
             continue
         block = name.rpartition(".")[0]
@@ -61,11 +61,17 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     return found
 
 
-def _stacked(module: nn.Module) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters that have the weights of several experts, also where ZeRO 3 has
-    partitioned them."""
-    shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in module.parameters(recurse=False)]
-    return [shape for shape in shapes if len(shape) == 3]
+def stacks(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters that have the weights of several experts, by name, also where ZeRO
+    3 has partitioned them."""
+    shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in module.named_parameters(recurse=False)}
+    return {name: shape for name, shape in shapes.items() if len(shape) == 3}
+
+
+def computed_alike(experts: nn.Module) -> bool:
+    """Whether a module of experts has weights (experts, out, in) without biases, which transformers can
+    compute by grouped products (`use_experts_implementation`)."""
+    return getattr(experts, "is_transposed", True) is False and not getattr(experts, "has_bias", True)
 
 
 ALIGNED = 8
@@ -109,7 +115,7 @@ def _obstacle(causal_lm: PreTrainedModel, layers: list[ExpertLayer]) -> str:
         experts = causal_lm.get_submodule(layer.experts)
         if not hasattr(experts, "is_transposed"):  # which transformers' use_experts_implementation sets
             return f"{type(experts).__name__} has an implementation of its own"
-        widths = {width for shape in _stacked(experts) for width in shape[1:]}
+        widths = {width for shape in stacks(experts).values() for width in shape[1:]}
         if odd := sorted(width for width in widths if width % ALIGNED):
             return f"the experts have the width {odd[0]}, which is not a multiple of {ALIGNED}"
     return ""

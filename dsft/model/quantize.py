@@ -1,9 +1,10 @@
-"""Store the frozen weights of linear layers in 4 bits, by bitsandbytes: the types NF4 and FP4 in blocks of
-64, whose scales are quantized too (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
+"""Store frozen weights in 4 bits, by bitsandbytes: the types NF4 and FP4 in blocks of 64, whose scales are
+quantized too (QLoRA, Dettmers et al. 2023, arXiv 2305.14314).
 
 What bitsandbytes has of a weight is one parameter here: its bytes, in the type that the model computes in
 (`packed_bytes`). To DeepSpeed and a pipeline it is a parameter like any other, only smaller, and ZeRO 3
-gathers 4 bits. bitsandbytes is imported only for a model with such weights.
+gathers 4 bits. The experts of a mixture have the bytes of each one's own matrix, one after the other.
+bitsandbytes is imported only for a model with such weights.
 """
 
 from __future__ import annotations
@@ -11,28 +12,18 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from dsft.errors import MissingInputError, Problem, SpecError, brief
-from dsft.model.experts import expert_layers
-from dsft.model.head import output_layer
-from dsft.model.names import plain_name
-from dsft.plan.storage import BLOCK, SCALES, Form, packed_bytes
-from dsft.spec.patterns import matches, unmatched
-from dsft.spec.schema import Model
+from dsft.errors import MissingInputError, brief
+from dsft.plan.storage import BLOCK, DEQUANTIZED_AT_ONCE, SCALES, Form, packed_bytes
 
-READ_BY_OTHERS = ("prediction_coefs", "correction_coefs")
-"""Linear layers of Gemma 3n whose weights its AltUp clamps itself while it trains; they are not quantized."""
-
-
-LINEAR = nn.Linear, Conv1D
+IN_CACHE = 1 << 18
+"""Most elements of experts that are dequantized by one call on a CPU, where more of them leave its caches."""
 
 
 class QuantizedLinear(nn.Linear):
@@ -48,22 +39,7 @@ class QuantizedLinear(nn.Linear):
 
     def dequantized(self) -> Tensor:
         """Return the weight, (out, in)."""
-        functional, code = bitsandbytes(), _code(self.weight.device)
-        numel, dtype = self.out_features * self.in_features, self.weight.dtype
-        values, scales, of_scales, offset = self.weight.detach().view(torch.uint8).split(packed_bytes(numel))
-        floats = torch.cat([of_scales, offset]).view(torch.float32)  # copied: aligned for float32
-        nested = functional.QuantState(floats[:-1], code=code, blocksize=SCALES, dtype=torch.float32)
-        whole = functional.QuantState(
-            scales[: -(-numel // BLOCK)],
-            shape=torch.Size((self.out_features, self.in_features)),
-            blocksize=BLOCK,
-            quant_type=self.form,
-            dtype=dtype,
-            offset=floats[-1],
-            state2=nested,
-        )
-        found: Tensor = functional.dequantize_4bit(values.view(-1, 1), whole)
-        return found
+        return dequantized(self.weight, self.form, (self.out_features, self.in_features))
 
 
 class _Product(torch.autograd.Function):
@@ -79,83 +55,6 @@ class _Product(torch.autograd.Function):
         return gradients[0] @ ctx.linear.dequantized(), None
 
 
-def quantize_linears(causal_lm: PreTrainedModel, model: Model) -> None:
-    """Make the linear layers that model.quantize means `QuantizedLinear`s, and freeze their weights: all but
-    the output layer, those that are trained, and those of model.quantize_skip. `causal_lm` has its adapters,
-    and is on the meta device. A model without adapters, such as a reference, has no trained one. Raises
-    SpecError for a model with none, for a pattern that matches none, and for a mixture of experts."""
-    if model.quantize is None:
-        return
-    if expert_layers(causal_lm):
-        raise _error(model, "is for linear layers, and the experts of a mixture are none; leave it out")
-    head = output_layer(causal_lm)
-    found = {
-        f"{plain_name(name)}.weight": module
-        for name, module in causal_lm.named_modules()
-        if type(module) is nn.Linear and module is not head and ".lora_" not in name
-        if model.lora is None or not module.weight.requires_grad
-        if not plain_name(name).endswith(READ_BY_OTHERS)
-    }
-    skip = model.quantize_skip
-    if found and (problems := list(unmatched("model.quantize_skip.{}", skip, found))):
-        raise SpecError("These weights are not quantized in any case.", problems)
-    left = [module for name, module in found.items() if not any(matches(name, one) for one in skip)]
-    if not left:
-        kind, others = causal_lm.config.model_type, " and not in model.quantize_skip" if skip else ""
-        own = {
-            type(module).__name__
-            for name, module in causal_lm.named_modules()
-            if isinstance(module, LINEAR) and ".lora_" not in name
-        }
-        if names := sorted(own - {"Linear"}):
-            others += f" (its layers are {' and '.join(names)})"
-        raise _error(
-            model,
-            f"is for layers of the class nn.Linear, of which a {kind} model has none that is frozen{others}; "
-            "leave it out",
-        )
-    for module in left:
-        in_4_bits(module, model.quantize).requires_grad_(False)
-
-
-def bitsandbytes_config(
-    causal_lm: PreTrainedModel,
-    model: Model,
-    dtype: torch.dtype,
-    in_files: Callable[[str], str],
-    whole: nn.Module,
-) -> dict[str, Any] | None:
-    """Return the keys of transformers' BitsAndBytesConfig with which it quantizes the same weights as
-    training in `dtype` does; None where model.quantize is not given. `causal_lm` is as in `quantize_linears`;
-    in_files: from a name in it to that in `whole`, the model that transformers reads, such as itself."""
-    if model.quantize is None:
-        return None
-    quantize_linears(causal_lm, model)
-    ours = {in_files(plain_name(n)) for n, m in causal_lm.named_modules() if isinstance(m, QuantizedLinear)}
-    linears = {
-        plain_name(name)
-        for name, module in whole.named_modules()
-        if isinstance(module, nn.Linear) and ".lora_" not in name
-    }
-    return {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": model.quantize,
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
-        "llm_int8_skip_modules": sorted(linears - ours),
-    }
-
-
-def quantize_loaded(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Quantize the weights of a model that has been read. config: from `bitsandbytes_config`."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name not in config["llm_int8_skip_modules"]:
-            form = config["bnb_4bit_quant_type"]
-            module.weight = nn.Parameter(packed(module.weight.detach(), form), requires_grad=False)
-            in_4_bits(module, form)
-
-
 def in_4_bits(linear: nn.Linear, form: Form) -> QuantizedLinear:
     """Make a linear layer one whose weight is, or will be, stored in 4 bits, in place."""
     linear.__class__ = QuantizedLinear
@@ -164,14 +63,12 @@ def in_4_bits(linear: nn.Linear, form: Form) -> QuantizedLinear:
     return linear
 
 
-def quantized_weights(causal_lm: nn.Module) -> dict[int, Form]:
-    """Return the ids of the weights that are stored in 4 bits -> their form."""
-    return {id(m.weight): m.form for m in causal_lm.modules() if isinstance(m, QuantizedLinear)}
-
-
 def packed(weight: Tensor, form: Form) -> Tensor:
-    """Return the elements, in the type of `weight` (out, in), that hold it in 4 bits. They are on the CPU;
-    a GPU that this process uses computes them."""
+    """Return the elements, in the type of `weight` (out, in), that hold it in 4 bits; of (experts, out, in)
+    those of each expert, one after the other. They are on the CPU; a GPU that this process uses computes
+    them."""
+    if weight.ndim > 2:
+        return torch.cat([packed(one, form) for one in weight])
     place = torch.device("cuda") if torch.cuda.is_initialized() else weight.device
     values, state = bitsandbytes().quantize_4bit(
         weight.to(place), blocksize=BLOCK, compress_statistics=True, quant_type=form
@@ -182,6 +79,38 @@ def packed(weight: Tensor, form: Form) -> Tensor:
         part = part.reshape(-1).view(torch.uint8)
         place[: len(part)] = part
     return found.view(weight.dtype)
+
+
+@torch.no_grad()
+def dequantized(weight: Tensor, form: Form, shape: tuple[int, ...]) -> Tensor:
+    """Return the matrices (…, out, in) of this shape whose bytes, one matrix after the other, `weight` has:
+    what `packed` makes of each of them."""
+    functional, code, numel = bitsandbytes(), _code(weight.device), math.prod(shape[-2:])
+    parts = weight.view(torch.uint8).view(math.prod(shape[:-2]), -1).split(packed_bytes(numel), dim=1)
+    found = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+    # Where their blocks are full, bitsandbytes can take several matrices for one.
+    limit = DEQUANTIZED_AT_ONCE if weight.is_cuda else IN_CACHE
+    at_once = 1 if numel % (BLOCK * SCALES) else max(1, limit // numel)
+    pieces = zip(*(part.split(at_once) for part in (*parts, found.view(-1, numel))), strict=True)
+    for values, scales, of_scales, offset, out in pieces:
+        floats = torch.cat([of_scales, offset], 1).view(torch.float32)  # copied: aligned for float32
+        nested = functional.QuantState(
+            floats[:, :-1].flatten(), code=code, blocksize=SCALES, dtype=torch.float32
+        )
+        absmax = functional.dequantize_blockwise(scales[:, : -(-numel // BLOCK)].flatten(), nested)
+        absmax.view(len(out), -1).add_(floats[:, -1:])
+        state = functional.QuantState(
+            absmax,
+            shape=torch.Size((out.numel() // shape[-1], shape[-1])),
+            blocksize=BLOCK,
+            quant_type=form,
+            dtype=weight.dtype,
+        )
+        if weight.is_cuda:
+            functional.dequantize_4bit(values.reshape(-1, 1), state, out=out.view(state.shape))
+        else:  # for which bitsandbytes has no operation that writes into a tensor
+            out.copy_(functional.dequantize_4bit(values.reshape(-1, 1), state).view_as(out))
+    return found
 
 
 def bitsandbytes(key: str = "model.quantize") -> Any:
@@ -228,9 +157,3 @@ def _code(device: torch.device) -> Tensor:
     """Return the 256 values that a quantized scale can have."""
     code: Tensor = bitsandbytes().create_dynamic_map().to(device)
     return code
-
-
-def _error(model: Model, reason: str) -> SpecError:
-    return SpecError(
-        "The model cannot be quantized.", [Problem("model.quantize", f"{model.quantize} {reason}")]
-    )

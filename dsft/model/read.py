@@ -76,17 +76,33 @@ class ReadWeights:
 
     def _fill_parameter(self, old: Tensor, storage: Storage, slots: TensorSlots, sharding: Sharding) -> None:
         dtype = DTYPES[storage.precision]
-        if storage.form != "plain":  # its scales need the whole tensor
-            slots.take(slots.put(old, packed(self.tensor(old, dtype), storage.form)), sharding)
-            return
-        start, stop = sharding.span(old.numel())
-        part = torch.empty(stop - start, dtype=dtype)
-        self._read(old, start, part)
-        if len(part) == old.numel():
-            slots.take(slots.put(old, part.view(old.shape)), sharding)
+        (stored,) = storage.tensors(old.numel())
+        shape = old.shape if storage.form == "plain" else (stored.numel,)
+        start, stop = sharding.span(stored.numel)
+        if storage.form != "plain":
+            part = self._quantized(old, storage, start, stop)
         else:
-            without_memory = torch.empty(1, dtype=dtype).expand(old.shape)
+            part = torch.empty(stop - start, dtype=dtype)
+            self._read(old, start, part)
+        if len(part) == stored.numel:
+            slots.take(slots.put(old, part.view(shape)), sharding)
+        else:
+            without_memory = torch.empty(1, dtype=dtype).expand(shape)
             slots.take(slots.put(old, without_memory), sharding, part)
+
+    def _quantized(self, old: Tensor, storage: Storage, start: int, stop: int) -> Tensor:
+        """Return the elements [start, stop) of the stored parameter. Reads and quantizes one after the other
+        the matrices that are in this range, whole, since their scales need that."""
+        (one,) = Storage(storage.precision, storage.form).tensors(numel := old.numel() // storage.matrices)
+        matrix = torch.empty(old.shape[-2:], dtype=DTYPES[storage.precision])
+        first, last = start // one.numel, -(-stop // one.numel)
+        found = matrix.new_empty(last - first, one.numel)
+        for number, row in enumerate(found, first):
+            self._read(old, number * numel, matrix.view(-1))
+            row.copy_(packed(matrix, storage.form))
+        first *= one.numel
+        found = found.view(-1)
+        return found if stop - start == len(found) else found[start - first : stop - first].clone()
 
     def _read(self, old: Tensor, start: int, out: Tensor) -> None:
         first, *others = (name for name in self._names[id(old)] if name in self._values.shapes)

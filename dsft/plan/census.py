@@ -82,7 +82,7 @@ class Parameter:
 
     def stored(self, precision: str) -> tuple[Stored, ...]:
         """Return the tensors that hold it on a rank that has all of it."""
-        return Storage(precision, self.form).tensors(self.numel)
+        return Storage(precision, self.form, self.experts).tensors(self.numel)
 
     @property
     def module(self) -> str:

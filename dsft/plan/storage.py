@@ -14,6 +14,9 @@ Form = Literal["plain", "nf4", "fp4"]
 BLOCK, SCALES = 64, 256
 """Elements that share a scale in 4 bits, and scales that share one of their own: bitsandbytes' defaults."""
 
+DEQUANTIZED_AT_ONCE = 1 << 26
+"""Most elements of experts in 4 bits that are dequantized by one call; their bytes are copied for it."""
+
 MOMENT_BLOCK, MOMENT_LEAST = 256, 4096
 """Elements that share a scale in moments of 8 bits (optim.name: adamw_8bit), and the fewest elements of a
 parameter whose moments have 8 bits; those of smaller ones have 32: bitsandbytes' defaults."""
@@ -36,15 +39,19 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class Storage:
-    """What a parameter is stored as. precision: a value of train.precision, in which the model computes."""
+    """What a parameter is stored as. precision: a value of train.precision, in which the model computes;
+    matrices: number of matrices that are quantized separately, such as the experts of a mixture."""
 
     precision: str
     form: Form = "plain"
+    matrices: int = 1
 
     def tensors(self, numel: int) -> tuple[Stored, ...]:
         """Return the tensors that hold a parameter of `numel` elements."""
         size = width(self.precision)
-        return (Stored(sum(packed_bytes(numel)) // size if self.form != "plain" else numel, size),)
+        if self.form != "plain":
+            numel = self.matrices * sum(packed_bytes(numel // self.matrices)) // size
+        return (Stored(numel, size),)
 
 
 def packed_bytes(numel: int) -> tuple[int, int, int, int]:

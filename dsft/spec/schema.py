@@ -126,7 +126,7 @@ class Model(Section):
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights."""
     quantize: Literal["nf4", "fp4"] | None = None
-    """Store the frozen weights of linear layers in 4 bits (NF4 or FP4, of bitsandbytes), with model.lora."""
+    """Store the frozen weights of linear layers and experts in 4 bits (NF4 or FP4), with model.lora."""
     quantize_skip: Strings = ()
     """Patterns for the names of more weights that model.quantize leaves as they are."""
     experts: Experts = Experts()

@@ -3,6 +3,8 @@ and gradients with a plain loop over transformers' own 4-bit model with peft's a
 
     python quantize_worker.py FOLDER CASES      CASES: a list of the keywords of `compare`, as JSON
 
+FOLDER has the models by the names that cases give (`of`).
+
 Rank 0 prints, per case, how far apart they are.
 """
 
@@ -31,6 +33,7 @@ from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.quantize import QuantizedLinear
+from dsft.model.stacked import StackedExperts
 from dsft.model.weights import DTYPES
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
@@ -71,7 +74,7 @@ def main(folder: str, cases: str) -> None:
     world.close()
 
 
-def compare(  # noqa: PLR0913, PLR0917  a case
+def compare(  # noqa: PLR0913, PLR0915, PLR0917  a case
     folder: str,
     world: World,
     zero: int = 0,
@@ -81,8 +84,12 @@ def compare(  # noqa: PLR0913, PLR0917  a case
     checkpointing: bool = False,
     precision: str = "fp32",
     live: bool = False,
+    of: str = "model",
+    eager: bool = False,
 ) -> dict[str, Any]:
-    spec = make_spec(folder, zero, stages, task, checkpointing, precision, "live" if live else "adapter")
+    keys = {"name_or_path": f"{folder}/{of}", "gradient_checkpointing": checkpointing}
+    keys |= {"experts": {"implementation": "eager"}} if eager else {}
+    spec = make_spec(keys, zero, stages, task, precision, "live" if live else "adapter")
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     if zero == 3:  # else so small a model is kept whole on every rank
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -98,7 +105,7 @@ def compare(  # noqa: PLR0913, PLR0917  a case
     gradients, apart = keep_gradients(engine), []
     make = plain.make_pairs if is_dpo else plain.make_steps
     steps: list[Any] = make(0, (2,) * STEPS, world.layout.data_parallel, FACTS.vocab_size)
-    model = plain_model(folder, spec)
+    model = plain_model(spec)
     if is_dpo:
         reference = copy.deepcopy(model).requires_grad_(False)
         losses: Any = plain.Preference(reference, "sigmoid", 0.1, 0.0)
@@ -164,33 +171,62 @@ def shards_all(config_of: Any) -> Any:
 
 def packed_weights(causal_lm: nn.Module) -> dict[str, Tensor]:
     return {
-        name.replace(".base_layer", ""): module.weight.detach().view(torch.uint8).clone()
+        f"{name}.{own}".replace(".base_layer", "").removesuffix(".weight"): parameter.view(
+            torch.uint8
+        ).clone()
         for name, module in causal_lm.named_modules()
-        if isinstance(module, QuantizedLinear)
+        if isinstance(module, (QuantizedLinear, StackedExperts))
+        for own, parameter in module.named_parameters(recurse=False)
     }
 
 
 def different(weights: dict[str, Tensor], model: Any) -> list[str]:
     """The names of the weights whose bytes are not those of bitsandbytes."""
-    names, wrong = set(), []
+    names, wrong = (
+        set(model.bytes),
+        [n for n, ours in model.bytes.items() if not torch.equal(ours, weights[n])],
+    )
     for name, module in model.named_modules():
         if type(module).__name__ != "Linear4bit" or "lora" in name or not name.endswith("base_layer"):
             continue
         plainly = name.removeprefix("base_model.model.").replace(".base_layer", "")
         names.add(plainly)
-        state = module.weight.quant_state
-        parts = [module.weight.data, state.absmax, state.state2.absmax, state.offset]
-        values, scales, *floats = [part.reshape(-1).view(torch.uint8) for part in parts]
-        expected = [values, scales, torch.zeros(-(len(values) + len(scales)) % 4, dtype=torch.uint8), *floats]
-        if not torch.equal(torch.cat(expected), weights[plainly]):
+        if not torch.equal(own_bytes(module.weight.data, module.weight.quant_state), weights[plainly]):
             wrong.append(plainly)
     assert names == weights.keys(), names ^ weights.keys()
     return wrong
 
 
-def plain_model(folder: str, spec: Spec) -> Any:
+def own_bytes(data: Tensor, state: Any) -> Tensor:
+    """What dsft stores of what bitsandbytes has of a matrix."""
+    parts = [data, state.absmax, state.state2.absmax, state.offset]
+    values, scales, *floats = [part.reshape(-1).view(torch.uint8) for part in parts]
+    return torch.cat(
+        [values, scales, torch.zeros(-(len(values) + len(scales)) % 4, dtype=torch.uint8), *floats]
+    )
+
+
+def quantize_experts(model: nn.Module) -> dict[str, Tensor]:
+    """Replace each expert's matrix, which transformers leaves as it is, by what bitsandbytes makes of it.
+    Return the bytes, by the name of the parameter."""
+    from bitsandbytes import functional  # after dsft has imported it
+
+    found = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            stored = [
+                functional.quantize_4bit(one, compress_statistics=True, quant_type="nf4")
+                for one in parameter.data
+            ]
+            for one, whole in zip(parameter.data, stored, strict=True):
+                one.copy_(functional.dequantize_4bit(*whole))
+            found[name] = torch.cat([own_bytes(*whole) for whole in stored])
+    return found
+
+
+def plain_model(spec: Spec) -> Any:
     """The same adapters on transformers' 4-bit model."""
-    dtype = DTYPES[spec.train.precision]
+    dtype, folder = DTYPES[spec.train.precision], str(spec.model.name_or_path)
     from peft import LoraConfig, get_peft_model  # after dsft has imported bitsandbytes
 
     quantization = BitsAndBytesConfig(
@@ -202,9 +238,12 @@ def plain_model(folder: str, spec: Spec) -> Any:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, quantization_config=quantization, attn_implementation="eager"
     )
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapted = get_peft_model(model, lora)
+    own = quantize_experts(model)
     ours = build_model(spec.model, FACTS, 0, dtype).named_trained()
+    targets = sorted({name.split(".")[-3] for name in ours})
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, lora)
+    adapted.bytes = own
     theirs = {plain_name(name): p for name, p in plain.trained(adapted).items()}
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     with torch.no_grad():
@@ -223,11 +262,11 @@ def counts(step: Any) -> dict[str, int]:
 
 
 def make_spec(
-    folder: str, zero: int, stages: int, task: str, checkpointing: bool, precision: str, reference: str
+    keys: dict[str, Any], zero: int, stages: int, task: str, precision: str, reference: str
 ) -> Spec:
     offloaded = {"reference_offload": "cpu"} if zero == 3 and reference == "live" else {}
     of_pairs: dict[str, Any] = {"dpo": {"reference": reference} | offloaded} if task == "dpo" else {}
-    keys = {"name_or_path": folder, "lora": LORA, "quantize": "nf4", "gradient_checkpointing": checkpointing}
+    keys = keys | {"lora": LORA, "quantize": "nf4"}
     train = {"micro_batch_size": 2, "accumulation_steps": 2, "precision": precision, "max_grad_norm": 0.0}
     return minimal_spec(
         task, model=keys, parallel={"zero_stage": zero, "pipeline_stages": stages}, train=train,

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, BitsAndBytesConfig
 
 from benchmarks.load import TINY
+from dsft.checkpoint.export import export_checkpoint
 from dsft.commands.chat import Sampling, load
 from dsft.data.tokenizer.load import byte_level_tokenizer, num_ids
 from dsft.model.build import build_model
@@ -28,19 +29,26 @@ from tests.launching import alone, forked
 from tests.make import logps_of
 from tests.specs import dims
 
-ODD = TINY | dims(36, 41, 3, 6, 3, vocab_size=67)
+ODD = TINY | dims(36, 41, 3, 6, 3, vocab_size=67, model_type="llama")
 """Blocks of 64 elements across rows, and a last one that is not full."""
 
 
-def write_odd(folder: Path) -> None:
-    """A Llama that is sure of its answers, so that pairs have a gradient too."""
+MIXTURE = dims(40, 48, 3, 4, 2, vocab_size=67, model_type="qwen3_moe", head_dim=8)
+MIXTURE |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+"""Each expert's matrices have fewer blocks than share a scale of scales."""
+
+
+def write_odd(folder: Path, config: dict[str, Any], factor: float) -> None:
+    """A model that is sure of its answers, so that pairs have a gradient too."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **ODD), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
     for parameter in model.parameters():
-        parameter.data *= 4.0 if parameter.ndim > 1 else 1.0
+        parameter.data *= factor if parameter.ndim > 1 else 1.0
     model.save_pretrained(folder, max_shard_size="10KB")
 
+
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 ALWAYS: tuple[dict[str, Any], ...] = (
     {"zero": 0, "packed": True},
@@ -53,11 +61,18 @@ ALWAYS: tuple[dict[str, Any], ...] = (
     {"zero": 2, "task": "dpo", "live": True},
     {"zero": 3, "task": "dpo", "live": True},
     {"zero": 1, "stages": 2, "task": "dpo", "live": True},
+    {"zero": 0, "of": "mixture", "packed": True},
+    {"zero": 2, "of": "mixture", "eager": True},
+    {"zero": 3, "of": "mixture", "task": "dpo", "live": True},
+    {"zero": 3, "of": "mixture", "packed": True, "checkpointing": True},
+    {"zero": 1, "of": "mixture", "stages": 2},
 )
 OTHERS: tuple[dict[str, Any], ...] = (
     {"zero": 1, "checkpointing": True},
     {"zero": 2, "task": "dpo"},
     {"zero": 1, "stages": 2, "task": "dpo"},
+    {"zero": 3, "of": "mixture", "precision": "bf16"},
+    {"zero": 1, "of": "mixture", "task": "dpo", "checkpointing": True},
 )
 ALONE: tuple[dict[str, Any], ...] = (  # a whole run of one rank is always tried below
     {"zero": 0},
@@ -66,6 +81,7 @@ ALONE: tuple[dict[str, Any], ...] = (  # a whole run of one rank is always tried
     {"zero": 1, "precision": "bf16"},
     {"zero": 3, "precision": "bf16"},
     {"zero": 0, "task": "dpo", "live": True},
+    {"zero": 3, "of": "mixture", "eager": True},
 )
 
 
@@ -76,9 +92,10 @@ ALONE: tuple[dict[str, Any], ...] = (  # a whole run of one rank is always tried
 def test_adapters_on_4_bits_equal_a_plain_loop(
     ranks: int, cases: tuple[dict[str, Any], ...], tmp_path: Path
 ) -> None:
-    write_odd(tmp_path / "model")
+    write_odd(tmp_path / "model", ODD, 4.0)
+    write_odd(tmp_path / "mixture", MIXTURE, 8.0)
     worker = Path(__file__).with_name("quantize_worker.py")
-    done = forked(worker, ranks, [str(tmp_path / "model"), json.dumps(cases)])
+    done = forked(worker, ranks, [str(tmp_path), json.dumps(cases)])
     assert done.returncode == 0, done.stderr
     found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]
     assert len(found) == len(cases)
@@ -138,6 +155,49 @@ def test_a_run_goes_on_in_another_layout_and_its_adapter_is_pefts(tmp_path: Path
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-4)
     chatted = chat.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     torch.testing.assert_close(chatted, logps, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_in_4_bits_of_a_run_that_goes_on_in_a_pipeline(tmp_path: Path) -> None:
+    """Trained at ZeRO 3 on two ranks, and from step 8 on in two stages. The chat quantizes the same weights,
+    and the merged export has the original ones."""
+    base = write_model(tmp_path / "base", **EXPERTS)
+    words = [f"model={{name_or_path: {base}}}", "model.lora={rank: 4, alpha: 8}", "model.quantize=nf4"]
+    words += ["model.quantize_skip=['*.0.mlp.experts.down_proj']", "checkpoint.keep_last=null"]
+    trained(write_spec(tmp_path), *words, "parallel.zero_stage=3")
+    run = tmp_path / "runs" / "small"
+    losses = records(run, "train/loss")
+    for later in ("checkpoints/step-10", "export"):
+        shutil.rmtree(run / later)
+    pipeline = ["parallel.pipeline_stages=2", "parallel.zero_stage=0"]
+    assert "going on from step 8" in trained(write_spec(tmp_path), *words, *pipeline)
+    assert records(run, "train/loss") == pytest.approx(losses, rel=1e-4)
+
+    recorded = json.loads((run / "export" / "dsft_export.json").read_text())["quantization_config"]
+    experts = [
+        f"model.layers.{n}.mlp.experts.{own}" for n in range(4) for own in ("down_proj", "gate_up_proj")
+    ]
+    assert recorded["experts_in_4_bits"] == experts[1:] and recorded["llm_int8_skip_modules"] == ["lm_head"]
+    ids = torch.arange(40)[None]
+    lora = Lora(rank=4, alpha=8, path=str(run / "export"))
+    model = Model(name_or_path=str(base), lora=lora, quantize="nf4")
+    model = model.model_copy(update={"quantize_skip": ("*.0.mlp.experts.down_proj",)})
+    with torch.no_grad():
+        chat = load(run / "export", Sampling()).model
+        logits = chat(ids).logits
+        ours = build_model(model, TokenFacts(logits.shape[-1], None, None, None), 0, torch.float32)
+        targets = ids.roll(-1, 1)
+        logps = logps_of(ours.eval(), ids, ids.clone(), targets)
+    chatted = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    torch.testing.assert_close(chatted, logps, rtol=0, atol=1e-5)
+    assert [chat.get_parameter(name).ndim for name in experts] == [3, *[1] * 7]
+
+    export_checkpoint(run / "checkpoints" / "step-10", tmp_path / "merged", merged=True)
+    merged, original = (AutoModelForCausalLM.from_pretrained(one) for one in (tmp_path / "merged", base))
+    for name in experts:
+        assert torch.equal(merged.get_parameter(name), original.get_parameter(name)), name
+    projection = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(merged.get_parameter(projection), original.get_parameter(projection))
 
 
 def test_a_precomputed_reference_is_in_4_bits_too(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
-"""Count the activations of a layer, and decide in how many chunks of tokens its MLP is computed."""
+"""Count the activations of a layer and its dequantized weights, and decide in how many chunks of tokens its
+MLP is computed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dsft.plan.census import Census, Parameter
 from dsft.plan.memory.sizes import chunk_limit, compute_bytes, fuses, runs_on_cpu
-from dsft.plan.memory.tensors import Tensors, each, one
-from dsft.plan.storage import FP32
+from dsft.plan.memory.tensors import NONE, Tensors, each, one
+from dsft.plan.storage import BLOCK, DEQUANTIZED_AT_ONCE, FP32
 from dsft.spec.schema import Spec
 
 
@@ -87,3 +88,19 @@ def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
     found += [size * p.top_k for p in experts for size in p.shape[1:]]
     between = [(sum(p.shape[1:]) - hidden) * p.top_k for p in experts]
     return found + ([min(between)] if between else [])
+
+
+def dequantized(parameters: Iterable[Parameter], spec: Spec) -> Tensors:
+    """Return what the largest product with a weight in 4 bits needs: the weight, in a mixture that of all
+    experts, in the type of the activations; its scales in fp32; of experts a copy of the bytes that are
+    dequantized at once."""
+
+    def needed(weight: Parameter) -> Tensors:
+        one_by_one = spec.model.experts.implementation == "eager"
+        whole = weight.numel // weight.experts if one_by_one else weight.numel
+        at_once = whole if weight.experts == 1 else min(whole, DEQUANTIZED_AT_ONCE)
+        scales, copied = one(-(-at_once // BLOCK) * FP32), one(at_once // 2 if at_once < whole else 0)
+        return one(whole * compute_bytes(spec)) + scales + copied
+
+    found = (needed(parameter) for parameter in parameters if parameter.form != "plain")
+    return max(found, key=lambda tensors: tensors.total, default=NONE)

@@ -8,7 +8,7 @@ measures (memory.json).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import get_args
@@ -16,7 +16,7 @@ from typing import get_args
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import bucket_size
-from dsft.plan.memory.layer import activations, forward_only, mlp_chunks
+from dsft.plan.memory.layer import activations, dequantized, forward_only, mlp_chunks
 from dsft.plan.memory.offload import swapped
 from dsft.plan.memory.phases import RankSetup, gathered, phases
 from dsft.plan.memory.sizes import (
@@ -34,7 +34,7 @@ from dsft.plan.memory.sizes import (
     with_one_moment,
 )
 from dsft.plan.memory.tensors import NONE, Phase, Row, Tensors, each, one, total
-from dsft.plan.storage import BLOCK, FP32
+from dsft.plan.storage import FP32
 from dsft.spec.batch import BatchSizes, accumulates, batch_sizes, deepspeed_stage, gradients_stay_bf16
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
@@ -307,7 +307,7 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
         arrived = each([hidden] * min(2, sum(recomputed)), token)
         ahead, on_host = sum(stored * in_flight, arrived), inputs
     back = ahead + _recomputed_at_once(layers, recomputed)
-    whole = _dequantized(chain.from_iterable(found.values()), spec)
+    whole = dequantized(chain.from_iterable(found.values()), spec)
     forward: Phase = {
         "activations": ahead,
         "head": one(logits) + one(gradient),
@@ -321,13 +321,6 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
         "buffers": whole,
     }
     return _Work(forward, backward, one_layer, scored)
-
-
-def _dequantized(parameters: Iterable[Parameter], spec: Spec) -> Tensors:
-    """Return the largest weight in 4 bits while its product is computed: whole in the type of the
-    activations, with its scales in fp32."""
-    largest = max((p.numel for p in parameters if p.form != "plain"), default=0)
-    return one(largest * compute_bytes(spec)) + one(-(-largest // BLOCK) * FP32)
 
 
 def _recomputed_at_once(layers: Sequence[Tensors], recomputed: Sequence[bool]) -> Tensors:

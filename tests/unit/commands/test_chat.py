@@ -259,7 +259,7 @@ def test_adapter_without_weights_is_refused_without_asking_the_hub(export: Path,
     [
         "nf4", [1, 2], 5, {"bnb_4bit_quant_type": "int9"}, {"bnb_4bit_quant_type": ["nf4"]},
         {"bnb_4bit_compute_dtype": "nn"}, {"bnb_4bit_compute_dtype": "int8"}, {"bnb_4bit_compute_dtype": 7},
-        {"llm_int8_skip_modules": None}, {"llm_int8_skip_modules": 7},
+        {"llm_int8_skip_modules": None}, {"llm_int8_skip_modules": 7}, {"experts_in_4_bits": 7},
     ],
 )  # fmt: skip
 def test_quantization_config_that_dsft_does_not_write_is_named(

@@ -22,10 +22,8 @@ from dsft.plan.census import census_from
 from dsft.plan.storage import Storage
 from dsft.spec.schema import Lora, Model
 from tests.architectures.cases import VOCABULARY, small_model
-from tests.specs import dims
 
 FACTS = TokenFacts(64, None, None, None)
-MIXTURE = dims(32, 64, 2, 4, 2, model_type="mixtral", num_local_experts=4)
 LORA = Lora(rank=2, target_modules=("q_proj", "up_proj"), modules_to_save=("layers.1.mlp.down_proj",))
 
 
@@ -119,10 +117,7 @@ def test_models_with_linear_layers_of_other_classes_are_refused(kind: str, layer
         take_census(model, FACTS, cuts=False)
 
 
-def test_a_mixture_and_a_missing_package_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mixture = Model(from_config=MIXTURE, lora=Lora(rank=2), quantize="nf4")
-    with pytest.raises(SpecError, match=r"model\.quantize: nf4 is for linear layers, and the experts"):
-        take_census(mixture, FACTS, cuts=False)
+def test_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantize, "load_bitsandbytes", lambda: None)
     with pytest.raises(MissingInputError, match="needs the package bitsandbytes"):
         packed(torch.ones(2, 64), "nf4")

@@ -53,6 +53,31 @@ def test_a_weight_is_whole_while_its_product_is_computed(make_spec: Any) -> None
     assert quantized.buffers - plain.buffers == 2 * NUMEL + NUMEL // 64 * 4
 
 
+EXPERTS = Parameter(
+    "layers.0.experts.up", (128, 1024, 1024), 0, False, (), trained=False, experts=128, top_k=8
+)
+
+
+@pytest.mark.parametrize(("how", "whole", "at_once"), [("auto", 128, 64), ("eager", 1, 1)])
+def test_experts_are_whole_while_their_product_is_computed(
+    how: str, whole: int, at_once: int, make_spec: Any
+) -> None:
+    """With the bytes of those that are dequantized by one call, unless these are all."""
+    spec = make_spec(
+        parallel={"zero_stage": 0}, train={"precision": "bf16"}, model={"experts": {"implementation": how}}
+    )
+    plain, quantized = (
+        memory(
+            Census("X", 1, None, (EMBEDDING, replace(EXPERTS, form=form), ADAPTER, HEAD)),
+            spec, layout_of(spec.parallel, 1), {"a": 1},
+        ).stages[0]
+        for form in ("plain", "nf4")
+    )  # fmt: skip
+    assert plain.parameters - quantized.parameters == 128 * (2 * NUMEL - BYTES)
+    copied = at_once * NUMEL // 2 if at_once < whole else 0
+    assert quantized.buffers - plain.buffers == 2 * whole * NUMEL + at_once * NUMEL // 64 * 4 + copied
+
+
 def test_a_live_reference_is_in_4_bits_too(make_spec: Any) -> None:
     lora = {"lora": {"rank": 2}, "quantize": "nf4"}
     spec = make_spec(task="dpo", dpo={"reference": "live"}, model=lora, train={"precision": "bf16"})

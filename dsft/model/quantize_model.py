@@ -1,0 +1,160 @@
+"""Choose which weights of a model are stored in 4 bits, and say so to transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from dsft.errors import Problem, SpecError
+from dsft.model.experts import computed_alike, expert_layers, routers, stacks
+from dsft.model.head import output_layer
+from dsft.model.names import plain_name
+from dsft.model.quantize import QuantizedLinear, in_4_bits, packed
+from dsft.model.stacked import StackedExperts, stack
+from dsft.plan.storage import Form
+from dsft.spec.patterns import matches, unmatched
+from dsft.spec.schema import Model
+
+READ_BY_OTHERS = ("prediction_coefs", "correction_coefs")
+"""Linear layers of Gemma 3n whose weights its AltUp clamps itself while it trains; they are not quantized."""
+
+
+LINEAR = nn.Linear, Conv1D
+
+EXPERTS = "experts_in_4_bits"
+"""dsft's own key beside those of BitsAndBytesConfig, which knows linear layers only: names of parameters."""
+
+
+def quantize_model(causal_lm: PreTrainedModel, model: Model) -> None:
+    """Make the linear layers that model.quantize means `QuantizedLinear`s, and the routed experts
+    `StackedExperts`, and freeze their weights: all but the output layer, routers, those that are trained, and
+    those of model.quantize_skip. `causal_lm` has its adapters, and is on the meta device. A model without
+    adapters, such as a reference, has no trained one. Raises SpecError for a model with none, for a pattern
+    that matches none, and for experts that cannot be stored so."""
+    if model.quantize is None:
+        return
+    head, left_out = output_layer(causal_lm), routers(causal_lm)
+    linears = {
+        f"{plain_name(name)}.weight": module
+        for name, module in causal_lm.named_modules()
+        if type(module) is nn.Linear and module is not head and ".lora_" not in name and name not in left_out
+        if model.lora is None or not module.weight.requires_grad
+        if not plain_name(name).endswith(READ_BY_OTHERS)
+    }
+    experts = {
+        plain_name(one.experts): causal_lm.get_submodule(one.experts) for one in expert_layers(causal_lm)
+    }
+    stacked = {f"{name}.{own}": (module, own) for name, module in experts.items() for own in stacks(module)}
+    skip, names = model.quantize_skip, [*linears, *stacked]
+    if names and (problems := list(unmatched("model.quantize_skip.{}", skip, names))):
+        raise SpecError("These weights are not quantized in any case.", problems)
+    chosen = {name for name in names if not any(matches(name, one) for one in skip)}
+    if not chosen:
+        kind, others = causal_lm.config.model_type, " and not in model.quantize_skip" if skip else ""
+        own = {
+            type(module).__name__
+            for name, module in causal_lm.named_modules()
+            if isinstance(module, LINEAR) and ".lora_" not in name
+        }
+        if names := sorted(own - {"Linear"}):
+            others += f" (its layers are {' and '.join(names)})"
+        raise _error(
+            model,
+            f"is for layers of the class nn.Linear, of which a {kind} model has none that is frozen{others}; "
+            "leave it out",
+        )
+    for name, module in linears.items():
+        if name in chosen:
+            in_4_bits(module, model.quantize).requires_grad_(False)
+    for name, mixture in experts.items():
+        if taken := [one for one in stacks(mixture) if f"{name}.{one}" in chosen]:
+            _stack(mixture, dict.fromkeys(taken, model.quantize), model)
+
+
+def _stack(experts: nn.Module, forms: dict[str, Form], model: Model) -> None:
+    if not computed_alike(experts):
+        reason = f"is not possible for the experts of the class {type(experts).__name__}, whose products are"
+        raise _error(model, f"{reason} its own; leave them in 16 bits with quantize_skip: ['*.experts.*']")
+    stack(experts, forms)
+    experts.requires_grad_(False)
+
+
+def bitsandbytes_config(
+    causal_lm: PreTrainedModel,
+    model: Model,
+    dtype: torch.dtype,
+    in_files: Callable[[str], str],
+    whole: nn.Module,
+) -> dict[str, Any] | None:
+    """Return the keys of transformers' BitsAndBytesConfig with which it quantizes the same weights as
+    training in `dtype` does; None where model.quantize is not given. `causal_lm` is as in `quantize_linears`;
+    in_files: from a name in it to that in `whole`, the model that transformers reads, such as itself."""
+    if model.quantize is None:
+        return None
+    quantize_model(causal_lm, model)
+    ours = {in_files(plain_name(n)) for n, m in causal_lm.named_modules() if isinstance(m, QuantizedLinear)}
+    stacked = [
+        f"{plain_name(n)}.{own}"
+        for n, m in causal_lm.named_modules()
+        if isinstance(m, StackedExperts)
+        for own in m.forms
+    ]
+    linears = {
+        plain_name(name)
+        for name, module in whole.named_modules()
+        if isinstance(module, nn.Linear) and ".lora_" not in name
+    }
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": model.quantize,
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+        "llm_int8_skip_modules": sorted(linears - ours),
+        **({EXPERTS: sorted(map(in_files, stacked))} if stacked else {}),
+    }
+
+
+def quantize_loaded(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Quantize the weights of a model that has been read. config: from `bitsandbytes_config`."""
+    form: Form = config["bnb_4bit_quant_type"]
+    stacked: dict[nn.Module, dict[str, Form]] = {}
+    for name in config.get(EXPERTS, ()):
+        module, _, own = name.rpartition(".")
+        stacked.setdefault(model.get_submodule(module), {})[own] = form
+    for module, forms in stacked.items():
+        stack(module, forms)
+        for own in forms:
+            put_packed(module, own, form)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name not in config["llm_int8_skip_modules"]:
+            put_packed(module, "weight", form)
+            in_4_bits(module, form)
+
+
+def put_packed(module: nn.Module, name: str, form: Form) -> None:
+    weight = module.get_parameter(name).detach()
+    setattr(module, name, nn.Parameter(packed(weight, form), requires_grad=False))
+
+
+def quantized_weights(causal_lm: nn.Module) -> dict[int, tuple[Form, int]]:
+    """Return the ids of the weights that are stored in 4 bits -> their form, and the number of matrices that
+    are quantized separately."""
+    found: dict[int, tuple[Form, int]] = {}
+    for module in causal_lm.modules():
+        if isinstance(module, QuantizedLinear):
+            found[id(module.weight)] = module.form, 1
+        elif isinstance(module, StackedExperts):
+            found |= {id(module.get_parameter(n)): (f, module.shapes[n][0]) for n, f in module.forms.items()}
+    return found
+
+
+def _error(model: Model, reason: str) -> SpecError:
+    return SpecError(
+        "The model cannot be quantized.", [Problem("model.quantize", f"{model.quantize} {reason}")]
+    )
