@@ -19,8 +19,10 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.api import Kind
 from dsft.model.build import has_frozen, initial_values
 from dsft.model.files import digests, model_files
-from dsft.model.lora import PREFIX, condensed, inject, misread, saved_modules, saved_names, scale
+from dsft.model.lora import PREFIX, inject, misread, scale
+from dsft.model.lora_targets import condensed, saved_modules, saved_names
 from dsft.model.quantize_model import bitsandbytes_config
+from dsft.model.stacked import peft_name, peft_shape, to_peft
 from dsft.model.vocabulary import NewRows, vocabulary_names
 from dsft.model.whole import Whole
 from dsft.spec.schema import Lora, Model
@@ -61,15 +63,21 @@ class Adapter:
         self.quantization = bitsandbytes_config(meta, model, dtype, in_file, whole.model if whole else meta)
         self.config = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
         self._names = {
-            PREFIX + in_file(name): first for name, first in sorted(first_names.items()) if first in shapes
+            PREFIX + in_file(peft_name(name, shapes)): first
+            for name, first in sorted(first_names.items())
+            if first in shapes
         }
-        self.shapes = {name: shapes[first] for name, first in self._names.items()}
+        self.shapes = {name: peft_shape(first, shapes[first]) for name, first in self._names.items()}
 
     def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
         """Read elements [start, stop) of the flattened tensor, as float32 on the CPU."""
         if (first := self._names[name]) in self._frozen:
             return self._frozen[first].flatten()[start:stop]
-        return self._checkpoint.read(first, kind, start, stop)
+        shape = torch.Size(self._checkpoint.shapes[first])
+        if peft_shape(first, shape) == shape:
+            return self._checkpoint.read(first, kind, start, stop)
+        whole = self._checkpoint.read(first, kind, 0, shape.numel()).view(shape)
+        return to_peft(first, whole).flatten()[start:stop]
 
 
 def _targets(
@@ -78,7 +86,9 @@ def _targets(
     """Return which modules of a multimodal model have adapters and which are trained in full, for
     adapter_config.json. Last parts of names could mean modules of its towers too."""
     modules = dict(whole.model.named_modules())
-    adapted = [name.removesuffix(LORA_A) for name in checkpoint.shapes if name.endswith(LORA_A)]
+    adapted = [
+        n.removesuffix(LORA_A) for n, s in checkpoint.shapes.items() if n.endswith(LORA_A) and len(s) == 2
+    ]
     saved = [name for name, _ in saved_modules(meta, lora, whole.name)[0]]
     target, in_full = (sorted(condensed([*map(whole.name, n)], modules)) for n in (adapted, saved))
     return {"target_modules": target, "modules_to_save": in_full or None}
@@ -136,7 +146,7 @@ class WholeModel:
         base = self._base(name).float()
         if self._lora is None or f"{module}.lora_A.weight" not in self._checkpoint.shapes:
             return base
-        is_turned = isinstance(self._meta.get_submodule(module), Conv1D)  # (in, out)
+        is_turned = name != module and isinstance(self._meta.get_submodule(module), Conv1D)  # (in, out)
         merged = self._merged(base.T if is_turned else base, module, self._lora)
         return merged.T if is_turned else merged
 

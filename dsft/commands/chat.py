@@ -225,7 +225,7 @@ def _load_with_adapter(folder: Path, num_tokens: int) -> Any:
     if model.get_input_embeddings().weight.shape[0] < num_tokens:
         model.resize_token_embeddings(num_tokens, mean_resizing=False)
     if quantization:
-        quantize_loaded(model, quantization)
+        quantize_loaded(model, quantization, whole=bool(config.get("target_parameters")))
     with warnings.catch_warnings(), own_names() if is_ours else nullcontext():
         warnings.simplefilter("ignore", FutureWarning)  # raised by transformers about a call of peft's
         adapted = PeftModel.from_pretrained(model, str(folder), autocast_adapter_dtype=not quantization)
@@ -236,7 +236,7 @@ def _quantization(path: Path) -> Any:
     """Return what an adapter's base is quantized with (`bitsandbytes_config`), None where it is not. Raises
     MissingInputError for anything that dsft does not write."""
     origin = read_json(path)
-    found = origin.get(QUANTIZATION) if isinstance(origin, dict) else []
+    found: Any = origin.get(QUANTIZATION) if isinstance(origin, dict) else []
     match found:
         case None:
             return None

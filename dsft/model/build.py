@@ -32,6 +32,7 @@ from dsft.model.quantize_model import quantize_model, quantized_weights
 from dsft.model.read import SCORE, ReadWeights, WithFreshScore, read_whole
 from dsft.model.routing import freeze_routers, routing_of
 from dsft.model.split_points import check_cut
+from dsft.model.stacked import check_stacked
 from dsft.model.stage import cut_to_stage
 from dsft.model.vocabulary import ExtendedReader, NewRows
 from dsft.model.weights import PRECISIONS, Sharding, StorageOf, TensorReader, Weights, plain
@@ -138,6 +139,7 @@ def choose_trained(causal_lm: PreTrainedModel, model: Model, whole: Whole | None
     if model.experts.freeze_router:
         freeze_routers(causal_lm)
     quantize_model(causal_lm, model)
+    check_stacked(causal_lm, model)
 
 
 def storages(causal_lm: nn.Module, dtype: torch.dtype) -> StorageOf:

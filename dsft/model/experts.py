@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from dsft.errors import Problem, SpecError
 from dsft.model.kernels import on_gpu
+from dsft.model.names import is_adapter
 from dsft.spec.architecture import unused_loss
 
 ROUTERS = ("gate", "router")
@@ -62,10 +63,10 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
 
 
 def stacks(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters that have the weights of several experts, by name, also where ZeRO
-    3 has partitioned them."""
+    """Return the shapes of the parameters that have the weights of several experts, by name and without their
+    adapters, also where ZeRO 3 has partitioned them."""
     shapes = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in module.named_parameters(recurse=False)}
-    return {name: shape for name, shape in shapes.items() if len(shape) == 3}
+    return {name: shape for name, shape in shapes.items() if len(shape) == 3 and not is_adapter(name)}
 
 
 def computed_alike(experts: nn.Module) -> bool:
@@ -143,11 +144,7 @@ def _one_by_one(dtype: torch.dtype) -> bool:
 OF_EXPERTS = ("experts", "gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names of experts' weights, in modules and in files."""
 
-NO_ADAPTERS = (
-    "the routed experts, which get no adapters: the weights of all experts of a layer are one tensor; leave "
-    "it out, so that attention, dense layers and shared experts get adapters, or train experts in full with "
-    "model.trainable"
-)
+JOINED = "is a name that routed experts have in files only; write experts to adapt them, or leave it out"
 
 
 def routers(causal_lm: nn.Module) -> frozenset[str]:
@@ -170,7 +167,9 @@ def of_experts(causal_lm: nn.Module, wanted: str, module: str | None = None) -> 
 
 def left_out(causal_lm: nn.Module) -> Iterator[str]:
     """Yield the line for the start of a run whose adapters leave out experts."""
-    if expert_layers(causal_lm):
+    layers = expert_layers(causal_lm)
+    experts = [causal_lm.get_submodule(layer.experts) for layer in layers]
+    if layers and not any(is_adapter(name) for module in experts for name, _ in module.named_parameters()):
         yield (
             "adapters: the routed experts get none and stay as they are; attention, dense layers and shared "
             "experts have them as model.lora.target_modules says"

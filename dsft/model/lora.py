@@ -22,25 +22,22 @@ from transformers.pytorch_utils import Conv1D
 
 from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.config import has_scores
-from dsft.model.experts import NO_ADAPTERS, of_experts, routers
+from dsft.model.experts import expert_layers, stacks
 from dsft.model.head import output_layer
 from dsft.model.init import module_seed
 from dsft.model.lora_sum import sum_in_product
+from dsft.model.lora_targets import Names, adapted_modules, condensed, saved_modules
 from dsft.model.names import ADAPTER, is_adapter, plain_name
 from dsft.model.quantize import load_bitsandbytes
+from dsft.model.stacked import StackedExperts, from_peft, peft_name, peft_shape, stack
 from dsft.model.vocabulary import vocabulary_names
 from dsft.model.weights import Sharding, StorageOf, Weights, check_finite
-from dsft.spec.patterns import no_match
 from dsft.spec.schema import Lora
-
-Names = Callable[[str], str]
-"""From a name in the causal language model to that in the model that an adapter's file is for."""
 
 PREFIX = "base_model.model."
 """Prefix of every name in an adapter's file: peft's wrappers around the model."""
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-ALL_LINEAR = "all-linear"
 
 
 def scale(lora: Lora) -> float:
@@ -59,13 +56,22 @@ def inject(causal_lm: PreTrainedModel, lora: Lora, names: Names = str) -> Any:
 
     saved, problems = saved_modules(causal_lm, lora, names)
     modules = [module for _, module in saved]
-    targets, more = _targets(causal_lm, lora, modules, names)
+    targets, stacked, more = adapted_modules(causal_lm, lora, modules, names)
     _refuse([*problems, *more])
     _check_ties(causal_lm, modules)
     config = _config(causal_lm, lora, targets)
+    causal_lm.requires_grad_(False)
     with warnings.catch_warnings(), own_names():
         warnings.simplefilter("ignore")  # warnings about tied heads, which get no adapter
-        inject_adapter_in_model(config, causal_lm, ADAPTER, low_cpu_mem_usage=True)
+        if targets:
+            inject_adapter_in_model(config, causal_lm, ADAPTER, low_cpu_mem_usage=True)
+    for name, weights in stacked.items():
+        stack(causal_lm.get_submodule(name)).adapt(weights, lora.rank, scale(lora))
+    if stacked:
+        config.target_parameters = _target_parameters(causal_lm, stacked, names)
+        # ZeRO 3 gathers some classes' mixtures as one module, whose gradients DeepSpeed reduces when that by
+        # its input is there (stage3.py:1559 register_full_backward_hook): too early where it needs none.
+        causal_lm.enable_input_require_grads()
     if not lora.use_dora:
         for _, layer in _adapted(causal_lm):
             sum_in_product(layer)
@@ -99,6 +105,13 @@ def with_adapters(
         layer.lora_B[ADAPTER].weight = nn.Parameter(torch.zeros(b_shape, dtype=dtype))
         if lora.use_dora:
             waiting.append(layer)
+    for name, parameter in list(causal_lm.named_parameters()):
+        if isinstance(experts := causal_lm.get_submodule(name.rpartition(".")[0]), StackedExperts):
+            if is_adapter(name):
+                seeded = plain_name(name).removesuffix(".weight")
+                fresh = _fresh(parameter.shape, module_seed(seed, seeded)).to(dtype)
+                value = fresh if name.endswith("A") else torch.zeros_like(fresh)
+                setattr(experts, name.rpartition(".")[2], nn.Parameter(value))
     read = _reader(causal_lm, Path(lora.path), names) if lora.path is not None else None
 
     def take(parameter: nn.Parameter, part: Tensor | None) -> None:
@@ -134,9 +147,10 @@ def fill_adapted(weights: Weights, root: nn.Module, storage_of: StorageOf, shard
     finally:
         for parent, name, layer in places:
             setattr(parent, name, layer)
-    for name, parameter in root.named_parameters():
-        if is_adapter(name):
-            sharding.take(parameter, None)
+    for _, _, layer in places:
+        for name, parameter in layer.named_parameters():
+            if is_adapter(f".{name}"):
+                sharding.take(parameter, None)
 
 
 def _adapted(causal_lm: PreTrainedModel) -> Iterator[tuple[str, Any]]:
@@ -149,8 +163,8 @@ def _adapted(causal_lm: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def _fresh(shape: torch.Size, seed: int) -> Tensor:
-    """Return A, (rank, in) float32."""
-    bound = 1 / math.sqrt(shape[1])
+    """Return A, (rank, in) or (experts, rank, in), float32."""
+    bound = 1 / math.sqrt(shape[-1])
     generator = torch.Generator().manual_seed(seed)
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
@@ -173,7 +187,7 @@ def check_saved(causal_lm: PreTrainedModel, lora: Lora, names: Names = str) -> N
     file = _open(Path(lora.path))
     named = causal_lm.named_parameters(remove_duplicate=False)
     ours = {n for n, p in named if p.requires_grad} | set(vocabulary_names(causal_lm))
-    extra = sorted(set(file.keys()) - {PREFIX + names(plain_name(n)) for n in ours})
+    extra = sorted(set(file.keys()) - names_in_file(causal_lm, ours, names).keys())
     if extra:
         more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise MissingInputError(
@@ -195,16 +209,17 @@ def _open(folder: Path) -> Any:
 def _reader(causal_lm: PreTrainedModel, folder: Path, names: Names) -> Callable[[nn.Parameter], None]:
     """Return a function that reads each trained parameter's value from an adapter's file, which must have all
     of them. Embeddings that are in the file and not trained must have the file's values already."""
-    trained = {PREFIX + names(plain_name(n)): n for n, p in causal_lm.named_parameters() if p.requires_grad}
+    trained = names_in_file(causal_lm, [n for n, p in causal_lm.named_parameters() if p.requires_grad], names)
     where = f"model.lora.path {str(folder)!r}"
     file = _open(folder)
     in_file = set(file.keys())
-    embeddings = {PREFIX + names(plain_name(n)): n for n in vocabulary_names(causal_lm)}
+    embeddings = names_in_file(causal_lm, vocabulary_names(causal_lm), names)
     frozen = {name: n for name, n in embeddings.items() if name in in_file and name not in trained}
     for name, ours in (trained | frozen).items():
         if name not in in_file:
             raise MissingInputError(f"{where}: {WEIGHTS} has no {name}; name an adapter of this model.")
-        found, shape = file.get_slice(name).get_shape(), list(causal_lm.get_parameter(ours).shape)
+        whole = tuple(causal_lm.get_parameter(ours).shape)
+        found, shape = file.get_slice(name).get_shape(), [*peft_shape(name, whole)]
         if found != shape:
             raise MissingInputError(
                 f"{where}: {name} has shape {found} where the model has {shape}; name an adapter of this "
@@ -219,7 +234,7 @@ def _reader(causal_lm: PreTrainedModel, folder: Path, names: Names) -> Callable[
     def read(parameter: nn.Parameter) -> None:
         found = [n for n, (module, local) in places.items() if getattr(module, local) is parameter]
         if parameter.requires_grad:
-            parameter.data.copy_(file.get_tensor(found[0]))
+            parameter.data.copy_(from_peft(found[0], file.get_tensor(found[0]), tuple(parameter.shape)))
             check_finite(parameter.data.view(-1), f"{where}: {WEIGHTS}: {found[0]}", parameter.shape)
         elif found and not torch.equal(file.get_tensor(found[0]).to(parameter.dtype), parameter.data):
             raise MissingInputError(
@@ -262,7 +277,9 @@ def misread(causal_lm: PreTrainedModel, config: Any) -> bool:
         convert_peft_config_for_transformers(read, model=causal_lm, conversions=None)
     except ValueError:  # some of gate_proj, up_proj and down_proj, not all
         return True
-    return bool(set(read.target_modules) != set(config.target_modules))
+    wanted = set(config.target_parameters or ())
+    is_same = set(read.target_modules) == set(config.target_modules)
+    return not is_same or set(read.target_parameters or ()) != wanted
 
 
 def _config(causal_lm: PreTrainedModel, lora: Lora, targets: list[str]) -> Any:
@@ -277,89 +294,28 @@ def _config(causal_lm: PreTrainedModel, lora: Lora, targets: list[str]) -> Any:
         target_modules=sorted(condensed(targets, modules)),
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
-        fan_in_fan_out=isinstance(modules[targets[0]], Conv1D),
+        fan_in_fan_out=bool(targets) and isinstance(modules[targets[0]], Conv1D),
     )
 
 
-def _targets(
-    causal_lm: PreTrainedModel, lora: Lora, saved: Collection[nn.Module], names: Names
-) -> tuple[list[str], list[Problem]]:
-    """Return the full names of the modules that get an adapter, and what is wrong with the spec's names.
-    all-linear: every linear layer but the output head, `modules_to_save` and the routers of experts."""
-    head = output_layer(causal_lm)
-    modules = {name: module for name, module in causal_lm.named_modules() if name}
-    if lora.target_modules == ALL_LINEAR:
-        left_out = routers(causal_lm)
-        return [
-            name
-            for name, module in modules.items()
-            if isinstance(module, (nn.Linear, Conv1D)) and module is not head and module not in saved
-            if name not in left_out
-        ], []
-    targets: list[str] = []
-    problems: list[Problem] = []
-    for index, wanted in enumerate(lora.target_modules):
-        found = [name for name in modules if _named(name, wanted, names)]
-        for name in found:
-            in_experts = of_experts(causal_lm, wanted, name)
-            if reason := (f"is {NO_ADAPTERS}" if in_experts else _unfit(modules[name], head, saved)):
-                message = f"{wanted!r} names {name}, which {reason}"
-                problems.append(Problem(f"model.lora.target_modules.{index}", message))
-                break
-        if not found:
-            means_experts = of_experts(causal_lm, wanted)
-            fit = [name for name, module in modules.items() if _unfit(module, head, saved) is None]
-            problem = (
-                f"{wanted!r} names {NO_ADAPTERS}" if means_experts else no_match(wanted, _last_parts(fit))
-            )
-            problems.append(Problem(f"model.lora.target_modules.{index}", problem))
-        targets += found
-    return list(dict.fromkeys(targets)), problems
+def _target_parameters(
+    causal_lm: PreTrainedModel, stacked: Mapping[str, Sequence[str]], names: Names
+) -> list[str]:
+    """Return peft's names of the adapted weights of experts: the last two parts where all that have them are
+    adapted, and the model is not inside another."""
+    full = {f"{name}.{own}" for name, weights in stacked.items() for own in weights}
+    short = {".".join(name.split(".")[-2:]) for name in full}
+    experts = [layer.experts for layer in expert_layers(causal_lm)]
+    every = {f"{name}.{own}" for name in experts for own in stacks(causal_lm.get_submodule(name))}
+    meant = {name for name in every if name.endswith(tuple(f".{one}" for one in short))}
+    return sorted(short if names is str and meant == full else map(names, full))
 
 
-def _unfit(module: nn.Module, head: nn.Module | None, saved: Collection[nn.Module]) -> str | None:
-    """Return the reason why a module can have no adapter; None where it can."""
-    if module is head:
-        return "is the output head, which gets no adapter; name it in modules_to_save to train it in full"
-    if not isinstance(module, (nn.Linear, Conv1D)):
-        return (
-            f"is of class {type(module).__name__} and no linear layer; name linear layers, or set all-linear"
-        )
-    if module in saved:
-        return "is in modules_to_save too; leave it out of one of the two"
-    return None
-
-
-def saved_names(causal_lm: PreTrainedModel, lora: Lora) -> list[str]:
-    """Return what is trained in full by the spec's names, always with the layer of a score."""
-    score = ["score"] if has_scores(causal_lm.config) and "score" not in lora.modules_to_save else []
-    return [*lora.modules_to_save, *score]
-
-
-def saved_modules(
-    causal_lm: PreTrainedModel, lora: Lora, names: Names = str
-) -> tuple[list[tuple[str, nn.Module]], list[Problem]]:
-    """Return name and module of what is trained in full, and what is wrong with the spec's names."""
-    modules = {name: module for name, module in causal_lm.named_modules() if name}
-    problems: list[Problem] = []
-    saved: dict[str, nn.Module] = {}
-    for index, wanted in enumerate(saved_names(causal_lm, lora)):
-        found = {name: module for name, module in modules.items() if _named(name, wanted, names)}
-        where = f"model.lora.modules_to_save.{index}"
-        if not found:
-            problems.append(Problem(where, no_match(wanted, _last_parts(modules))))
-        if any(of_experts(causal_lm, wanted, name) for name in found):
-            message = (
-                f"{wanted!r} names the routed experts, which are not trained beside adapters; train them "
-            )
-            problems.append(Problem(where, f"{message}with model.trainable and without model.lora"))
-        saved |= found
-    return list(saved.items()), problems
-
-
-def _last_parts(names: Iterable[str]) -> set[str]:
-    """Return the names that people write for modules: last parts that are no layer's number."""
-    return {last for name in names if not (last := name.rpartition(".")[2]).isdigit()}
+def names_in_file(causal_lm: nn.Module, parameters: Iterable[str], names: Names) -> dict[str, str]:
+    """Return the name of each parameter in an adapter's file -> in `causal_lm`. names: see `Names`."""
+    named = {plain_name(name): name for name in parameters}
+    shapes = {plain: tuple(causal_lm.get_parameter(name).shape) for plain, name in named.items()}
+    return {PREFIX + names(peft_name(plain, shapes)): name for plain, name in named.items()}
 
 
 def _check_ties(causal_lm: PreTrainedModel, saved: Collection[nn.Module]) -> None:
@@ -372,20 +328,6 @@ def _check_ties(causal_lm: PreTrainedModel, saved: Collection[nn.Module]) -> Non
     both = f"[{names[id(embedding)]}, {names[id(head)]}]"
     message = f"the embedding and the head are one tensor in this model, so name both or neither: {both}"
     _refuse([Problem("model.lora.modules_to_save", message)])
-
-
-def condensed(targets: Sequence[str], modules: Mapping[str, nn.Module]) -> Collection[str]:
-    """Return the last parts of the names where these mean the same modules, else the names: last parts are
-    what people write and other versions of a model understand."""
-    last_parts = {name.rsplit(".", 1)[-1] for name in targets}
-    meant = [name for name in modules if name.rsplit(".", 1)[-1] in last_parts]
-    return last_parts if len(meant) == len(targets) else targets
-
-
-def _named(name: str, wanted: str, names: Names) -> bool:
-    """Whether a module's name, or that which `names` gives it, matches by peft's rule: the whole name, or its
-    last parts. An adapter's file for a multimodal model has the names of that model."""
-    return any(f".{one}".endswith(f".{wanted}") for one in (name, names(name)))
 
 
 def _refuse(problems: list[Problem]) -> None:

@@ -14,7 +14,7 @@ from dsft.errors import Problem, SpecError
 from dsft.model.experts import computed_alike, expert_layers, routers, stacks
 from dsft.model.head import output_layer
 from dsft.model.names import plain_name
-from dsft.model.quantize import QuantizedLinear, in_4_bits, packed
+from dsft.model.quantize import QuantizedLinear, dequantized, in_4_bits, packed
 from dsft.model.stacked import StackedExperts, stack
 from dsft.plan.storage import Form
 from dsft.spec.patterns import matches, unmatched
@@ -46,10 +46,9 @@ def quantize_model(causal_lm: PreTrainedModel, model: Model) -> None:
         if model.lora is None or not module.weight.requires_grad
         if not plain_name(name).endswith(READ_BY_OTHERS)
     }
-    experts = {
-        plain_name(one.experts): causal_lm.get_submodule(one.experts) for one in expert_layers(causal_lm)
-    }
-    stacked = {f"{name}.{own}": (module, own) for name, module in experts.items() for own in stacks(module)}
+    modules = [layer.experts for layer in expert_layers(causal_lm)]
+    experts = {plain_name(name): causal_lm.get_submodule(name) for name in modules}
+    stacked = [f"{name}.{own}" for name, module in experts.items() for own in stacks(module)]
     skip, names = model.quantize_skip, [*linears, *stacked]
     if names and (problems := list(unmatched("model.quantize_skip.{}", skip, names))):
         raise SpecError("These weights are not quantized in any case.", problems)
@@ -78,10 +77,11 @@ def quantize_model(causal_lm: PreTrainedModel, model: Model) -> None:
 
 def _stack(experts: nn.Module, forms: dict[str, Form], model: Model) -> None:
     if not computed_alike(experts):
-        reason = f"is not possible for the experts of the class {type(experts).__name__}, whose products are"
-        raise _error(model, f"{reason} its own; leave them in 16 bits with quantize_skip: ['*.experts.*']")
-    stack(experts, forms)
-    experts.requires_grad_(False)
+        reason = f"is not supported for experts of the class {type(experts).__name__}"
+        raise _error(model, f"{reason}; leave them in 16 bits with quantize_skip: ['*.experts.*']")
+    stack(experts).forms = forms
+    for name in forms:
+        experts.get_parameter(name).requires_grad_(False)
 
 
 def bitsandbytes_config(
@@ -92,18 +92,14 @@ def bitsandbytes_config(
     whole: nn.Module,
 ) -> dict[str, Any] | None:
     """Return the keys of transformers' BitsAndBytesConfig with which it quantizes the same weights as
-    training in `dtype` does; None where model.quantize is not given. `causal_lm` is as in `quantize_linears`;
+    training in `dtype` does; None where model.quantize is not given. `causal_lm` is as in `quantize_model`;
     in_files: from a name in it to that in `whole`, the model that transformers reads, such as itself."""
     if model.quantize is None:
         return None
     quantize_model(causal_lm, model)
     ours = {in_files(plain_name(n)) for n, m in causal_lm.named_modules() if isinstance(m, QuantizedLinear)}
-    stacked = [
-        f"{plain_name(n)}.{own}"
-        for n, m in causal_lm.named_modules()
-        if isinstance(m, StackedExperts)
-        for own in m.forms
-    ]
+    mixtures = {n: m for n, m in causal_lm.named_modules() if isinstance(m, StackedExperts)}
+    stacked = sorted(in_files(f"{plain_name(n)}.{own}") for n, m in mixtures.items() for own in m.forms)
     linears = {
         plain_name(name)
         for name, module in whole.named_modules()
@@ -116,21 +112,21 @@ def bitsandbytes_config(
         "bnb_4bit_use_double_quant": True,
         "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
         "llm_int8_skip_modules": sorted(linears - ours),
-        **({EXPERTS: sorted(map(in_files, stacked))} if stacked else {}),
+        **({EXPERTS: stacked} if stacked else {}),
     }
 
 
-def quantize_loaded(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Quantize the weights of a model that has been read. config: from `bitsandbytes_config`."""
+def quantize_loaded(model: nn.Module, config: Mapping[str, Any], whole: bool = False) -> None:
+    """Quantize the weights of a model that has been read. config: from `bitsandbytes_config`; whole: give
+    experts the values of their 4 bits instead, for adapters of peft's, which add to them."""
     form: Form = config["bnb_4bit_quant_type"]
-    stacked: dict[nn.Module, dict[str, Form]] = {}
     for name in config.get(EXPERTS, ()):
-        module, _, own = name.rpartition(".")
-        stacked.setdefault(model.get_submodule(module), {})[own] = form
-    for module, forms in stacked.items():
-        stack(module, forms)
-        for own in forms:
-            put_packed(module, own, form)
+        weight, (path, _, own) = model.get_parameter(name), name.rpartition(".")
+        if whole:
+            weight.data = dequantized(packed(weight.detach(), form), form, tuple(weight.shape))
+        else:
+            stack(model.get_submodule(path)).forms[own] = form
+            put_packed(model.get_submodule(path), own, form)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name not in config["llm_int8_skip_modules"]:
             put_packed(module, "weight", form)
@@ -138,6 +134,7 @@ def quantize_loaded(model: nn.Module, config: Mapping[str, Any]) -> None:
 
 
 def put_packed(module: nn.Module, name: str, form: Form) -> None:
+    """Replace a module's weight of this name by its bytes in 4 bits."""
     weight = module.get_parameter(name).detach()
     setattr(module, name, nn.Parameter(packed(weight, form), requires_grad=False))
 

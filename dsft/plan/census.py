@@ -86,8 +86,9 @@ class Parameter:
 
     @property
     def module(self) -> str:
-        """Name of the module that has the parameter."""
-        return self.name.rpartition(".")[0]
+        """Name of the module that has the parameter; experts have their adapters themselves."""
+        name = self.name.partition(".lora_")[0] if self.experts > 1 else self.name
+        return name.rpartition(".")[0]
 
 
 @dataclass(frozen=True)

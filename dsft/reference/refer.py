@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from dsft.engine.api import Engine
 from dsft.engine.frozen import FrozenEngine
 from dsft.model.names import is_adapter
 from dsft.model.policy import Policy
+from dsft.model.stacked import StackedExperts
 from dsft.objective.answers import answer_logps
 from dsft.reference.store import Values
 from dsft.reference.target_rows import TargetRows
@@ -90,7 +92,7 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
     change which parameters require a gradient."""
     from peft.tuners.lora import LoraLayer
 
-    layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
+    layers: list[Any] = [m for m in module.modules() if isinstance(m, (LoraLayer, StackedExperts))]
     for layer in layers:
         layer._disable_adapters = True
     try:

@@ -35,7 +35,6 @@ SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "alpha_pattern": ({}, None),
     "layers_to_transform": (None, []),
     "layer_replication": (None, []),
-    "target_parameters": (None, []),
     "exclude_modules": (None, []),
     "lora_bias": (False, None),
     "trainable_token_indices": (None, [], {}),
@@ -80,7 +79,7 @@ def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the adapter's settings by the keys of model.lora, validated by the schema."""
     given = {ours: config[theirs] for ours, theirs in PEFT_KEYS.items() if config.get(theirs) is not None}
     if isinstance(given.get("target_modules"), list):
-        given["target_modules"] = sorted(given["target_modules"])
+        given["target_modules"] = sorted({*given["target_modules"], *(config.get("target_parameters") or ())})
     if "alpha" in given:
         given["alpha"] = float(given["alpha"])
     lora = Lora.model_validate(given)
@@ -91,7 +90,11 @@ def _same(ours: Any, theirs: Any) -> bool:
     """Return whether two values agree. The order of names does not matter, and the adapter may have longer
     names than the spec. Which modules names and all-linear mean is compared when the model is built."""
     if isinstance(ours, tuple) and isinstance(theirs, tuple):
-        found = {name: {one for one in ours if f".{name}".endswith(f".{one}")} for name in theirs}
+        # The parent's name is meant too: experts for experts.down_proj.
+        full = {name: (f".{name}", f".{name.rpartition('.')[0]}") for name in theirs}
+        found = {
+            name: {one for one in ours if any(n.endswith(f".{one}") for n in full[name])} for name in theirs
+        }
         return all(found.values()) and set().union(*found.values()) == set(ours)
     return bool(ours == theirs) or (ours == "all-linear" and isinstance(theirs, tuple))
 

@@ -74,7 +74,6 @@ ROWS: tuple[Row, ...] = (
        f"is not supported with {key} {{{key}!r}}; set that to {values[0]}, or leave this out")
       for key, values in (
           (PRECISION, ("bf16", "fp32")), (SPLIT, (1,)), (f"{PARAMETERS}.device", ("none",)),
-          ("model.experts.implementation", ("auto", "eager", "grouped_mm")),
       )),
     # sequence parallelism
     (f"{SPLIT}_across_hosts", bool, {SPLIT: (1,)},

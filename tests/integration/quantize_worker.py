@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts
 from dsft.model.quantize import QuantizedLinear
-from dsft.model.stacked import StackedExperts
+from dsft.model.stacked import StackedExperts, peft_name, to_peft
 from dsft.model.weights import DTYPES
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
@@ -86,8 +87,11 @@ def compare(  # noqa: PLR0913, PLR0915, PLR0917  a case
     live: bool = False,
     of: str = "model",
     eager: bool = False,
+    targets: Any = "all-linear",
+    quantize: str | None = "nf4",
 ) -> dict[str, Any]:
     keys = {"name_or_path": f"{folder}/{of}", "gradient_checkpointing": checkpointing}
+    keys |= {"lora": LORA | {"target_modules": targets}, "quantize": quantize}
     keys |= {"experts": {"implementation": "eager"}} if eager else {}
     spec = make_spec(keys, zero, stages, task, precision, "live" if live else "adapter")
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
@@ -128,7 +132,7 @@ def compare(  # noqa: PLR0913, PLR0915, PLR0917  a case
         result = run(refer(batches[number]), count(step), RATE)
         sums = world.sum(result.sums)
         found.append(float(sums[0]) / count(step)[objective.terms[0].count])
-    gathered = [merge(world.gather(step)) for step in gradients]
+    gathered = [as_in_peft(merge(world.gather(step))) for step in gradients]
     if live:
         frozen.close()
     engine._engine.destroy()
@@ -177,6 +181,7 @@ def packed_weights(causal_lm: nn.Module) -> dict[str, Tensor]:
         for name, module in causal_lm.named_modules()
         if isinstance(module, (QuantizedLinear, StackedExperts))
         for own, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 1
     }
 
 
@@ -235,13 +240,18 @@ def plain_model(spec: Spec) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
+    of_bitsandbytes = {"quantization_config": quantization} if spec.model.quantize else {}
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, quantization_config=quantization, attn_implementation="eager"
+        folder, dtype=dtype, attn_implementation="eager", **of_bitsandbytes
     )
-    own = quantize_experts(model)
-    ours = build_model(spec.model, FACTS, 0, dtype).named_trained()
-    targets = sorted({name.split(".")[-3] for name in ours})
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    own = quantize_experts(model) if spec.model.quantize else {}
+    trained = build_model(spec.model, FACTS, 0, dtype).named_trained()
+    targets = [*{name.split(".")[-3] for name, p in trained.items() if p.ndim == 2}]
+    stacked = [*{name.split(".")[-3] for name, p in trained.items() if p.ndim == 3}]
+    lora = LoraConfig(
+        r=4, lora_alpha=8, target_modules=targets, target_parameters=stacked, task_type="CAUSAL_LM"
+    )
+    ours = as_in_peft(trained)
     adapted = get_peft_model(model, lora)
     adapted.bytes = own
     theirs = {plain_name(name): p for name, p in plain.trained(adapted).items()}
@@ -253,7 +263,14 @@ def plain_model(spec: Spec) -> Any:
 
 
 def plain_name(name: str) -> str:
-    return name.removeprefix("base_model.model.").replace(".default", "").replace(".base_layer", "")
+    """Of peft's two adapters of a module of experts, the inner one keeps its base_layer."""
+    name = name.removeprefix("base_model.model.").replace(".default", "")
+    return name if "base_layer.lora" in name else name.replace(".base_layer", "")
+
+
+def as_in_peft(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    shapes = {name: tuple(value.shape) for name, value in values.items()}
+    return {peft_name(name, shapes): to_peft(name, value) for name, value in values.items()}
 
 
 def counts(step: Any) -> dict[str, int]:
@@ -266,7 +283,6 @@ def make_spec(
 ) -> Spec:
     offloaded = {"reference_offload": "cpu"} if zero == 3 and reference == "live" else {}
     of_pairs: dict[str, Any] = {"dpo": {"reference": reference} | offloaded} if task == "dpo" else {}
-    keys = keys | {"lora": LORA, "quantize": "nf4"}
     train = {"micro_batch_size": 2, "accumulation_steps": 2, "precision": precision, "max_grad_norm": 0.0}
     return minimal_spec(
         task, model=keys, parallel={"zero_stage": zero, "pipeline_stages": stages}, train=train,

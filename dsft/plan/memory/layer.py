@@ -84,7 +84,9 @@ def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
     widest = 0 if of_mlp else max((shape[0] for shape in matrices), default=0)
     found = [size for shape in matrices for size in shape] + [widest, *ranks] + [hidden] * (2 * norms)
     found += [size for p in of_mlp if ".lora_" not in p.name for size in p.shape if size != hidden]
-    experts = [p for p in own if p.experts > 1 and len(p.shape) == 3]
+    stacked = [p for p in own if p.experts > 1 and len(p.shape) == 3]
+    experts = [p for p in stacked if ".lora_" not in p.name]
+    found += [min(p.shape[1:]) * p.top_k for p in stacked if ".lora_" in p.name]
     found += [size * p.top_k for p in experts for size in p.shape[1:]]
     between = [(sum(p.shape[1:]) - hidden) * p.top_k for p in experts]
     return found + ([min(between)] if between else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -177,17 +178,26 @@ def test_router_can_be_trained_in_full(tmp_path: Path) -> None:
         (
             "qwen3_moe",
             {"target_modules": ("gate_proj",)},
-            "'gate_proj' names the routed experts, which get no",
+            "'gate_proj' is a name that routed experts have in files",
         ),
-        ("qwen3_moe", {"target_modules": ("gate_up_proj",)}, "'gate_up_proj' names the routed experts"),
-        ("mixtral", {"target_modules": ("w1", "q_proj")}, "'w1' names the routed experts"),
-        ("deepseek_v3", {"target_modules": ("experts",)}, "mlp.experts, which is the routed experts"),
+        ("mixtral", {"target_modules": ("w1", "q_proj")}, "'w1' is a name that routed experts have in files"),
+        ("gpt_oss", {"target_modules": ("experts",)}, "of class GptOssExperts, for which adapters are not"),
+        (
+            "mixtral",
+            {"target_modules": ("experts",), "dropout": 0.1},
+            "and adapters of experts cannot have dropout",
+        ),
+        (
+            "mixtral",
+            {"target_modules": ("experts",), "use_dora": True},
+            "and adapters of experts cannot have use_dora",
+        ),
         ("qwen3_moe", {"target_modules": ("gate",)}, "of class Qwen3MoeTopKRouter and no linear layer"),
         ("qwen3_moe", {"modules_to_save": ("experts",)}, "which are not trained beside adapters; train them"),
         ("qwen3_moe", {"target_modules": ("q_prj",)}, "'q_prj' matches no name here"),
     ],
 )
-def test_adapters_on_routed_experts_are_refused(kind: str, lora: dict[str, Any], message: str) -> None:
+def test_names_that_mean_no_layer_are_refused(kind: str, lora: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as caught:
         policy_of(model_of(kind, **lora))
     assert message in str(caught.value)
@@ -198,3 +208,68 @@ def test_shared_experts_can_be_named() -> None:
     assert {name.rpartition(".lora_")[0] for name in made.named_trained()} == {
         "model.layers.1.mlp.shared_experts.up_proj"
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "adapted"),
+    [
+        ("qwen3_moe", ("down_proj",), {"down_proj": [2]}),
+        ("qwen3_moe", ("experts", "q_proj"), {"down_proj": [2], "gate_up_proj": [2], "q_proj": []}),
+        ("deepseek_v3", ("down_proj",), {"down_proj": []}),
+        ("deepseek_v3", ("experts.down_proj",), {"down_proj": [2]}),
+    ],
+)
+def test_names_mean_linear_layers_and_experts_where_only_these_have_them(
+    kind: str, names: tuple[str, ...], adapted: dict[str, list[int]]
+) -> None:
+    """adapted: layer or weight -> the rank's place in A's shape with experts before it."""
+    made = policy_of(model_of(kind, target_modules=names))
+    found = {
+        name.split(".")[-3]: list(p.shape[1:-1]) for name, p in made.named_trained().items() if "A" in name
+    }
+    assert found == adapted
+    assert bool(list(left_out(made.causal_lm))) == (not any(adapted.values()))
+
+
+IN_EXPERTS = [
+    ("experts",),
+    ("experts.gate_up_proj", "o_proj"),
+    ("experts.down_proj",),
+    ("1.mlp.experts", "o_proj"),
+]
+
+
+OLD = tuple(map(int, version("peft").split(".")[:2])) < (0, 20)
+
+
+@pytest.mark.skipif(OLD, reason="the matrices of peft 0.18 and 0.19 have other shapes")
+@pytest.mark.parametrize("targets", IN_EXPERTS)
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"gpt_oss"}))
+def test_adapters_of_experts_are_pefts(kind: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Read by peft, read again to train further, and merged."""
+    model = model_of(kind, target_modules=targets)
+    made, checkpoint = trained(model)
+    expected, base = logits(made.causal_lm), plain(kind)
+    assert (expected - logits(base)).abs().max() > 1e-2
+    assert not write_adapter(tmp_path, model, checkpoint)
+    theirs = PeftModel.from_pretrained(plain(kind), str(tmp_path))
+    torch.testing.assert_close(logits(theirs), expected, rtol=0, atol=3e-6)
+    again = policy_of(model_of(kind, target_modules=targets, path=str(tmp_path)))
+    assert torch.equal(logits(again.causal_lm), expected)
+    whole = WholeModel(checkpoint, on_meta(base.config), torch.float32)
+    merged = {name: whole.tensor(name).clone() for name, _ in base.named_parameters()}
+    base.load_state_dict(base.state_dict() | merged)
+    torch.testing.assert_close(logits(base), expected, rtol=0, atol=3e-6)
+
+
+def test_the_factors_of_experts_are_drawn_as_in_peft() -> None:
+    """A uniform within ±1/√in, other values for each weight and layer, the same in every build; B zero."""
+    first, second = (policy_of(model_of("qwen3_moe", target_modules=("experts",))) for _ in range(2))
+    values = {name: p.detach() for name, p in first.named_trained().items()}
+    assert all(torch.equal(values[name], p) for name, p in second.named_trained().items())
+    of_a = {name: value for name, value in values.items() if "lora_A" in name}
+    for name, value in of_a.items():
+        bound = value.shape[-1] ** -0.5
+        assert 0.8 * bound < value.abs().max() <= bound, name
+    assert len({float(value.flatten()[0]) for value in of_a.values()}) == len(of_a) == 4
+    assert not any(value.any() for name, value in values.items() if name not in of_a)

@@ -1,5 +1,5 @@
-"""Experts whose weights are stored in 4 bits: each expert's matrix is quantized as bitsandbytes would, and
-computed with as transformers computes with what that gives."""
+"""Experts whose weights are stored in 4 bits, or have adapters: each expert's matrix is quantized as by
+bitsandbytes, and computed with as transformers computes with what that gives."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
 from dsft.model.experts import computed_alike, expert_layers, stacks
 from dsft.model.quantize import dequantized, packed
-from dsft.model.quantize_model import EXPERTS, quantize_loaded
-from dsft.model.stacked import StackedExperts
+from dsft.model.quantize_model import EXPERTS, put_packed, quantize_loaded
+from dsft.model.stacked import StackedExperts, stack
 from dsft.model.weights import Sharding
 from dsft.plan.census import census_from
-from dsft.spec.schema import Lora, Model
+from dsft.spec.schema import Experts, Lora, Model
 from tests.architectures.cases import MIXTURES, VOCABULARY, keys_of, small_model
 
 FACTS = TokenFacts(VOCABULARY, None, None, None)
@@ -91,6 +91,54 @@ def test_the_experts_of_each_architecture_compute_with_what_bitsandbytes_gives(h
     assert own == {"aria_text", "gpt_oss"}
 
 
+@pytest.mark.parametrize("form", [None, "nf4"])
+@pytest.mark.parametrize("how", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("rank", [8, 3])
+def test_adapters_of_experts_have_the_gradients_of_a_plain_loop(how: str, rank: int, form: Any) -> None:
+    """W x + s B A x of each token's experts, of which the last one gets no token."""
+    torch.manual_seed(0)
+    model = small_model("qwen3_moe")
+    model.set_experts_implementation(how)
+    experts = model.get_submodule("model.layers.1.mlp.experts").requires_grad_(False)
+    weights = {name: experts.get_parameter(name).detach().clone() for name in stacks(experts)}
+    if form:
+        weights = {name: by_bitsandbytes(weight, form) for name, weight in weights.items()}
+    stacked = stack(experts)
+    stacked.adapt(weights, rank, 0.7)
+    for name in weights:
+        for factor in (f"{name}_lora_A", f"{name}_lora_B"):
+            shape = stacked.get_parameter(factor).shape
+            setattr(stacked, factor, nn.Parameter(torch.randn(shape)))
+        if form:
+            stacked.forms[name] = form
+            put_packed(stacked, name, form)
+    hidden = torch.randn(20, weights["down_proj"].shape[1], requires_grad=True)
+    chosen = torch.stack([torch.randperm(3)[:2] for _ in range(20)])
+    scores = torch.rand(20, 2, requires_grad=True)
+    factors = {n: p for n, p in stacked.named_parameters() if p.requires_grad}
+    upstream = torch.randn(20, hidden.shape[1])
+    found = (stacked(hidden, chosen, scores), hidden, scores, *factors.values())
+    gradients = torch.autograd.grad(found[0], found[1:], upstream)
+
+    def adapted(name: str, expert: int, inputs: Tensor) -> Tensor:
+        a, b = (factors[f"{name}_lora_{one}"][expert] for one in "AB")
+        return inputs @ weights[name][expert].T + 0.7 * (inputs @ a.T) @ b.T
+
+    rows = []
+    for token in range(20):
+        parts = []
+        for place in range(2):
+            expert = int(chosen[token, place])
+            gate, up = adapted("gate_up_proj", expert, hidden[token]).chunk(2)
+            parts.append(adapted("down_proj", expert, experts.act_fn(gate) * up) * scores[token, place])
+        rows.append(sum(parts))
+    expected = torch.stack(rows)
+    plain = expected.detach(), *torch.autograd.grad(expected, found[1:], upstream)
+    for ours, theirs in zip((found[0].detach(), *gradients), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=3e-6 * float(theirs.abs().max()))
+    assert not any(gradient[3].any() for gradient in gradients[2:])
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("mixture")
@@ -146,13 +194,27 @@ def test_the_census_has_their_form_and_their_bytes(folder: Path) -> None:
     assert policy.causal_lm(ids).logits.isfinite().all()
 
 
-def test_experts_with_products_of_their_own_are_refused_and_can_be_left_out() -> None:
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"compile": True}, "model.compile"),
+        ({"experts": Experts(implementation="batched_mm")}, "model.experts.implementation"),
+    ],
+)
+def test_what_would_not_compute_them_is_refused(more: dict[str, Any], key: str) -> None:
+    config = {"model_type": "qwen3_moe"} | keys_of("qwen3_moe")
+    lora = Lora(rank=2, target_modules=("experts",))
+    with pytest.raises(SpecError, match=rf"{key}: is not supported for experts in 4 bits or with adapters"):
+        take_census(Model(from_config=config, lora=lora, **more), FACTS, cuts=False)
+
+
+def test_transposed_experts_are_refused_and_can_stay_in_16_bits() -> None:
     def counted(*skip: str) -> Any:
         config = {"model_type": "gpt_oss"} | keys_of("gpt_oss")
         model = Model(from_config=config, lora=Lora(rank=2), quantize="nf4", quantize_skip=skip)
         return take_census(model, FACTS, cuts=False)
 
-    with pytest.raises(SpecError, match=r"class GptOssExperts, .*quantize_skip: \['\*\.experts\.\*'\]"):
+    with pytest.raises(SpecError, match=r"class GptOssExperts; .*quantize_skip: \['\*\.experts\.\*'\]"):
         counted()
     rows = census_from(counted("*.experts.*")).parameters
     assert {row.form for row in rows if row.experts > 1} == {"plain"}

@@ -46,6 +46,21 @@ def test_what_is_left_out_is_taken_from_the_saved_adapter(write: Write) -> None:
         assert f"{wrong} differs" in " ".join(messages(write(), path, f"model.lora.target_modules={wrong}"))
 
 
+def test_pefts_target_parameters_are_experts_among_target_modules(write: Write) -> None:
+    wanted = ["experts.down_proj", "experts.gate_up_proj"]
+    mixture = "model.from_config={model_type: qwen3_moe}"
+    path = f"model.lora.path={save(target_modules=['q_proj'], target_parameters=wanted)}"
+    for given in ([], ["model.lora.target_modules=[q_proj, experts]"]):
+        lora = load_spec(write(), [mixture, path, *given]).model.lora
+        assert lora and lora.target_modules == (("q_proj", "experts") if given else (*wanted, "q_proj"))
+    assert "[q_proj] differs" in " ".join(
+        messages(write(), mixture, path, "model.lora.target_modules=[q_proj]")
+    )
+    path = f"model.lora.path={save(target_modules=[], target_parameters=wanted)}"
+    lora = load_spec(write(), [mixture, path]).model.lora
+    assert lora and lora.target_modules == tuple(wanted)
+
+
 def test_what_contradicts_it_is_told_with_both_values(write: Write) -> None:
     lora = f"model.lora={{path: {save()}, rank: 16, target_modules: [q_proj], use_dora: true}}"
     found = " ".join(messages(write(), lora))
