@@ -20,7 +20,7 @@ from dsft.errors import MissingInputError, Problem, SpecError
 from dsft.model.activations import offload_activations
 from dsft.model.config import TokenFacts, config_around, has_scores, new_rows, on_meta, resolve_config
 from dsft.model.conversion import UnsupportedConversionError, write_map
-from dsft.model.experts import choose_experts
+from dsft.model.experts import choose_experts, expert_layers
 from dsft.model.files import SafetensorsReader, weight_files
 from dsft.model.init import FreshWeights
 from dsft.model.kernels import choose_kernels, on_gpu
@@ -140,6 +140,11 @@ def choose_trained(causal_lm: PreTrainedModel, model: Model, whole: Whole | None
         freeze_routers(causal_lm)
     quantize_model(causal_lm, model)
     check_stacked(causal_lm, model)
+    # ZeRO 3 gathers mixtures of some classes as one module, whose gradients DeepSpeed reduces when that by
+    # its input is there (stage3.py:1559 register_full_backward_hook): too early where the input needs none.
+    mixtures = [causal_lm.get_submodule(layer.block) for layer in expert_layers(causal_lm)]
+    if any(p.requires_grad for mixture in mixtures for p in mixture.parameters()):
+        causal_lm.enable_input_require_grads()
 
 
 def storages(causal_lm: nn.Module, dtype: torch.dtype) -> StorageOf:

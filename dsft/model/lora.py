@@ -69,9 +69,6 @@ def inject(causal_lm: PreTrainedModel, lora: Lora, names: Names = str) -> Any:
         stack(causal_lm.get_submodule(name)).adapt(weights, lora.rank, scale(lora))
     if stacked:
         config.target_parameters = _target_parameters(causal_lm, stacked, names)
-        # ZeRO 3 gathers some classes' mixtures as one module, whose gradients DeepSpeed reduces when that by
-        # its input is there (stage3.py:1559 register_full_backward_hook): too early where it needs none.
-        causal_lm.enable_input_require_grads()
     if not lora.use_dora:
         for _, layer in _adapted(causal_lm):
             sum_in_product(layer)

@@ -9,7 +9,11 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from dsft.errors import SpecError
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts
 from dsft.model.experts import ExpertLayer, choose_experts, described, expert_layers
+from dsft.spec.schema import Model
+from tests.architectures.cases import VOCABULARY, keys_of
 
 
 def on_meta(kind: str, **keys: object) -> PreTrainedModel:
@@ -73,3 +77,16 @@ def test_expert_widths_decide_the_kernel() -> None:
 def test_invalid_balance_is_refused(choice: str, kind: str, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         chosen(choice, kind, **keys)
+
+
+@pytest.mark.parametrize(
+    ("trained", "needs"), [("*.mlp.experts.*", True), ("*.mlp.gate.*", True), ("*norm*", False)]
+)
+def test_the_input_of_a_mixture_of_which_a_part_is_trained_needs_a_gradient(
+    trained: str, needs: bool
+) -> None:
+    """Else DeepSpeed reduces the gradients of the mixture before they are there (ZeRO 3 on two ranks)."""
+    config = {"model_type": "qwen3_moe"} | keys_of("qwen3_moe")
+    model = Model(from_config=config, trainable=(trained,))
+    causal_lm = build_model(model, TokenFacts(VOCABULARY, None, None, None), 0, torch.float32).causal_lm
+    assert causal_lm.get_input_embeddings()(torch.arange(4)[None]).requires_grad == needs
