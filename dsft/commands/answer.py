@@ -1,9 +1,9 @@
 """`dsft answer EXPORT --data FILE --out FILE`: generate an answer to each row of a file, in batches.
 
 A row's prompt is its messages without the last answer, which is written beside the generated one. The answers
-of a batch are appended to OUT.part, so that the same command continues after a stop. Batches have prompts of
-about one length, and each draws from its own seed: an answer depends on the batch size, not on a stop or on
-the number of processes.
+of a batch are appended to OUT.part-N, so that the same command continues after a stop. Batches have prompts
+of about one length, and each draws from its own seed: an answer depends on the batch size, not on a stop or
+on the number of processes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,14 @@ def answer(
     prompts, digest = read_prompts(data, system)
     if out.exists():
         raise StorageError(f"{out} exists; remove it, or name another file with --out.")
-    own = {"export": str(folder.absolute()), "data": digest, "system": system, "batch": batch}
+    weights = [(path.name, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))]
+    own = {
+        "export": str(folder.absolute()),
+        "weights": weights,
+        "data": digest,
+        "system": system,
+        "batch": batch,
+    }
     settings = {**own, **asdict(sampling)}
     if os.environ.get(SHARE):
         number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -82,7 +89,7 @@ def answer(
                 asked = {"source": prompt.place, "prompt": list(prompt.messages)}
                 line = {**asked, "answer": answers[number], "reference": prompt.reference}
                 file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
-        for part in parts:
+        for part in out.parent.glob(f"{out.name}.part-*"):
             part.unlink()
     except OSError as error:
         raise write_error(out, error) from None
@@ -117,9 +124,12 @@ def read_prompts(data: str, system: str | None) -> tuple[list[Prompt], str]:
     return prompts, " ".join(file_digest(file) for file in files)
 
 
-def _format(file: DataFile) -> Format:
-    """Detect a file's format. Raises DataError where it is none."""
+def _format(file: DataFile) -> Format | None:
+    """Detect a file's format; None where the first rows are prompts alone. Raises DataError where it is
+    none."""
     head = list(islice((line for line in file_lines(file) if line.row is not None), HEAD_ROWS))
+    if head and all(_asked(line.row or {}) for line in head):
+        return None
     refused = "has no rows; name a file with rows"
     for task in TASKS if head else ():
         try:
@@ -129,18 +139,40 @@ def _format(file: DataFile) -> Format:
     raise data_error([Problem(file.name, refused)], "the rows cannot be read:", 1)
 
 
-def _prompt(row: Mapping[str, Any], found: Format, system: str | None, place: str) -> Prompt:
-    sample = convert(row, found).samples[0]
-    if not isinstance(sample, Conversation):
-        raise BadRowError("it is a text, not a prompt; give rows with messages, a prompt or an instruction")
-    messages, reference = list(sample.messages), None
+def _asked(row: Mapping[str, Any]) -> list[Message] | None:
+    """Return the messages of a row that is a prompt alone, or that this command wrote; None for others."""
+    answers = {"completion", "chosen", "rejected", "output", "response"}
+    given = row.get("messages", row.get("prompt", row.get("instruction")))
+    if not answers.isdisjoint(row):
+        return None
+    if isinstance(given, str):
+        more = f"\n{row['input']}" if isinstance(row.get("input"), str) and row["input"] else ""
+        return [{"role": "user", "content": given + more}]
+    is_messages = isinstance(given, list) and all(
+        isinstance(one, dict) and isinstance(one.get("content"), str) and isinstance(one.get("role"), str)
+        for one in given
+    )
+    return list(given) if is_messages and given and given[-1]["role"] != "assistant" else None
+
+
+def _prompt(row: Mapping[str, Any], found: Format | None, system: str | None, place: str) -> Prompt:
+    tools: Sequence[Mapping[str, Any]] = ()
+    reference = row.get("reference") if isinstance(row.get("reference"), str) else None
+    messages = _asked(row)
+    if messages is None:
+        if found is None:
+            raise BadRowError("the rows before it are prompts, but it is none; give it messages or a prompt")
+        sample = convert(row, found).samples[0]
+        if not isinstance(sample, Conversation):
+            raise BadRowError("it is a text, not a prompt; give messages, a prompt or an instruction")
+        messages, reference, tools = list(sample.messages), None, sample.tools
     if messages and messages[-1]["role"] == "assistant":
         reference = messages.pop().get("content")
     if not messages:
         raise BadRowError("it has an answer but no prompt")
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    return Prompt(place, messages, sample.tools, reference)
+    return Prompt(place, messages, tools, reference)
 
 
 def answered(part: Path, settings: Mapping[str, Any]) -> dict[int, str]:
@@ -148,13 +180,17 @@ def answered(part: Path, settings: Mapping[str, Any]) -> dict[int, str]:
     StorageError where they were made with other settings."""
     if not part.exists():
         return {}
-    first, *lines = _whole_lines(part) or [""]
-    if first and json.loads(first) != json.loads(json.dumps(settings)):
+    try:
+        first, *lines = map(json.loads, _whole_lines(part) or ["null"])
+        found = {row: text for line in lines for row, text in line}
+    except (ValueError, TypeError):
+        raise StorageError(f"{part} is damaged; remove it, or name another file with --out.") from None
+    if first is not None and first != json.loads(json.dumps(settings)):
         raise StorageError(
             f"{part} has answers that were made with other rows or settings; remove it, or name another "
             "file with --out."
         )
-    return {row: text for line in lines for row, text in json.loads(line)}
+    return found
 
 
 def _whole_lines(part: Path) -> list[str]:
@@ -177,6 +213,7 @@ def generate(
     if model.tokenizer.pad_token is None:
         model.tokenizer.pad_token = model.tokenizer.eos_token
     texts = [_text(model, prompt) for prompt in prompts]
+    _check_lengths(model, prompts, texts)
     todo = [batch for batch in batches(texts, settings["batch"], share) if not known.keys() >= set(batch)]
     try:
         lines = _whole_lines(part) if known else [json.dumps(settings)]
@@ -190,6 +227,21 @@ def generate(
                 print(f"{done} of {len(todo)} batches", file=sys.stderr, flush=True)
     except OSError as error:
         raise write_error(part, error) from None
+
+
+def _check_lengths(model: ChatModel, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
+    """Raise DataError for the prompts that leave no room for an answer."""
+    positions = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is None:
+        return
+    lengths = [len(ids) for ids in model.tokenizer(list(texts), add_special_tokens=False).input_ids]
+    long = [
+        Problem(prompt.place, f"its prompt has {length:,} tokens, and the model {positions:,} positions")
+        for prompt, length in zip(prompts, lengths, strict=True)
+        if length >= positions
+    ]
+    if long:
+        raise data_error(long, f"{len(long):,} row{'s' * (len(long) > 1)} cannot be answered:", len(long))
 
 
 def batches(texts: Sequence[str], size: int, share: tuple[int, int]) -> Iterator[tuple[int, ...]]:

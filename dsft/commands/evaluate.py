@@ -2,13 +2,16 @@
 folder names, without training.
 
 The ranks evaluate as in a training run, from a spec that is made here: the target's own, with other rows
-where files are given. It is in the folder OUTPUT_DIR/NAME-eval, which gets the result too.
+where files are given.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +22,8 @@ from typing import Any
 
 import yaml
 
+from dsft.checkpoint.export import ORIGIN, QUANTIZATION
+from dsft.checkpoint.read import CheckpointReader
 from dsft.errors import CheckpointError, MissingInputError, Problem, SpecError, printable
 from dsft.plan.tables import printed, table
 from dsft.reference.start import SCRIPT, run_ranks
@@ -30,23 +35,23 @@ from dsft.system.json_file import read_json
 from dsft.system.run_folder import named_checkpoint
 
 COUNTED = ("examples", "tokens")
-ASKED, RESULT, SPEC = "asked.json", "eval.json", "spec-of-eval.yaml"
+ASKED, RESULT, SPEC = "asked.json", "eval.json", "asked.yaml"
 ADAPTER = "adapter_config.json"
 LENGTH = 4096
 """Most tokens of a row where a model is named, not a run, unless it has fewer positions."""
 _CHANGED = (
-    "train.max_steps=1", "train.eval_every=null", "train.eval_on_start=false",
-    "checkpoint.keep_best=null", "checkpoint.resume=never", "wandb.mode=disabled",
+    "train.eval_every=null", "train.eval_on_start=false", "checkpoint.keep_best=null",
+    "checkpoint.resume=never", "wandb.mode=disabled",
 )  # fmt: skip
-"""Overrides of a spec that is to be evaluated, as if for a run of one step."""
+"""Overrides of a spec that is to be evaluated."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is evaluated. document: the spec's, as YAML; checkpoint: the folder to read weights from, None for
-    those of the model that the spec names."""
+    """What is evaluated. spec: a file with a spec, or one as YAML; checkpoint: the folder to read weights
+    from, None for those of the model that the spec names."""
 
-    document: str
+    spec: Path | str
     checkpoint: Path | None = None
 
 
@@ -54,29 +59,30 @@ def evaluate(
     name: str, overrides: Sequence[str], files: Sequence[str], processes: int | None, *, as_json: bool
 ) -> int:
     """Start the ranks, print their result and return the exit code. processes: by default one per GPU; where
-    there is none, the fewest of which a group of the spec's layout consists. Raises DsftError."""
+    there is none, the fewest of which a group of the spec's layout consists. Raises DsftError.
+
+    The ranks work in a folder of their own, which is removed at the end. The result is written to
+    OUTPUT_DIR/NAME-eval.json."""
     target = found(name, files)
-    spec, folder = _spec(name, target, overrides, files)
-    ranks = processes or _ranks(spec)
-    result = folder / RESULT
+    spec = _spec(name, target, overrides, files)
+    result = Path(spec.output_dir, f"{spec.name}-eval.json")
+    spec = spec.model_copy(update={"name": f"eval-{secrets.token_hex(4)}"})
+    folder = Path(spec.output_dir, spec.name)
     checkpoint = target.checkpoint and str(target.checkpoint.absolute())
     asked = {"target": name, "checkpoint": checkpoint, "result": RESULT}
     try:
-        result.unlink(missing_ok=True)
+        folder.mkdir(parents=True)
         (folder / ASKED).write_text(json.dumps(asked), encoding="utf-8")
         (folder / SPEC).write_text(dump_spec(spec), encoding="utf-8")
+        words = ("--any_ranks", "--evaluate_only", str(folder / ASKED))
+        argv = [sys.executable, str(SCRIPT), str(folder / SPEC), *words]
+        code = _run(argv, without_rank_variables(os.environ), processes or _ranks(spec), quiet=as_json)
+        if code == 0:
+            (folder / RESULT).replace(result)
     except OSError as error:
         raise write_error(folder, error) from None
-    argv = [
-        sys.executable,
-        str(SCRIPT),
-        str(folder / SPEC),
-        "--any_ranks",
-        "--evaluate_only",
-        str(folder / ASKED),
-    ]
-    environ = without_rank_variables(os.environ)
-    code = _run(argv, environ, ranks, quiet=as_json)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     if code == 0:
         shown = read_json(result)
         print(json.dumps(shown, indent=1) if as_json else report(shown, result), flush=True)
@@ -88,7 +94,7 @@ def found(name: str, files: Sequence[str]) -> Target:
     on the hub. Raises MissingInputError or CheckpointError."""
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
-        return Target(path.read_text(encoding="utf-8") if path.is_file() else _missing(path))
+        return Target(path)
     if (path / ADAPTER).is_file() or (path / "config.json").is_file():
         return Target(_of_model(path, files))
     try:
@@ -97,71 +103,86 @@ def found(name: str, files: Sequence[str]) -> Target:
         if name.count("/") != 1 or path.exists():
             raise
         return Target(_of_model(path, files))  # on the hub
-    state = read_json(checkpoint / "state.json")
-    return Target(yaml.safe_dump(state["spec"]), checkpoint)
-
-
-def _missing(path: Path) -> str:
-    raise MissingInputError(f"{path} does not exist.")
+    return Target(yaml.safe_dump(dict(CheckpointReader.open(checkpoint).state["spec"])), checkpoint)
 
 
 def _of_model(path: Path, files: Sequence[str]) -> str:
-    """Return the spec of a model that no run of dsft is known of."""
+    """Return the spec of a model that no run of dsft is known of. Raises SpecError without rows, and
+    MissingInputError where the folder's files do not say what it is."""
     if not files:
-        raise SpecError(
-            "The command line cannot be used.",
-            [Problem("--data", f"{path} is a model without held-out rows of its own; give --data FILE")],
-        )
+        raise _refused("--data", f"{path} is a model without held-out rows of its own; give --data FILE")
     import torch
 
-    adapter = read_json(path / ADAPTER) if (path / ADAPTER).is_file() else {}
-    base = adapter["base_model_name_or_path"] if adapter else str(path)
-    model = {"name_or_path": base} | ({"lora": {"path": str(path)}} if adapter else {})
+    adapter = _mapping(path / ADAPTER)
+    base = adapter.get("base_model_name_or_path") if adapter else str(path)
+    if not isinstance(base, str) or not base:
+        raise MissingInputError(
+            f"{path / ADAPTER} has no base_model_name_or_path; add the base model's path."
+        )
+    if _mapping(path / ORIGIN).get(QUANTIZATION):
+        raise _refused(
+            "TARGET", f"{path} is an adapter of weights in 4 bits, of which its run knows how; name the run"
+        )
+    model: dict[str, Any] = {"name_or_path": base}
+    if adapter:
+        model["lora"] = {"path": str(path)}
+        if (path / "tokenizer_config.json").is_file():
+            model["tokenizer"] = str(path)
+    config = _mapping(Path(base, "config.json"))
+    text = config.get("text_config")
+    positions = (text if isinstance(text, dict) else config).get("max_position_embeddings")
+    length = min(positions, LENGTH) if isinstance(positions, int) and positions > 0 else LENGTH
+    classes = adapter.get("task_type") or config.get("architectures") or ""
+    has_scores = classes == "SEQ_CLS" or "ForSequenceClassification" in str(classes)
     precision = "bf16" if torch.cuda.is_available() else "fp32"
-    config = read_json(Path(base, "config.json")) if Path(base, "config.json").is_file() else {}
-    positions = (config.get("text_config") or config).get("max_position_embeddings") or LENGTH
-    classes = adapter.get("task_type") or " ".join(config.get("architectures") or ())
-    has_scores = classes == "SEQ_CLS" or "ForSequenceClassification" in classes
     return yaml.safe_dump(
         {
-            "name": path.name,
+            "name": re.sub(r"[^A-Za-z0-9]+", "-", path.resolve().name).strip("-")[:80] or "model",
             "task": "reward" if has_scores else "sft",
             "model": model,
-            "data": {"train": [{"path": file} for file in files], "max_length": min(positions, LENGTH)},
+            "data": {"train": [{"path": file} for file in files], "max_length": length},
             "train": {"precision": precision, "micro_batch_size": 1, "accumulation_steps": 1},
             "optim": {"learning_rate": 1e-5},
         }
     )
 
 
-def _spec(name: str, target: Target, overrides: Sequence[str], files: Sequence[str]) -> tuple[Spec, Path]:
-    """Return the spec to be evaluated, and its folder. Raises SpecError with all problems."""
+def _mapping(path: Path) -> dict[str, Any]:
+    """Return a JSON file's mapping, {} where there is no file. Raises MissingInputError for another value."""
+    value = read_json(path) if path.is_file() else {}
+    if not isinstance(value, dict):
+        raise MissingInputError(f"{path} is no JSON mapping, so {path.parent} cannot be read as a model.")
+    return value
+
+
+def _refused(where: str, message: str) -> SpecError:
+    return SpecError("The command line cannot be used.", [Problem(where, message)])
+
+
+def _spec(name: str, target: Target, overrides: Sequence[str], files: Sequence[str]) -> Spec:
+    """Return the spec to be evaluated. Raises SpecError with all problems."""
     rows = json.dumps([{"path": str(file)} for file in files])
-    given = (f"data.train={rows}", f"data.eval={rows}", "data.eval_fraction=null", "data.eval_count=null")
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-        file.write(target.document)
-        file.flush()
-        words = [*_CHANGED, *(given if files else ()), *overrides]
-        try:
-            spec = load_spec(file.name, words)
-        except SpecError as error:
-            raise SpecError(f"{name} cannot be evaluated.", error.problems) from None
+    given = [f"data.train={rows}", f"data.eval={rows}", "data.eval_fraction=null", "data.eval_count=null"]
+    words = [*_CHANGED, *(given if files else ()), *overrides]
+    if isinstance(target.spec, Path):
+        spec = load_spec(target.spec, words)
+    else:
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+            file.write(target.spec)
+            file.flush()
+            try:
+                spec = load_spec(file.name, words)
+            except SpecError as error:
+                raise SpecError(f"{name} cannot be evaluated.", error.problems) from None
     if not (spec.data.eval or spec.data.eval_fraction or spec.data.eval_count):
-        raise SpecError(
-            "There is nothing to evaluate.",
-            [
-                Problem(
-                    "data", "no rows are held out: give --data FILE, or set data.eval or data.eval_fraction"
-                )
-            ],
+        raise _refused(
+            "data", "no rows are held out: give --data FILE, or set data.eval or data.eval_fraction"
         )
-    spec = spec.model_copy(update={"name": f"{spec.name}-eval"})
-    folder = Path(spec.output_dir, spec.name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise write_error(folder, error) from None
-    return spec, folder
+    if files and spec.reference is not None and spec.reference.reference_store is not None:
+        # It has the values of the run's own rows.
+        section = spec.reference.model_copy(update={"reference_store": None})
+        spec = spec.model_copy(update={str(spec.task_kind.section): section})
+    return spec
 
 
 def _ranks(spec: Spec) -> int:

@@ -37,7 +37,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     task = task or ("distill" if any(map(draft.is_given, _TAUGHT)) else other)
     trl = any(map(draft.is_given, _MARKS))
     if trl:
-        rate = {"sft": 2e-5, "distill": 2e-5, "reward": 1e-4}.get(task, 1e-6)
+        rate = {"dpo": 1e-6, "kto": 1e-6, "reward": 1e-4}.get(task, 2e-5)
         draft.defaults |= {**_OF_TRL, "learning_rate": rate, "beta": 0.1}
     draft.put("task", task, f"choose another one with --task {task_names()}")
     if trl and draft.get("router_aux_loss_coef") is None:

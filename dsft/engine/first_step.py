@@ -177,7 +177,8 @@ def unchanged(
         root = (after["exp_avg_sq"] / (1 - beta2**update.step)).sqrt()
         change = (after["exp_avg"] / (1 - beta1**update.step)).abs() / (root + eps)
         change = change.clamp(max=1.0)  # a second moment in 8 bits may be 0 beside a first one that is not
-        change = torch.where(after["momentum_buffer"].isnan(), change, MUONS_CHANGE)
+        is_muons = after["exp_avg_sq"].isnan() & ~after["momentum_buffer"].isnan()
+        change = torch.where(is_muons, MUONS_CHANGE, change)
     size = before.abs().clamp(min=_SMALLEST)
     due = (gradients.abs() > 0.5 * squares.sqrt()) & (rates * (change - decays * size) > ROUNDING * size)
     return due.any(1) & ~(due & (before != after["value"])).any(1)

@@ -213,7 +213,8 @@ def _weights(
 
 
 def train_only(causal_lm: PreTrainedModel, patterns: Sequence[str]) -> None:
-    """Freeze every parameter that no pattern matches; a tied one is trained where one of its names matches.
+    """Freeze every parameter that no pattern matches, but the layer of a score; a tied one is trained where
+    one of its names matches.
 
     Raises SpecError for a pattern that matches no parameter.
     """
@@ -223,7 +224,7 @@ def train_only(causal_lm: PreTrainedModel, patterns: Sequence[str]) -> None:
         raise SpecError("These parameters cannot be trained.", problems)
     causal_lm.requires_grad_(False)
     for name, parameter in named:
-        if any(matches(name, pattern) for pattern in patterns):
+        if name == SCORE or any(matches(name, pattern) for pattern in patterns):
             parameter.requires_grad_(True)
 
 

@@ -4,10 +4,11 @@ training: the job of the ranks that `dsft eval` starts."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from dsft.checkpoint.compare import check_same_base, check_same_rows
 from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.ops import prepare_ops
 from dsft.plan.ds_entries import HostFacts
@@ -52,6 +53,10 @@ def evaluated(run: Run, checkpoint: str | None) -> tuple[dict[str, float], dict[
             run.log(line)
         if checkpoint is not None:
             start = run.world.each(lambda: CheckpointReader.open(Path(checkpoint)))
+            run.world.first(start.verify)
+            weights = inputs.files.get("weights", {})
+            run.world.each(lambda: check_same_base(start, run.spec.model.name_or_path, weights))
+            check_same_rows(start, asdict(inputs.rows) if inputs.rows else None)
             run.world.each(lambda: model.engine.load(start.read, 0))
         return task.evaluation(run, inputs, model)(0), _rows(inputs)
 

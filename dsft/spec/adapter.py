@@ -78,8 +78,11 @@ def with_saved_adapter(spec: Spec) -> tuple[Spec, list[Finding]]:
 def _saved(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the adapter's settings by the keys of model.lora, validated by the schema."""
     given = {ours: config[theirs] for ours, theirs in PEFT_KEYS.items() if config.get(theirs) is not None}
-    if isinstance(given.get("target_modules"), list):
-        given["target_modules"] = sorted({*given["target_modules"], *(config.get("target_parameters") or ())})
+    experts, linear = config.get("target_parameters") or [], given.get("target_modules", [])
+    if isinstance(linear, list) and (linear or experts):
+        given["target_modules"] = sorted({*linear, *experts})
+    elif experts:
+        raise ValueError("target_parameters beside target_modules that are no list")
     if "alpha" in given:
         given["alpha"] = float(given["alpha"])
     lora = Lora.model_validate(given)

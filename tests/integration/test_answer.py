@@ -107,11 +107,29 @@ def test_a_system_prompt_changes_the_prompts(export: Path, data: Path, tmp_path:
     assert all(line["prompt"][0] == {"role": "system", "content": "Be brief."} for line in found)
 
 
+def test_prompts_alone_are_answered_and_answers_again(export: Path, data: Path, tmp_path: Path) -> None:
+    found = answers(export, data, tmp_path / "out.jsonl")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+    alone = answers(export, prompts, tmp_path / "alone.jsonl")
+    again = answers(export, tmp_path / "out.jsonl", tmp_path / "again.jsonl")
+    assert [one["answer"] for one in found] == [one["answer"] for one in alone]
+    keys = ("prompt", "answer", "reference")
+    assert [[one[key] for key in keys] for one in found] == [[one[key] for key in keys] for one in again]
+    assert {one["reference"] for one in alone} == {None}
+
+
 def test_what_cannot_be_answered(export: Path, data: Path, tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": "a text"}) + "\n")
     with pytest.raises(DataError, match="it is a text, not a prompt"):
         answers(export, texts, tmp_path / "out.jsonl")
+    texts.write_text(json.dumps({"prompt": "long " * 500}) + "\n")
+    with pytest.raises(DataError, match="and the model 256 positions"):
+        answers(export, texts, tmp_path / "out.jsonl")
+    (tmp_path / "out.jsonl.part-0").write_text("{no\n")
+    with pytest.raises(StorageError, match="is damaged"):
+        answers(export, data, tmp_path / "out.jsonl")
     (tmp_path / "there.jsonl").touch()
     with pytest.raises(StorageError, match="exists; remove it"):
         answers(export, data, tmp_path / "there.jsonl")

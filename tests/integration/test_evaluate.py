@@ -62,8 +62,9 @@ def result(
     target: Path | str, *overrides: str, data: Sequence[str] = (), processes: int = 1
 ) -> dict[str, Any]:
     assert command.evaluate(str(target), overrides, data, processes, as_json=False) == 0
-    where = next(Path(target).parent.glob("*-eval/eval.json"), None) or Path(overrides[-1], "eval.json")
+    where = Path(target).parent / f"{Path(target).name}-eval.json"
     found: dict[str, Any] = json.loads(where.read_text(encoding="utf-8"))
+    assert not list(where.parent.glob("eval-*")), "the ranks' folder is removed"
     return found
 
 
@@ -88,12 +89,12 @@ def test_metrics_are_those_of_the_run(
 def test_of_an_older_checkpoint_and_of_the_exported_model(run: Path, tmp_path: Path) -> None:
     older = run / "checkpoints" / "step-2"
     assert command.evaluate(str(older), (), (), 1, as_json=False) == 0
-    written = json.loads((run.parent / "small-eval" / "eval.json").read_text(encoding="utf-8"))
+    written = json.loads((run.parent / "small-eval.json").read_text(encoding="utf-8"))
     same(written["metrics"], run, 2)
     held_out = ["builtin:quickstart-heldout"]
     out = ("data.max_length=256", f"output_dir={tmp_path}", "name=of")
     assert command.evaluate(str(run / "export"), out, held_out, 1, as_json=False) == 0
-    found = json.loads((tmp_path / "of-eval" / "eval.json").read_text(encoding="utf-8"))
+    found = json.loads((tmp_path / "of-eval.json").read_text(encoding="utf-8"))
     assert found["metrics"]["eval/loss"] == pytest.approx(records(run, "eval/loss")[4], rel=1e-6)
 
 
@@ -106,12 +107,45 @@ def test_of_pairs_with_an_adapter(base: Path, tmp_path: Path) -> None:
     found = result(run)["metrics"]
     same(found, run, 4)
     assert {"eval/rewards/accuracies", "eval/rewards/margins"} <= set(found)
+    out = ("data.max_length=256", f"output_dir={tmp_path}", "name=of")
+    chats = ["builtin:quickstart-heldout"]
+    losses = []
+    for target in (str(run / "export"), str(base)):
+        assert command.evaluate(target, out, chats, 1, as_json=False) == 0
+        losses.append(json.loads((tmp_path / "of-eval.json").read_text())["metrics"]["eval/loss"])
+    assert losses[0] != pytest.approx(losses[1], rel=1e-4), "the folder's adapter is evaluated"
+    (run / "export" / "dsft_export.json").write_text(
+        '{"quantization_config": {"bnb_4bit_quant_type": "nf4"}}'
+    )
+    with pytest.raises(SpecError, match="adapter of weights in 4 bits"):
+        command.evaluate(str(run / "export"), out, chats, 1, as_json=False)
+    checkpoint = run / "checkpoints" / "step-4"
+    damaged = next(checkpoint.glob("rank-*"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    with pytest.raises(AssertionError, match="damaged"):
+        command.evaluate(str(run), (), (), 1, as_json=False)
 
 
 @pytest.mark.long
 def test_of_a_pipeline(tmp_path: Path) -> None:
     run = run_of(tmp_path, "parallel.pipeline_stages=2")
     same(result(run, processes=2)["metrics"], run, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("adapter_config.json", "{}"),
+        ("adapter_config.json", "[]"),
+        ("config.json", "[]"),
+        ("x.yaml", b"\xff"),
+    ],
+)
+def test_damaged_files_get_a_sentence(name: str, content: str | bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    target = tmp_path / name if name.endswith(".yaml") else tmp_path
+    with pytest.raises(DsftError):
+        command.evaluate(str(target), (), ["builtin:quickstart"], 1, as_json=False)
 
 
 def test_json_alone_is_on_standard_output(run: Path) -> None:
@@ -126,7 +160,7 @@ def test_json_alone_is_on_standard_output(run: Path) -> None:
     ("target", "overrides", "data", "error", "message"),
     [
         ("nothing", (), (), DsftError, "is neither a checkpoint"),
-        ("missing.yaml", (), (), MissingInputError, "missing.yaml does not exist"),
+        ("missing.yaml", (), (), MissingInputError, "'missing.yaml' does not exist"),
         ("BASE", (), (), SpecError, "give --data FILE"),
         ("RUN", ("data.eval=[]",), (), SpecError, "no rows are held out"),
         ("RUN", (), ("absent.jsonl",), SpecError, "'absent.jsonl' does not exist"),

@@ -284,7 +284,7 @@ def test_export_gives_the_scores_of_transformers(runs: Path, tmp_path: Path) -> 
     loaded, info = AutoModelForSequenceClassification.from_pretrained(export, output_loading_info=True)
     assert not any(info.values()) and loaded.config.num_labels == 1
     assert not (export / "generation_config.json").exists()
-    assert "task: reward" in found_by_eval(str(export), ["rows.jsonl"]).document
+    assert "task: reward" in str(found_by_eval(str(export), ["rows.jsonl"]).spec)
     with torch.no_grad():
         found = scores(loaded, [row for pair in rows_of(export) for row in pair]).double().view(-1, 2)
     line = score(export, str(data), tmp_path / "pairs.jsonl", 3)
@@ -347,7 +347,7 @@ def test_adapter_has_the_score(model: Path, tmp_path: Path) -> None:
     evaluated = series(run, "eval")[-1]
     _, metrics = figures(merged, rows_of(model))
     assert evaluated["rewards/margins"] == pytest.approx(metrics["rewards/margins"], rel=1e-5, abs=1e-6)
-    assert "task: reward" in found_by_eval(str(run / "export"), ["rows.jsonl"]).document
+    assert "task: reward" in str(found_by_eval(str(run / "export"), ["rows.jsonl"]).spec)
     with pytest.raises(MissingInputError, match="is an adapter; write the whole model with"):
         score(run / "export", "rows.jsonl", tmp_path / "out", 8)
     with pytest.raises(MissingInputError, match="gives rewards and generates no text; see dsft score"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dsft.spec.adapter import _saved
 from dsft.spec.load import load_spec
 from tests.unit.spec.conftest import Write
 from tests.unit.spec.test_load import messages
@@ -93,3 +94,14 @@ def test_a_folder_that_is_none_is_told(write: Write) -> None:
 def test_an_adapter_in_the_models_place_is_told(write: Write) -> None:
     [found] = messages(write(), f"model={{name_or_path: {save()}}}")
     assert "give its base model here, and this folder in model.lora.path" in found
+
+
+def test_experts_of_a_saved_adapter_are_its_targets() -> None:
+    """peft names them apart from its modules, of which there may be none."""
+    assert _saved({"target_modules": None, "target_parameters": ["experts.down_proj"]})["target_modules"] == (
+        "experts.down_proj",
+    )
+    both = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+    assert _saved(both)["target_modules"] == ("experts.down_proj", "q_proj")
+    with pytest.raises(ValueError, match="no list"):
+        _saved({"target_modules": "all-linear", "target_parameters": ["experts.down_proj"]})
