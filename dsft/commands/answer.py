@@ -26,7 +26,7 @@ from dsft.data.read.files import DataFile, data_files, file_digest, file_lines
 from dsft.data.render.template import prepare_messages, template_of
 from dsft.data.rows import BadRowError, Conversation, Message, data_error
 from dsft.errors import Problem, StorageError
-from dsft.reference.start import run_ranks
+from dsft.rank.start import run_ranks
 from dsft.remote import without_rank_variables
 from dsft.spec.schema import Source
 from dsft.system.files import atomic_write, write_error

@@ -12,7 +12,6 @@ import os
 import re
 import secrets
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,8 @@ from dsft.checkpoint.export import ORIGIN, QUANTIZATION
 from dsft.checkpoint.read import CheckpointReader
 from dsft.errors import CheckpointError, MissingInputError, Problem, SpecError, printable
 from dsft.plan.tables import printed, table
-from dsft.reference.start import SCRIPT, run_ranks
+from dsft.rank.start import run_ranks
+from dsft.reference.start import SCRIPT
 from dsft.remote import without_rank_variables
 from dsft.spec.load import dump_spec, load_spec
 from dsft.spec.schema import Spec
@@ -192,16 +192,8 @@ def _ranks(spec: Spec) -> int:
 
 
 def _run(argv: Sequence[str], environ: Mapping[str, str], ranks: int, *, quiet: bool) -> int:
-    if quiet:  # standard output is the JSON alone
-        argv = [
-            sys.executable,
-            "-c",
-            "import os, sys; os.dup2(2, 1); os.execv(sys.argv[1], sys.argv[1:])",
-            *argv,
-        ]
-    if ranks > 1:
-        return run_ranks(argv, environ, ranks, "nothing was written.")
-    return subprocess.run(argv, env=environ, check=False).returncode
+    """Run the ranks. quiet: what they print goes to standard error, as standard output is for the JSON."""
+    return run_ranks(argv, environ, ranks, "nothing was written.", 2 if quiet else None)
 
 
 def report(result: Mapping[str, Any], path: Path) -> str:

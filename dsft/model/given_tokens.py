@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dsft.data.steps.batch import NO_TARGET
-from dsft.model.softmax import Softmax
+from dsft.model.softmax import Softmax, is_one
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class GivenTokens(Softmax):
         if self.smoothing:
             gradient.add_(pull * (self.smoothing / vocabulary))
         gradient.scatter_add_(1, target, pull * inside[:, :1] * (1.0 - self.smoothing))
-        if not isinstance(slope, float) or slope != 1.0:
+        if not is_one(slope):
             gradient.mul_(slope)
         return gradient.to(dtype)
 

@@ -70,7 +70,7 @@ class Softmax:
         sums = normalize_(logits)
         columns = targets[:rows, None]
         gradient = self._gradient(logits[:rows], columns, torch.ones_like(columns), product.shape[1])
-        if not _is_one(slope):
+        if not is_one(slope):
             gradient.mul_(slope)
         logps = values - log_sum(sums)
         return logps, sums, _of_type(gradient, dtype, product) if stored is None else stored.copy_(gradient)
@@ -94,7 +94,7 @@ class Softmax:
         inside = (columns >= 0) & (columns < product.shape[1])
         logits.sub_(top).exp_().div_(total)
         gradient = self._gradient(logits, columns.clamp(0, product.shape[1] - 1), inside, vocabulary)
-        if not _is_one(slope):
+        if not is_one(slope):
             gradient.mul_(slope)
         return _of_type(gradient.mul_(upstream[:, None]), dtype, product)
 
@@ -130,7 +130,7 @@ def _of_type(gradient: Tensor, dtype: torch.dtype, product: Tensor) -> Tensor:
     return gradient if gradient.dtype == dtype else room_of(product, dtype).copy_(gradient)
 
 
-def _is_one(slope: Tensor | float) -> bool:
+def is_one(slope: Tensor | float) -> bool:
     return isinstance(slope, float) and slope == 1.0
 
 

@@ -4,7 +4,7 @@ training: the job of the ranks that `dsft eval` starts."""
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,12 @@ from dsft.checkpoint.compare import check_same_base, check_same_rows
 from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.ops import prepare_ops
 from dsft.plan.ds_entries import HostFacts
-from dsft.run.build import build, describe
-from dsft.run.main import checks, joined
+from dsft.run.main import checks, joined, prepared
 from dsft.setup.inputs import Inputs, longest
-from dsft.setup.memory_probe import explain_out_of_memory, open_memory
 from dsft.setup.read import read
-from dsft.setup.resolve import resolve, swap_folders
+from dsft.setup.resolve import swap_folders
 from dsft.setup.run import Job, Run
 from dsft.system.files import atomic_write, write_error
-from dsft.tasks.registry import task_of
 
 
 def evaluate(job: Job, asked: Path) -> None:
@@ -41,24 +38,24 @@ def evaluated(run: Run, checkpoint: str | None) -> tuple[dict[str, float], dict[
     with swap_folders(run) as swap:
         facts = HostFacts(swap=swap, cpu_adam=prepare_ops(run.spec, run.world, run.log))
         inputs = read(run)
-        plan = resolve(run, inputs, facts)
-        run.world.first(lambda: describe(run, inputs, plan.keys))
-        task = task_of(run.spec)
-        also = task.also_scored(run.spec, inputs, run.batch.global_batch_size)
-        inputs = replace(inputs, also_scored=also)
-        memory = open_memory(run, plan, longest(run, inputs)[0].shape.numel())
-        with explain_out_of_memory(memory.meter):
-            model = build(run, inputs, plan, memory, task)
+        start = opened(run, inputs, Path(checkpoint)) if checkpoint is not None else None
+        inputs, model, task = prepared(run, inputs, facts, longest(run, inputs)[0].shape.numel())
         for line in checks(run, inputs, model, task):
             run.log(line)
-        if checkpoint is not None:
-            start = run.world.each(lambda: CheckpointReader.open(Path(checkpoint)))
-            run.world.first(start.verify)
-            weights = inputs.files.get("weights", {})
-            run.world.each(lambda: check_same_base(start, run.spec.model.name_or_path, weights))
-            check_same_rows(start, asdict(inputs.rows) if inputs.rows else None)
+        if start is not None:
             run.world.each(lambda: model.engine.load(start.read, 0))
         return task.evaluation(run, inputs, model)(0), _rows(inputs)
+
+
+def opened(run: Run, inputs: Inputs, path: Path) -> CheckpointReader:
+    """Open a checkpoint, and check it and the base below it as a resume does. A collective. Raises
+    CheckpointError."""
+    start = run.world.each(lambda: CheckpointReader.open(path))
+    run.world.first(start.verify)
+    weights = inputs.files.get("weights", {})
+    run.world.each(lambda: check_same_base(start, run.spec.model.name_or_path, weights))
+    check_same_rows(start, asdict(inputs.rows) if inputs.rows else None)
+    return start
 
 
 def _rows(inputs: Inputs) -> dict[str, Any]:

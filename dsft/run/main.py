@@ -120,23 +120,29 @@ def train(run: Run, progress: Progress) -> Path | None:
         if run.profile is not None:
             traced = traced_step(run.profile or None, progress.step + 1, inputs.total_steps)
             run = replace(run, profile=traced)
-        plan = resolve(run, inputs, facts)
-        for line in run.world.first(lambda: describe(run, inputs, plan.keys)):
-            run.log(line)
-        task = task_of(run.spec)
-        also = task.also_scored(run.spec, inputs, run.batch.global_batch_size)
-        inputs = replace(inputs, also_scored=also)
         largest, held_out = longest(run, inputs)
-        memory = open_memory(run, plan, largest.shape.numel())
-        with explain_out_of_memory(memory.meter):
-            model = build(run, inputs, plan, memory, task)
+        inputs, model, task = prepared(run, inputs, facts, largest.shape.numel())
         held_out = held_out and task.for_probe(run.spec, held_out)
-        probe_memory(model.engine, task.for_probe(run.spec, largest), held_out, memory.meter)
-        memory.enter("load")
+        probe_memory(model.engine, task.for_probe(run.spec, largest), held_out, model.memory.meter)
+        model.memory.enter("load")
         load(run, model.engine, progress)
         for line in (*resume_warnings(run, inputs, progress), *checks(run, inputs, model, task)):
             run.log(line)
         return Trainer(run, inputs, model, task, progress).fit()
+
+
+def prepared(run: Run, inputs: Inputs, facts: HostFacts, tokens: int) -> tuple[Inputs, Model, Task]:
+    """Write down how the run is made, and build its model and engine. Return the inputs with what a reference
+    scores beside the rows too. tokens: of the largest micro-batch. A collective."""
+    plan = resolve(run, inputs, facts)
+    for line in run.world.first(lambda: describe(run, inputs, plan.keys)):
+        run.log(line)
+    task = task_of(run.spec)
+    also = task.also_scored(run.spec, inputs, run.batch.global_batch_size)
+    inputs = replace(inputs, also_scored=also)
+    memory = open_memory(run, plan, tokens)
+    with explain_out_of_memory(memory.meter):
+        return inputs, build(run, inputs, plan, memory, task), task
 
 
 def load(run: Run, engine: Engine, progress: Progress) -> None:

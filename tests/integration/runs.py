@@ -126,3 +126,45 @@ def shows_traceback(stderr: str) -> bool:
     """Return whether dsft's own code failed with one. The launchers add theirs when a rank ends with an
     error."""
     return f'File "{ROOT / "dsft"}' in stderr
+
+
+def series(folder: Path, names: Sequence[str], part: str = "train") -> list[dict[str, float]]:
+    """Return the loss and the metrics `names` of each step, without those that a step has not."""
+    columns = {name: records(folder, f"{part}/{name}") for name in ("loss", *names)}
+    steps = sorted(columns["loss"])
+    return [{name: column[step] for name, column in columns.items() if step in column} for step in steps]
+
+
+def prompt_rows(model: Path, lines: Sequence[dict[str, str]]) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens of the prompt and of the completion of each line, which ends with the end of text."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    return [(ids(one["prompt"]), [*ids(one["completion"]), tokenizer.eos_token_id]) for one in lines]
+
+
+def write_small_task(
+    spec: Path, task: str, model: Path, rows: Path, section: str, steps: str, rate: float
+) -> Path:
+    """Write the spec of a run of SGD in fp32 on `rows`, which are held out too, into a file of its name.
+    section: the task's own, as YAML; steps: keys of `train`."""
+    spec.write_text(
+        f"""
+name: {spec.stem}
+task: {task}
+model: {{name_or_path: {model}}}
+data: {{train: [{{path: {rows}}}], eval: [{{path: {rows}}}], max_length: 64}}
+{task}: {{{section}}}
+parallel: {{zero_stage: 0}}
+train: {{{steps}, micro_batch_size: 1, precision: fp32, max_grad_norm: 0}}
+optim: {{name: sgd, learning_rate: {rate}, lr_scheduler_type: constant, weight_decay: 0.0}}
+checkpoint: {{every: 2, keep_last: null}}
+wandb: {{mode: disabled}}
+output_dir: {spec.parent}/runs
+"""
+    )
+    return spec

@@ -15,13 +15,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from dsft.data.sets.order import epoch_order
-from tests.integration.runs import records, train, trained, write_model
+from tests.integration.runs import prompt_rows, train, trained, write_model, write_small_task
+from tests.integration.runs import series as series_of
 from tests.integration.test_reference import said_by, stalled
 
 ROWS, BATCH, STEPS, SEED = 10, 4, 4, 42
+TRAINED = f"global_batch_size: {BATCH}, max_steps: {STEPS}, seed: {SEED}"
 WEIGHT, BETA, TEMPERATURE, RATE = 0.7, 0.3, 1.5, 0.05
 WORDS = "red fox jumps over a lazy dog and then it sleeps".split()
 ANSWERS = [" ".join(WORDS[n % 5 : n % 5 + 1 + 3 * n % 7]) for n in range(ROWS)]
@@ -36,12 +38,7 @@ Row = tuple[list[int], list[int]]  # the tokens of a prompt and of an answer
 
 
 def rows_of(model: Path) -> list[Row]:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
-
-    return [(ids(one["prompt"]), [*ids(one["completion"]), tokenizer.eos_token_id]) for one in LINES]
+    return prompt_rows(model, LINES)
 
 
 def logits_of(model: nn.Module, prompt: list[int], answer: list[int]) -> Tensor:
@@ -123,29 +120,13 @@ def write_spec(folder: Path, models: tuple[Path, Path], name: str, top_k: int, k
     rows, spec = folder / "rows.jsonl", folder / f"{name}.yaml"
     rows.write_text("".join(json.dumps(line) + "\n" for line in LINES))
     beta = f", beta: {BETA}" if kind == "jsd" else ""
-    spec.write_text(
-        f"""
-name: {name}
-task: distill
-model: {{name_or_path: {student}}}
-data: {{train: [{{path: {rows}}}], eval: [{{path: {rows}}}], max_length: 64}}
-distill: {{reference_model: {teacher}, top_k: {top_k}, loss_type: {kind}{beta}, temperature: {TEMPERATURE},
-  weight: {WEIGHT}}}
-parallel: {{zero_stage: 0}}
-train: {{global_batch_size: {BATCH}, micro_batch_size: 1, max_steps: {STEPS}, precision: fp32,
-  max_grad_norm: 0, seed: {SEED}}}
-optim: {{name: sgd, learning_rate: {RATE}, lr_scheduler_type: constant, weight_decay: 0.0}}
-checkpoint: {{every: 2, keep_last: null}}
-wandb: {{mode: disabled}}
-output_dir: {folder}/runs
-"""
-    )
-    return spec
+    section = f"reference_model: {teacher}, top_k: {top_k}, loss_type: {kind}{beta}"
+    section += f", temperature: {TEMPERATURE}, weight: {WEIGHT}"
+    return write_small_task(spec, "distill", student, rows, section, TRAINED, RATE)
 
 
 def series(folder: Path, part: str = "train") -> list[dict[str, float]]:
-    columns = {name: records(folder, f"{part}/{name}") for name in ("loss", *NAMES)}
-    return [{name: column[step] for name, column in columns.items()} for step in sorted(columns["loss"])]
+    return series_of(folder, NAMES, part)
 
 
 def check(found: Sequence[dict[str, float]], expected: Sequence[dict[str, float]]) -> None:

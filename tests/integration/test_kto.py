@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from dsft.data.sets.order import epoch_order
-from tests.integration.runs import records, train, trained, write_model
+from tests.integration.runs import prompt_rows, train, trained, write_model, write_small_task
+from tests.integration.runs import series as series_of
 
 ROWS, BATCH, STEPS, SEED = 10, 4, 6, 42
+TRAINED = f"global_batch_size: {BATCH}, max_steps: {STEPS}, seed: {SEED}"
 BETA, DESIRABLE, UNDESIRABLE, RATE = 0.3, 1.5, 0.7, 0.05
 WORDS = "red fox jumps over a lazy dog and then it sleeps".split()
 LINES: list[dict[str, Any]] = [
@@ -39,12 +41,7 @@ Row = tuple[list[int], list[int]]  # the tokens of a prompt and of an answer
 
 
 def rows_of(model: Path) -> list[Row]:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False).input_ids)
-
-    return [(ids(one["prompt"]), [*ids(one["completion"]), tokenizer.eos_token_id]) for one in LINES]
+    return prompt_rows(model, LINES)
 
 
 def log_probability(model: nn.Module, prompt: list[int], answer: list[int]) -> Tensor:
@@ -115,30 +112,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_spec(folder: Path, model: Path, name: str) -> Path:
     rows, spec = model.parent / "rows.jsonl", folder / f"{name}.yaml"
     rows.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    spec.write_text(
-        f"""
-name: {name}
-task: kto
-model: {{name_or_path: {model}}}
-data: {{train: [{{path: {rows}}}], eval: [{{path: {rows}}}], max_length: 64}}
-kto: {{beta: {BETA}, desirable_weight: {DESIRABLE}, undesirable_weight: {UNDESIRABLE}}}
-parallel: {{zero_stage: 0}}
-train: {{global_batch_size: {BATCH}, micro_batch_size: 1, max_steps: {STEPS}, precision: fp32,
-  max_grad_norm: 0, seed: {SEED}}}
-optim: {{name: sgd, learning_rate: {RATE}, lr_scheduler_type: constant, weight_decay: 0.0}}
-checkpoint: {{every: 2, keep_last: null}}
-wandb: {{mode: disabled}}
-output_dir: {folder}/runs
-"""
-    )
-    return spec
+    section = f"beta: {BETA}, desirable_weight: {DESIRABLE}, undesirable_weight: {UNDESIRABLE}"
+    return write_small_task(spec, "kto", model, rows, section, TRAINED, RATE)
 
 
 def series(folder: Path, part: str = "train") -> list[dict[str, float]]:
-    """The loss and the metrics of each step; of a step without answers of a class not that class's."""
-    columns = {name: records(folder, f"{part}/{name}") for name in ("loss", *NAMES)}
-    steps = sorted(columns["loss"])
-    return [{name: column[step] for name, column in columns.items() if step in column} for step in steps]
+    return series_of(folder, NAMES, part)
 
 
 def check(found: Sequence[dict[str, float]], expected: Sequence[dict[str, float]]) -> None:

@@ -25,13 +25,15 @@ from dsft.commands.evaluate import found as found_by_eval
 from dsft.commands.score import score
 from dsft.data.sets.order import epoch_order
 from dsft.errors import DataError, MissingInputError
-from tests.integration.runs import records, train, trained, write_model
+from tests.integration.runs import records, train, trained, write_model, write_small_task
+from tests.integration.runs import series as series_of
 from tests.launching import ROOT, forked
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 DYING = ROOT / "tests" / "integration" / "dying.py"
 ROWS, BATCH, STEPS, SEED, RATE, CENTERING, SMOOTHING = 10, 4, 6, 42, 0.05, 0.1, 0.2
+TRAINED = f"global_batch_size: {BATCH}, max_steps: {STEPS}, seed: {SEED}"
 WORDS = "red fox jumps over a lazy dog and then it sleeps".split()
 LINES = [
     {
@@ -140,28 +142,12 @@ def write_rows(path: Path, lines: Sequence[dict[str, Any]] = LINES) -> Path:
 
 def write_spec(folder: Path, model: Path, name: str) -> Path:
     rows, spec = write_rows(folder / "rows.jsonl"), folder / f"{name}.yaml"
-    spec.write_text(
-        f"""
-name: {name}
-task: reward
-model: {{name_or_path: {model}}}
-data: {{train: [{{path: {rows}}}], eval: [{{path: {rows}}}], max_length: 64}}
-reward: {{center_rewards_coefficient: {CENTERING}, label_smoothing: {SMOOTHING}}}
-parallel: {{zero_stage: 0}}
-train: {{global_batch_size: {BATCH}, micro_batch_size: 1, max_steps: {STEPS}, precision: fp32,
-  max_grad_norm: 0, seed: {SEED}}}
-optim: {{name: sgd, learning_rate: {RATE}, lr_scheduler_type: constant, weight_decay: 0.0}}
-checkpoint: {{every: 2, keep_last: null}}
-wandb: {{mode: disabled}}
-output_dir: {folder}/runs
-"""
-    )
-    return spec
+    section = f"center_rewards_coefficient: {CENTERING}, label_smoothing: {SMOOTHING}"
+    return write_small_task(spec, "reward", model, rows, section, TRAINED, RATE)
 
 
 def series(folder: Path, part: str = "train") -> list[dict[str, float]]:
-    columns = {name: records(folder, f"{part}/{name}") for name in ("loss", *NAMES)}
-    return [{name: column[step] for name, column in columns.items()} for step in sorted(columns["loss"])]
+    return series_of(folder, NAMES, part)
 
 
 def check(found: Sequence[dict[str, float]], expected: Sequence[dict[str, float]]) -> None:

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dsft import cli
 from dsft.errors import SpecError, WorldError
 from dsft.plan.reference import check_precomputed
+from dsft.rank.start import run_ranks
 from dsft.reference.precomputed import micro_batch_size, scoring_batch
-from dsft.reference.start import run_ranks
 from dsft.setup.inputs import read_inputs
 from dsft.spec.load import load_spec
 from tests.launching import ROOT
@@ -70,7 +70,7 @@ def test_dsft_reference_starts_train_py_on_its_own_ranks(
     monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
     for name in ("RANK", "SLURM_PROCID", "NNODES", "KEPT"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr("dsft.reference.start.run_ranks", lambda *given: started.append(given))
+    monkeypatch.setattr("dsft.reference.start.run_ranks", lambda *given: started.append(given[:3]))
     with pytest.raises(typer.Exit):
         cli.reference(path, ["train.seed=1"], 1)
     for overrides, ranks in ((None, 3), (["parallel.sequence_parallel=2"], None)):
@@ -98,8 +98,8 @@ def test_dsft_reference_starts_train_py_on_its_own_ranks(
 def test_the_exit_code_is_that_of_the_first_rank_that_fails(
     program: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsft.reference.start.GRACE", 0.5)
-    assert run_ranks(_rank(program), os.environ, 2) == code
+    monkeypatch.setattr("dsft.rank.start.GRACE", 0.5)
+    assert run_ranks(_rank(program), os.environ, 2, "that is all.") == code
 
 
 def test_ranks_get_the_signals_of_the_command(tmp_path: Path) -> None:
@@ -112,13 +112,15 @@ else:
         time.sleep(0.1)
     os.kill(os.getppid(), signal.SIGTERM)
 time.sleep(60)"""
-    assert run_ranks(_rank(program), os.environ, 2) == 75
+    assert run_ranks(_rank(program), os.environ, 2, "that is all.") == 75
 
 
 def test_a_rank_killed_by_a_signal_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsft.reference.start.GRACE", 0.5)
-    with pytest.raises(WorldError, match=r"rank 1 .* killed by signal 9 \(as the system does"):
-        run_ranks(_rank("rank == 1 and os.kill(os.getpid(), signal.SIGKILL); time.sleep(60)"), os.environ, 2)
+    monkeypatch.setattr("dsft.rank.start.GRACE", 0.5)
+    program = "rank == 1 and os.kill(os.getpid(), signal.SIGKILL); time.sleep(60)"
+    named = r"rank 1 was killed by signal 9 \(as the system does.*; that is all\.$"
+    with pytest.raises(WorldError, match=named):
+        run_ranks(_rank(program), os.environ, 2, "that is all.")
 
 
 def _rank(program: str) -> list[str]:
