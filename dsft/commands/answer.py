@@ -59,14 +59,8 @@ def answer(
     if out.exists():
         raise StorageError(f"{out} exists; remove it, or name another file with --out.")
     weights = [(path.name, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))]
-    own = {
-        "export": str(folder.absolute()),
-        "weights": weights,
-        "data": digest,
-        "system": system,
-        "batch": batch,
-    }
-    settings = {**own, **asdict(sampling)}
+    own = {"export": str(folder.absolute()), "weights": weights, "data": digest, "system": system}
+    settings = {**own, "batch": batch, **asdict(sampling)}
     if os.environ.get(SHARE):
         number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if torch.cuda.is_available():
@@ -125,13 +119,13 @@ def read_prompts(data: str, system: str | None) -> tuple[list[Prompt], str]:
 
 
 def _format(file: DataFile) -> Format | None:
-    """Detect a file's format; None where the first rows are prompts alone. Raises DataError where it is
-    none."""
+    """Detect a file's format; None where the first rows are prompts alone, or none can be read. Raises
+    DataError where it is none."""
     head = list(islice((line for line in file_lines(file) if line.row is not None), HEAD_ROWS))
-    if head and all(_asked(line.row or {}) for line in head):
+    if all(_asked(line.row or {}) for line in head):
         return None
-    refused = "has no rows; name a file with rows"
-    for task in TASKS if head else ():
+    refused = ""
+    for task in TASKS:
         try:
             return choose(Source(path=file.name), head, task)
         except BadRowError as error:
@@ -161,7 +155,7 @@ def _prompt(row: Mapping[str, Any], found: Format | None, system: str | None, pl
     messages = _asked(row)
     if messages is None:
         if found is None:
-            raise BadRowError("the rows before it are prompts, but it is none; give it messages or a prompt")
+            raise BadRowError("the first rows are prompts, but this is none; give it messages or a prompt")
         sample = convert(row, found).samples[0]
         if not isinstance(sample, Conversation):
             raise BadRowError("it is a text, not a prompt; give messages, a prompt or an instruction")

@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from dsft.plan.tables import printed, table
 from dsft.rank.start import run_ranks
 from dsft.reference.start import SCRIPT
 from dsft.remote import without_rank_variables
+from dsft.spec.document import quote
 from dsft.spec.load import dump_spec, load_spec
 from dsft.spec.schema import Spec
 from dsft.system.files import write_error
@@ -173,7 +174,12 @@ def _spec(name: str, target: Target, overrides: Sequence[str], files: Sequence[s
             try:
                 spec = load_spec(file.name, words)
             except SpecError as error:
-                raise SpecError(f"{name} cannot be evaluated.", error.problems) from None
+                problems = [
+                    replace(one, where=one.where.replace(f"override {quote(given[1])}", "--data"))
+                    for one in error.problems
+                    if not one.where.startswith(f"override {quote(given[0])}")
+                ]
+                raise SpecError(f"{name} cannot be evaluated.", problems) from None
     if not (spec.data.eval or spec.data.eval_fraction or spec.data.eval_count):
         raise _refused(
             "data", "no rows are held out: give --data FILE, or set data.eval or data.eval_fraction"

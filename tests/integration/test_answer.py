@@ -124,6 +124,12 @@ def test_what_cannot_be_answered(export: Path, data: Path, tmp_path: Path) -> No
     texts.write_text(json.dumps({"text": "a text"}) + "\n")
     with pytest.raises(DataError, match="it is a text, not a prompt"):
         answers(export, texts, tmp_path / "out.jsonl")
+    texts.write_text('{"prompt": "a", "cho\n')
+    with pytest.raises(DataError, match="cut off: the JSON ends before it is complete"):
+        answers(export, texts, tmp_path / "out.jsonl")
+    texts.write_text("\n")
+    with pytest.raises(DataError, match="has no rows"):
+        answers(export, texts, tmp_path / "out.jsonl")
     texts.write_text(json.dumps({"prompt": "long " * 500}) + "\n")
     with pytest.raises(DataError, match="and the model 256 positions"):
         answers(export, texts, tmp_path / "out.jsonl")

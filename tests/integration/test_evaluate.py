@@ -163,7 +163,7 @@ def test_json_alone_is_on_standard_output(run: Path) -> None:
         ("missing.yaml", (), (), MissingInputError, "'missing.yaml' does not exist"),
         ("BASE", (), (), SpecError, "give --data FILE"),
         ("RUN", ("data.eval=[]",), (), SpecError, "no rows are held out"),
-        ("RUN", (), ("absent.jsonl",), SpecError, "'absent.jsonl' does not exist"),
+        ("RUN", (), ("absent.jsonl",), SpecError, "--data: data.eval.0.path: 'absent.jsonl' does not"),
         ("RUN", ("optim.lr=1",), (), SpecError, "optim.lr"),
     ],
 )
