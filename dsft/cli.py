@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
@@ -140,7 +141,13 @@ def init(
 
 @command(START, "dsft convert qwen3_lora_sft.yaml")
 def convert(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="The config, YAML or JSON.")],
+    file: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE | -- COMMAND",
+            help="The config (YAML, JSON), a shell script (.sh), or a training command after --.",
+        ),
+    ],
     tool: Annotated[
         str | None,
         typer.Option(
@@ -160,10 +167,11 @@ def convert(
     dataset_info: Annotated[Path | None, typer.Option(help="LLaMA-Factory's dataset_info.json.")] = None,
     out: SpecOut = None,
 ) -> None:
-    """Convert the config of another tool into a spec."""
+    """Convert the config or the command of another tool into a spec."""
     from dsft.convert.command import convert_file, listed
 
-    done = convert_file(file, tool, task, model, data, dataset_info, out)
+    source = Path(file[0]) if len(file) == 1 else shlex.join(file)
+    done = convert_file(source, tool, task, model, data, dataset_info, out)
     _print(f"wrote {done.path} from a config of {done.title}: {done.carried} keys carried over")
     if done.left:
         _print("not carried over:")

@@ -30,7 +30,8 @@ TOOLS: Mapping[str, Tool] = {
 }
 _VERSION_1 = {"peft_config", "dist_config", "kernel_config", "model_class"}
 _COMMAND = re.compile(
-    r"\b(?:(?:trl|swift|llamafactory-cli)\s+(?P<name>\w+)|(?P<script>\w+)\.py)(?=\s+--\w)(?P<rest>.*)"
+    r"\b(?:(?:trl|swift|llamafactory-cli|axolotl)\s+(?P<name>\w+)|(?P<script>\w+)\.py)"
+    r"(?=\s+(?:--\w|\S+\.(?:ya?ml|json)\b))(?P<rest>.*)"
 )
 _WAY_OUT = "or put the options into a YAML file (--learning_rate 1e-4 becomes learning_rate: 1e-4)"
 _NEEDED = (("model.name_or_path", "--model"), ("data.train", "--data"))
@@ -55,7 +56,7 @@ class Converted:
 
 
 def convert_file(
-    path: Path,
+    path: Path | str,
     tool: str | None = None,
     task: str | None = None,
     model: str | None = None,
@@ -63,9 +64,13 @@ def convert_file(
     dataset_info: Path | None = None,
     out: Path | None = None,
 ) -> Converted:
-    """Convert a config and write the spec. Raise MissingInputError and SpecError if the config cannot be read
-    or converted, StorageError if the spec cannot be written."""
-    given, named = _read(path)
+    """Convert a config, or a command line given as a string, and write the spec. Raise MissingInputError and
+    SpecError if it cannot be read or converted, StorageError if the spec cannot be written."""
+    if isinstance(path, str):
+        path, line = Path("the command"), path
+        given, named = _options_of(path, line)
+    else:
+        given, named = _read(path)
     if task is not None and task not in TASKS:
         raise mistake("--task", f"{quote(task)} is not offered; use {task_names()}")
     task = task or named
@@ -147,14 +152,14 @@ def _read(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def _options_of(path: Path, text: str) -> tuple[dict[str, Any], str | None]:
-    """Return the options of the script's one training command, and its task (None: the options have it).
-    Nothing is run and no variable is filled in. Raise SpecError for a script that has none or several, or
-    needs a shell."""
+    """Return the options of a script's one training command over those of the config file that it names, and
+    its task (None: the options have it). Nothing is run and no variable is filled in. Raise SpecError for a
+    script that has none or several, or needs a shell."""
     lines = re.sub(r"(?m)(^|\s)#.*$", "", text.replace("\\\n", " ")).splitlines()
     found = [match for line in lines if (match := _COMMAND.search(line))]
     if len(found) != 1:
         raise mistake(
-            str(path), f"a shell script needs one training command, this one has {len(found)}; {_WAY_OUT}"
+            str(path), f"it needs one training command with options, and has {len(found)}; {_WAY_OUT}"
         )
     name = found[0]["name"] or found[0]["script"]
     if feature_of_value("task", name) is not None:
@@ -164,7 +169,7 @@ def _options_of(path: Path, text: str) -> tuple[dict[str, Any], str | None]:
     except ValueError as error:
         raise mistake(str(path), f"the command cannot be read ({error}); correct it, {_WAY_OUT}") from error
     values: dict[str, list[Any]] = {}
-    key = ""
+    key = "config"  # words before the first option: a file, then key=value as LLaMA-Factory reads them
     for word in words:
         if re.search(r"[$`]", word):
             raise mistake(str(path), f"{word} is filled in by the shell; write its value, {_WAY_OUT}")
@@ -172,16 +177,22 @@ def _options_of(path: Path, text: str) -> tuple[dict[str, Any], str | None]:
             key, _, word = word[2:].partition("=")
             key = key.replace("-", "_")
             values[key] = []
+        elif key == "config" and "=" in word:
+            other, _, word = word.partition("=")
+            values[other] = [parse_yaml(word)]
+            continue
         if word:
-            values[key].append({"true": True, "false": False}.get(word.lower(), word))
-    if "config" in values:
-        raise mistake(str(path), "the options are in the file of --config; convert that file")
-    given: dict[str, Any] = {key: each if len(each) > 1 else each[0] for key, each in values.items() if each}
+            values.setdefault(key, []).append({"true": True, "false": False}.get(word.lower(), word))
+    given: dict[str, Any] = {}
+    for file in values.pop("config", ()):
+        given |= _read(Path(file))[0]
     task = VALUES["task"].get(name, name)
-    switches = [key for key, each in values.items() if not each]
-    return given | {
-        key.removeprefix("no_"): not key.startswith("no_") for key in switches
-    }, task if task in TASKS else None
+    for key, each in values.items():
+        if each:
+            given[key] = each if len(each) > 1 else each[0]
+        else:  # a switch
+            given[key.removeprefix("no_")] = not key.startswith("no_")
+    return given, task if task in TASKS else None
 
 
 def _name_sources(draft: Draft) -> None:

@@ -654,15 +654,33 @@ def test_options_of_a_shell_script() -> None:
         assert (done.title, spec.task) == ("TRL or transformers", "dpo")
         assert spec.model.lora is not None and not spec.model.gradient_checkpointing
     for text, reason in {
-        "llamafactory-cli train a.yaml\n": "needs one training command, this one has 0; or put the options",
-        "trl sft --a b\ntrl dpo --a b\n": "this one has 2",
+        "llamafactory-cli version\n": "needs one training command with options, and has 0; or put",
+        "trl sft --a b\ntrl dpo --a b\n": "and has 2",
         "trl sft --model_name_or_path $MODEL\n": r"\$MODEL is filled in by the shell; write its value",
         "trl grpo --model_name_or_path a/b\n": "'grpo': dsft does not offer",
-        "trl sft --config a.yaml\n": "the options are in the file of --config",
         "trl sft --dataset_name 'x\n": r"cannot be read \(No closing quotation\)",
     }.items():
         with pytest.raises(SpecError, match=reason):
             of(text)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "llamafactory-cli train lf.yaml learning_rate=2.0e-05 'output_dir=out/mine'",
+        "FORCE_TORCHRUN=1 llamafactory-cli train lf.yaml --learning_rate 2e-5 --output-dir out/mine",
+        "deepspeed --num_gpus 2 src/train.py --config lf.yaml --learning_rate=2e-5 --output_dir=out/mine",
+    ],
+)
+def test_options_of_a_command_replace_those_of_its_config(command: str) -> None:
+    Path("lf.yaml").write_text(yaml.safe_dump({**LLAMA_FACTORY, "dataset": "identity"}))
+    done = convert_file(command, out=Path("spec.yaml"))
+    spec = load_spec(done.path, check_files=False)
+    assert (done.title, spec.name, spec.optim.learning_rate) == ("LLaMA-Factory", "mine", 2e-5)
+    assert spec.model.name_or_path == LLAMA_FACTORY["model_name_or_path"]
+    assert "Converted from the command of LLaMA-Factory" in done.path.read_text()
+    with pytest.raises(MissingInputError, match=r"'other\.yaml' cannot be read"):
+        convert_file(command.replace("lf.yaml", "other.yaml"), out=Path("other.yaml"))
 
 
 def test_files_that_are_no_config() -> None:
