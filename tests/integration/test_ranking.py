@@ -18,7 +18,7 @@ TEXTS = [f"{'fox ' * (1 + 7 * number % 5)}{number} jumps" for number in range(3 
 
 
 def test_the_page_has_this_task() -> None:
-    page = (ROOT / "docs" / "objectives.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "internals" / "objectives.md").read_text(encoding="utf-8")
     assert f"```python\n{SCRIPT.read_text(encoding='utf-8')}```" in page
 
 

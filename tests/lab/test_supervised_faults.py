@@ -2,7 +2,7 @@
 a training run through several of them. tests/unit/launcher/test_attempt.py has those of ranks and agents.
 
 Hosts, ssh, agents and the supervisor are real throughout; where training is no part of the fault, ranks step
-without it (tests/unit/launcher/fake_rank.py). docs/reliability.md has the figures.
+without it (tests/unit/launcher/fake_rank.py). docs/internals/reliability.md has the figures.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`deepspeed --hostfile` typed by hand over two hosts, and what happens to it: the command is killed or asked
 to end, a rank on the other host is killed. How long until nothing is left, and what was saved.
 
-docs/reliability.md has the figures, and those of `dsft launch`.
+docs/internals/reliability.md has the figures, and those of `dsft launch`.
 """
 
 from __future__ import annotations

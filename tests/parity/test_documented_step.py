@@ -1,4 +1,4 @@
-"""The plain step of docs/architecture.md equals the plain loop that the engines are compared with."""
+"""The plain step of docs/internals/architecture.md equals the plain loop that the engines are compared with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY, RATE = 32, 1e-3
 
 
 def test_documented_step_is_a_step_of_the_plain_loop() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
     [program] = re.findall(r"^```python\n(rows = .*?)^```$", page, re.M | re.S)
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -71,7 +71,7 @@ def found(request: pytest.FixtureRequest) -> Callable[[int], dict[str, Any]]:
         wanted = [case for case in selected(request, "case") if case.ranks == ranks]
         names = [case.name for case in wanted if not (case.on_disk and why_no_swap())]
         results = try_each(names, functools.partial(launch, ranks))
-        if folder := os.environ.get("PARITY_RESULTS"):  # for the table in docs/numerics.md
+        if folder := os.environ.get("PARITY_RESULTS"):  # for the table in docs/internals/numerics.md
             Path(folder, f"{ranks}ranks.json").write_text(json.dumps(results, indent=1))
         return results
 

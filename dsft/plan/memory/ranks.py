@@ -41,7 +41,7 @@ from dsft.spec.schema import Spec
 
 PROCESS = 420 << 20
 """Bytes of a process without the model: Python, torch, transformers and DeepSpeed, measured on a CPU at the
-end of a run with 150,000 parameters (docs/plan.md). With CUDA it is more."""
+end of a run with 150,000 parameters (docs/internals/memory.md). With CUDA it is more."""
 WITH_ZERO = 90 << 20
 """Additional bytes at ZeRO 1 to 3, which import torch's compiler for Muon (zero/utils.py:72
 MuonWithAuxAdam)."""
@@ -51,7 +51,7 @@ DRIVER = 1536 << 20
 estimate, not measured: transformers' documentation ("Anatomy of Model's Memory") gives 1,343 MB for CUDA's
 kernels alone; the size depends on the GPU, the driver and the number of ranks."""
 FRAGMENTS = 1 / 40
-"""Approximate share of torch's peak allocation that its allocator reserves in addition (docs/plan.md)."""
+"""Approximate share of torch's peak allocation that its allocator reserves in addition (docs/internals/memory.md)."""
 
 BACKWARD = 0.55
 """Approximate share of a layer's activations that have gradients at once; measured with Llama models and

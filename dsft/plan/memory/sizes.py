@@ -38,7 +38,7 @@ PLAIN_BYTES_PER_LOGIT = 12  # without chunks: logits, log-probabilities and thei
 
 SPARE = 1 / 10
 """Share of a planned size that a host must have in addition, since most plans were slightly below the
-measured peaks (docs/plan.md)."""
+measured peaks (docs/internals/memory.md)."""
 
 
 def needed(size: int) -> int:

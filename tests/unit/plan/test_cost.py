@@ -1,4 +1,4 @@
-"""The estimate's parts, each against a formula with numbers of its own: those that docs/plan.md names."""
+"""The estimate's parts, each against a formula with numbers of its own: those that docs/internals/memory.md and docs/plan.md name."""
 
 from __future__ import annotations
 
