@@ -87,10 +87,15 @@ def parse_record(line: str) -> dict[str, float] | None:
     return record if isinstance(record.get(STEP), int) else None
 
 
+def kept(path: Path, resume_step: int) -> str:
+    """Return what a run that resumes at `resume_step` leaves in the file. Raises OSError."""
+    return "".join(_line(record) for record in read_metrics(path) if record[STEP] <= resume_step)
+
+
 def _cut(path: Path, resume_step: int) -> None:
     if not path.exists():
         return
-    remaining = "".join(_line(record) for record in read_metrics(path) if record[STEP] <= resume_step)
+    remaining = kept(path, resume_step)
     if remaining == path.read_text(encoding="utf-8", errors="replace"):
         return
     with atomic_write(path) as file:

@@ -51,7 +51,8 @@ DRIVER = 1536 << 20
 estimate, not measured: transformers' documentation ("Anatomy of Model's Memory") gives 1,343 MB for CUDA's
 kernels alone; the size depends on the GPU, the driver and the number of ranks."""
 FRAGMENTS = 1 / 40
-"""Approximate share of torch's peak allocation that its allocator reserves in addition (docs/internals/memory.md)."""
+"""Approximate share of torch's peak allocation that its allocator reserves in addition
+(docs/internals/memory.md)."""
 
 BACKWARD = 0.55
 """Approximate share of a layer's activations that have gradients at once; measured with Llama models and

@@ -1,0 +1,44 @@
+"""dsft.api: training from Python, with a callback that stops it, a resume, and a failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsft.api import DsftError, Record, plan, train
+from dsft.report.jsonl import STEP, read_metrics
+from tests.integration.runs import write_spec
+
+
+def test_train_with_a_callback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    spec = write_spec(tmp_path)
+    metrics = tmp_path / "runs/small/metrics.jsonl"
+    assert plan(spec, "train.micro_batch_size=6", processes=2)["batch"]["accumulation_steps"] == 1
+
+    seen: list[Record] = []
+
+    def stop_at_6(record: Record) -> None:
+        seen.append(record)
+        if record[STEP] == 6:
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        train(spec, processes=1, on_record=stop_at_6)
+    assert [record[STEP] for record in seen] == [1, 2, 3, 4, 5, 5, 6]  # step 5 is evaluated too
+    saved = read_metrics(metrics)
+    assert saved[: len(seen)] == seen
+
+    # Records after the checkpoint, as a kill leaves them: the resumed run replaces them.
+    with metrics.open("a", encoding="utf-8") as file:
+        file.writelines(f'{{"{STEP}": {step}, "train/loss": 0.0}}\n' for step in range(90, 99))
+    resumed: list[Record] = []
+    assert train(spec, processes=1, on_record=resumed.append) == tmp_path / "runs/small"
+    assert [*saved, *resumed] == read_metrics(metrics)
+    assert resumed[-1][STEP] == 10 and (tmp_path / "runs/small/export/model.safetensors").exists()
+    capfd.readouterr()
+
+    with pytest.raises(DsftError, match="hidden_size was 32, now 64") as failed:
+        train(spec, "model.from_config.hidden_size=64", processes=1)
+    assert failed.value.exit_code == 76
+    assert "error: rank 0" in capfd.readouterr().out
