@@ -1,23 +1,29 @@
 """`dsft report RUN [RUN …]`: write one HTML page on a run, or on several side by side, that needs no network:
 curves, results, memory beside the plan, what became of the rows, answers before and after, spec and versions.
 
-Sources: metrics.jsonl, memory.json, data.json, spec.yaml and versions.json of the run's folder. A run that is
-not finished, or that failed, is reported as far as it got.
+Sources: metrics.jsonl, memory.json, data.json, spec.yaml, versions.json, ranks.json and command.txt of the
+run's folder, and what `dsft status` reads. A run that is not finished, or that failed, is reported as far as
+it got.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 from markupsafe import Markup
 
+from dsft.commands.status import status_of
 from dsft.errors import DsftError, MissingInputError
+from dsft.rank.places import RANKS
 from dsft.report.curves import compared, figure, series, svg
 from dsft.report.jsonl import read_metrics
 from dsft.report.page import check_page, rendered, write_page
@@ -31,6 +37,7 @@ PAGE = "report.html"
 _ANSWER_TOKENS = 200
 LARGEST = 2**20
 """Maximum size in bytes of a run's JSON and YAML files; usual ones have some thousand."""
+MEMORY = {"host_rss": "host", "device_allocated": "GPU, allocated", "device_reserved": "GPU, reserved"}
 Table = list[list[str]]
 """Rows of cells; the first row is the head, the first column names the rows."""
 
@@ -47,6 +54,7 @@ class RunFolder:
     data: Mapping[str, Any]
     spec: Mapping[str, Any]
     versions: Mapping[str, Any]
+    devices: Sequence[str] = ()
     unreadable: Sequence[str] = ()
 
     @property
@@ -86,21 +94,23 @@ def _read(folder: Path, name: str) -> RunFolder:
         raise MissingInputError(f"{folder} has no step in metrics.jsonl yet: there is nothing to report")
     names = ("memory.json", "data.json", "spec.yaml", "versions.json")
     unreadable: list[str] = []
-    memory, data, spec, versions = (_mapping_in(folder / name, unreadable) for name in names)
-    return RunFolder(folder, name, records, memory, data, spec, versions, unreadable)
+    memory, data, spec, versions = (_mapping(_content(folder / name, unreadable)) for name in names)
+    ranks = _content(folder / RANKS, unreadable)
+    devices = [f"{_mapping(rank).get('device')}" for rank in ranks] if isinstance(ranks, list) else []
+    return RunFolder(folder, name, records, memory, data, spec, versions, devices, unreadable)
 
 
-def _mapping_in(path: Path, unreadable: list[str]) -> dict[str, Any]:
-    """Return the content of a JSON or YAML file, {} if it is absent or, with a clause in `unreadable`,
+def _content(path: Path, unreadable: list[str]) -> Any:
+    """Return the content of a JSON or YAML file, None if it is absent or, with a clause in `unreadable`,
     damaged."""
     try:
         text = read_text(path, LARGEST)
-        return _mapping(parse_json(text) if path.suffix == ".json" else read_document(text).data)
+        return parse_json(text) if path.suffix == ".json" else read_document(text).data
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         unreadable.append(f"{path.name} {reason_of(error)}")
-    return {}
+    return None
 
 
 def _mapping(found: Any) -> dict[str, Any]:
@@ -122,7 +132,8 @@ class Section(NamedTuple):
 
 def page(runs: Sequence[RunFolder], answers: Sequence[Table]) -> str:
     """Return the HTML of the page. answers: a table of each run, or none."""
-    sections = [Section("Results", results(runs))]
+    sections = [Section("Runs" if len(runs) > 1 else "Run", overview(runs), "text")]
+    sections.append(Section("Results", results(runs)))
     if len(runs) > 1:
         sections.append(
             Section("Curves together", _curves(compared, {run.name: run.records for run in runs}))
@@ -147,6 +158,26 @@ def page(runs: Sequence[RunFolder], answers: Sequence[Table]) -> str:
     }
     title = " and ".join(run.name for run in runs)
     return rendered("dsft report", "report.html.jinja", title=title, sections=sections, files=files)
+
+
+def overview(runs: Sequence[RunFolder]) -> Table:
+    """Return what was run, when, on what and how it ended, a column for each run."""
+    facts: dict[str, Callable[[RunFolder], str]] = {
+        "state": lambda run: status_of(run.folder).state,
+        "time": _times,
+        "task": lambda run: str(run.spec.get("task", "")),
+        "model": _model,
+        "data": lambda run: ", ".join(
+            str(_mapping(source).get("path")) for source in _mapping(run.spec.get("data")).get("train") or ()
+        ),
+        "devices": lambda run: ", ".join(
+            f"{count} × {device}" for device, count in Counter(run.devices).items()
+        ),
+        "command": lambda run: (
+            status_of(run.folder).command or "".join(command for _, command in _starts(run)[-1:])
+        ),
+    }
+    return _table(["", *(run.name for run in runs)], [[name, *map(of, runs)] for name, of in facts.items()])
 
 
 def results(runs: Sequence[RunFolder]) -> Table:
@@ -179,7 +210,10 @@ def differing(runs: Sequence[RunFolder]) -> Table:
 def memory(run: RunFolder) -> Table:
     """Return measured and planned bytes of each phase, the largest over all ranks."""
     rows = [
-        [f"{phase}, {kind}", *(_gib(found.get(name)) for name in ("measured", "above_start", "planned"))]
+        [
+            f"{phase.replace('_', ' ')}, {MEMORY.get(kind, kind)}",
+            *(_gib(found.get(name)) for name in ("measured", "above_start", "planned")),
+        ]
         for phase, kinds in _mapping(run.memory.get("phases")).items()
         for kind, found in _mapping(kinds).items()
         if isinstance(found, dict)
@@ -231,6 +265,33 @@ def _curves(draw: Callable[..., Any], *given: Any) -> str:
         return Markup(svg(draw(*given)))
     except Exception as error:  # noqa: B902  values so large that matplotlib cannot place them
         return f"They cannot be drawn: {one_line(error)}"
+
+
+def _starts(run: RunFolder) -> Sequence[tuple[datetime, str]]:
+    """Return time and command of each start of the run."""
+    found = []
+    with suppress(OSError, ValueError):
+        for line in read_text(run.folder / "command.txt", LARGEST).splitlines():
+            time, _, command = line.partition("  ")
+            found.append((datetime.fromisoformat(time), command))
+    return found
+
+
+def _times(run: RunFolder) -> str:
+    starts = _starts(run)
+    if not starts:
+        return ""
+    end = datetime.fromtimestamp((run.folder / "metrics.jsonl").stat().st_mtime, UTC)
+    first, again = starts[0][0], f", started {len(starts)} times" if len(starts) > 1 else ""
+    took = timedelta(seconds=round((end - first).total_seconds()))
+    return f"{first:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC ({took}{again})"
+
+
+def _model(run: RunFolder) -> str:
+    model = _mapping(run.spec.get("model"))
+    fresh, lora = _mapping(model.get("from_config")), _mapping(model.get("lora"))
+    name = run.base or (f"{fresh.get('model_type')}, fresh weights" if fresh else "")
+    return f"{name}, adapters of rank {lora.get('rank')}" if lora else name
 
 
 def _number(run: RunFolder, key: str, at: int = -1) -> str:

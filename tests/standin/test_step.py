@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ pytestmark = pytest.mark.standin
 MICRO_BATCHES = 2
 SYNCS = 2
 """Of DeepSpeed's step: what is the norm of the gradients, are they clipped. None of a micro-batch."""
+OF_NORM = int(os.environ.get("STANDIN_TORCH", "") >= "2.15")
+"""From 2.15 on torch's norm of many tensors copies the list of them to the device, without waiting."""
 BYTES = 60
 """At most that many are moved for each parameter beside what the passes and AdamW move, in a step of two
 micro-batches."""
@@ -42,7 +45,7 @@ def test_step_adds_no_wait_to_deepspeeds(report: Any, step: tuple[str, int]) -> 
         assert counts["device_syncs"] == 0
         assert counts["pageable"] == 0
         # beside the micro-batches the factors on their sums, and this rank's row of the record
-        assert counts["to_device"] == case["tensors"] + 2
+        assert counts["to_device"] == case["tensors"] + 2 + OF_NORM
 
 
 def test_record_costs_one_collective_and_two_copies(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,32 @@ def test_one_run() -> None:
     assert not any(row[0] == "bad" for row in found)
     assert text.count("<svg") == 1 and "torch: 2.13.0" in text and "learning_rate: 0.001" in text
     assert not re.search(r"(src|href)=\"(?!#)", text)  # nothing is loaded
+
+
+def test_head_of_a_run() -> None:
+    """When it was started, how long it took, on what, and what was typed."""
+    spec = (
+        "task: dpo\nmodel: {name_or_path: a/b, lora: {rank: 8}}\ndata: {train: [{path: x.json}, {path: y}]}\n"
+    )
+    ranks = [{"rank": rank, "host": "gpu1", "device": "NVIDIA H100"} for rank in range(2)]
+    folder = run("one", [1.0], spec=spec, ranks=ranks)
+    starts = (
+        "2026-11-25T10:00:00+00:00  dsft/train.py one.yaml",
+        "2026-11-25T11:00:00+00:00  dsft/train.py two.yaml",
+    )
+    (folder / "command.txt").write_text("".join(f"{start}\n" for start in starts))
+    end = datetime(2026, 11, 26, 12, 30, 1, tzinfo=UTC).timestamp()
+    os.utime(folder / "metrics.jsonl", (end, end))
+    found = cells(report.write_report(["one"], [], None).read_text())
+    assert found[1:8] == [
+        ["state", "stopped"],
+        ["time", "2026-11-25 10:00 to 2026-11-26 12:30 UTC (1 day, 2:30:01, started 2 times)"],
+        ["task", "dpo"],
+        ["model", "a/b, adapters of rank 8"],
+        ["data", "x.json, y"],
+        ["devices", "2 × NVIDIA H100"],
+        ["command", "dsft/train.py two.yaml"],
+    ]
 
 
 def test_several_runs_are_side_by_side() -> None:

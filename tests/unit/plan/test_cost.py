@@ -1,4 +1,5 @@
-"""The estimate's parts, each against a formula with numbers of its own: those that docs/internals/memory.md and docs/plan.md name."""
+"""The estimate's parts, each against a formula with numbers of its own: those that docs/plan.md and
+docs/internals/memory.md name."""
 
 from __future__ import annotations
 

@@ -14,36 +14,20 @@ import pytest
 from typer.testing import CliRunner
 
 from dsft.cli import app
+from dsft.model.census import take_census
 from dsft.plan.census import Census, census_from
 from dsft.spec.schema import Model
-
-tokenizers = pytest.importorskip("tokenizers")
-from dsft.model.census import take_census  # noqa: E402 - needs transformers
+from tests.pictures import LLAMA_8B, write_readme_spec
 
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-LLAMA_8B = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "max_position_embeddings": 131072, "tie_word_embeddings": False,
-}  # fmt: skip
 LONG_ROWS = ("parallel.zero_stage=3", "train.global_batch_size=8", "train.micro_batch_size=1")
 
 
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """README's spec, in a folder with what it names."""
-    spec = re.search(r"```yaml\n(.*?)```", README, re.DOTALL)
-    assert spec
-    (tmp_path / "llama8b.yaml").write_text(spec[1], encoding="utf-8")
-    model = tmp_path / "models" / "Llama-3.1-8B"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps(LLAMA_8B))
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(
-        str(model / "tokenizer.json")
-    )
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "conversations.json").write_text("[]")
+    write_readme_spec(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")  # so that no line is wrapped
     monkeypatch.setattr("dsft.plan.build.census", _census)
