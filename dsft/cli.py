@@ -372,6 +372,9 @@ def report(
         list[str] | None,
         typer.Option(metavar="TEXT", help="Question for the base model and the export; may be repeated."),
     ] = None,
+    answers: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What dsft answer wrote: show its first rows.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Page to write; by default RUN/report.html.")
     ] = None,
@@ -379,7 +382,7 @@ def report(
     """Write an HTML page about one run or several. It has curves, memory, rows, answers and the spec."""
     from dsft.commands.report import write_report
 
-    _print(f"wrote {write_report(runs, ask or (), out)}")
+    _print(f"wrote {write_report(runs, ask or (), out, answers)}")
 
 
 @command(AFTER, "dsft status mychat")

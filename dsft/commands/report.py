@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +30,13 @@ from dsft.report.jsonl import read_metrics
 from dsft.report.page import check_page, rendered, write_page
 from dsft.spec.differences import flatten
 from dsft.spec.document import read_document
-from dsft.system.json_file import parse_json, read_text, reason_of
+from dsft.system.json_file import open_file, parse_json, read_text, reason_of
 from dsft.system.redact import one_line
 from dsft.system.run_folder import named_run
 
 PAGE = "report.html"
 _ANSWER_TOKENS = 200
+SHOWN_ANSWERS = 50  # rows of a file of `dsft answer`
 LARGEST = 2**20
 """Maximum size in bytes of a run's JSON and YAML files; usual ones have some thousand."""
 MEMORY = {"host_rss": "host", "device_allocated": "GPU, allocated", "device_reserved": "GPU, reserved"}
@@ -68,9 +70,12 @@ class RunFolder:
         return name if isinstance(name, str) else None
 
 
-def write_report(names: Sequence[str], prompts: Sequence[str], out: Path | None) -> Path:
-    """Write the page and return its path, by default report.html in the folder of the first run. Raises
-    MissingInputError if a run does not exist, StorageError if the page cannot be written."""
+def write_report(
+    names: Sequence[str], prompts: Sequence[str], out: Path | None, answers: Path | None = None
+) -> Path:
+    """Write the page and return its path, by default report.html in the folder of the first run. answers: a
+    file of `dsft answer`. Raises MissingInputError if a run or the file does not exist, StorageError if the
+    page cannot be written."""
     folders = list({folder.resolve(): folder for folder in map(named_run, names)}.values())
     last = [folder.resolve().name for folder in folders]
     runs = [
@@ -79,7 +84,10 @@ def write_report(names: Sequence[str], prompts: Sequence[str], out: Path | None)
     ]
     path = out or runs[0].folder / PAGE
     check_page(path, "--out", "dsft report")
-    text = page(runs, [_answers(run, prompts) for run in runs] if prompts else [])
+    found = [Section(f"Answers: {run.name}", _answers(run, prompts), "text") for run in runs if prompts]
+    if answers is not None:
+        found.append(Section(f"Answers: {answers.name}", answers_in(answers), "text"))
+    text = page(runs, found)
     write_page(path, text, "--out")
     return path
 
@@ -130,8 +138,8 @@ class Section(NamedTuple):
     kind: str = ""
 
 
-def page(runs: Sequence[RunFolder], answers: Sequence[Table]) -> str:
-    """Return the HTML of the page. answers: a table of each run, or none."""
+def page(runs: Sequence[RunFolder], answers: Sequence[Section]) -> str:
+    """Return the HTML of the page."""
     sections = [Section("Runs" if len(runs) > 1 else "Run", overview(runs), "text")]
     sections.append(Section("Results", results(runs)))
     if len(runs) > 1:
@@ -147,9 +155,7 @@ def page(runs: Sequence[RunFolder], answers: Sequence[Table]) -> str:
             Section(f"Memory{of}", memory(run)),
             Section(f"Rows{of}", ledger(run)),
         ]
-    sections += [
-        Section(f"Answers: {run.name}", rows, "text") for run, rows in zip(runs, answers, strict=False)
-    ]
+    sections += answers
     files = {
         f"{name} of {run.name}": yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True)
         for run in runs
@@ -231,6 +237,30 @@ def ledger(run: RunFolder) -> Table:
     names = [name for name in next(iter(totals.values()), {}) if any(t.get(name) for t in totals.values())]
     rows = [[name.replace("_", " "), *(f"{t.get(name, 0):,}" for t in totals.values())] for name in names]
     return _table(["", *totals], rows)
+
+
+def answers_in(path: Path) -> Table:
+    """Return the first rows of a file of `dsft answer`. Raises MissingInputError if it cannot be read or is
+    another file."""
+    wrong = f"{path} is no file that dsft answer wrote; give the one of its --out"
+    try:
+        with open_file(path) as file:
+            rows = [_mapping(parse_json(line.decode())) for line in islice(file, SHOWN_ANSWERS)]
+    except OSError as error:
+        raise MissingInputError(f"{path} {reason_of(error)}") from None
+    except ValueError:
+        raise MissingInputError(wrong) from None
+    if not all({"source", "prompt", "answer"} <= row.keys() for row in rows):
+        raise MissingInputError(wrong)
+    names = ("source", "prompt", "answer", "reference")
+    return _table(names, [[_shown(row.get(name)) for name in names] for row in rows])
+
+
+def _shown(value: Any) -> str:
+    """Return a text, or the messages of a prompt, one below the other."""
+    if isinstance(value, list):
+        return "\n".join(f"{_mapping(one).get('role')}: {_mapping(one).get('content')}" for one in value)
+    return "" if value is None else str(value)
 
 
 def _answers(run: RunFolder, prompts: Sequence[str]) -> Table:

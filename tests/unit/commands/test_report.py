@@ -95,6 +95,25 @@ def test_head_of_a_run() -> None:
     ]
 
 
+def test_answers_of_a_file() -> None:
+    run("one", [1.0])
+    chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "<b>2 + 2?</b>"}]
+    row = {"source": "x.jsonl:1", "prompt": chat, "answer": "4", "reference": "Four."}
+    lines = [row, *({**row, "source": f"x.jsonl:{n}", "reference": None} for n in range(2, 100))]
+    Path("answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = CliRunner().invoke(app, ["report", "one", "--answers", "answers.jsonl"])
+    assert done.exit_code == 0
+    text = Path("runs/one/report.html").read_text()
+    assert "system: Be short.\nuser: &lt;b&gt;2 + 2?&lt;/b&gt;</td><td>4</td><td>Four.</td>" in text
+    assert "Answers: answers.jsonl" in text and text.count("<td>x.jsonl:") == 50
+    for content in ("[1]", '{"prompt": "a"}', "not JSON", "\udc80"):
+        Path("other.jsonl").write_text(content, errors="surrogateescape")
+        with pytest.raises(MissingInputError, match=r"other\.jsonl is no file that dsft answer wrote"):
+            report.write_report(["one"], [], None, Path("other.jsonl"))
+    with pytest.raises(MissingInputError, match="absent cannot be read"):
+        report.write_report(["one"], [], None, Path("absent"))
+
+
 def test_several_runs_are_side_by_side() -> None:
     run("one", [3.0, 2.0])
     run("two", [3.0, 1.0, 0.5], spec="name: two\noptim: {learning_rate: 0.01}\ntrain: {seed: 1}\n")
