@@ -33,3 +33,12 @@ def broken(page: Path) -> list[str]:
 def test_links_lead_somewhere() -> None:
     assert len(PAGES) > 40
     assert [link for page in PAGES for link in broken(page)] == []
+
+
+def test_named_tests_exist() -> None:
+    named = re.findall(r"`(tests/\S+\.py)::(test_\w+)`", "".join(page.read_text("utf-8") for page in PAGES))
+    assert len(named) >= 25
+    missing = [
+        f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text("utf-8")
+    ]
+    assert missing == []
