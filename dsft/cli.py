@@ -215,7 +215,7 @@ def validate(
 
 
 @command(LOOK, "dsft plan specs/mychat.yaml --processes 8 --compare")
-def plan(
+def plan(  # noqa: PLR0913, PLR0917  an argument is an option
     spec: SpecPath,
     overrides: Overrides = None,
     as_json: Json = False,
@@ -228,13 +228,16 @@ def plan(
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare all layouts on these hosts: which fit, and which not.")
     ] = False,
+    like: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Take the speed of this run (its folder or name).")
+    ] = None,
 ) -> None:
-    """Show batch sizes, ranks, memory and DeepSpeed keys. This needs no GPU."""
+    """Show batch sizes, steps and hours, ranks, memory and DeepSpeed keys. This needs no GPU."""
     from dsft.plan.show import print_plan
+    from dsft.preview.count import durations
 
-    print_plan(
-        spec, overrides or (), as_json=as_json, explain=explain, comparing=compare, world_size=processes
-    )
+    ways = {"as_json": as_json, "explain": explain, "comparing": compare}
+    print_plan(spec, overrides or (), **ways, world_size=processes, measure=durations(like))
 
 
 @command(LOOK, "dsft preview specs/mychat.yaml --html rows.html")
@@ -388,11 +391,14 @@ def report(
 @command(AFTER, "dsft status mychat")
 def status(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME, or its name.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="RUN", help="Folder of a run or its name, or a folder of runs (default runs)."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show what a run is doing on every host, or how it ended."""
+    """Show what a run is doing on every host, or how it ended; without a name, list all runs."""
     from dsft.commands.status import print_status
 
     print_status(run, as_json=as_json)

@@ -1,6 +1,6 @@
 """Report what a run is doing (`dsft status RUN`): its state and the reason for it, step, loss and speed, the
-last checkpoint, and each rank's last heartbeat. Reads files and processes of this host; writes nothing and
-takes no lock.
+last checkpoint, and each rank's last heartbeat; or list the runs of a folder (`dsft status`). Reads files and
+processes of this host; writes nothing and takes no lock.
 
 Sources: logs/status.json, which `dsft launch` writes every two seconds (dsft/launcher/output.py);
 metrics.jsonl, logs/train.log and checkpoints of any run; the text of the run's lock, whoever started it.
@@ -23,9 +23,10 @@ from typing import Any
 import psutil
 
 from dsft.errors import printable
+from dsft.plan.tables import printed, table
 from dsft.report.jsonl import STEP, parse_record
 from dsft.system.json_file import open_file, read_json
-from dsft.system.run_folder import LOCK, named_run, newest_checkpoint
+from dsft.system.run_folder import LOCK, named_run, newest_checkpoint, runs_below
 
 STALE = 15.0
 """Seconds after which status.json, normally two seconds old, is stale."""
@@ -74,10 +75,45 @@ class RunStatus:
     ranks: Sequence[Mapping[str, Any]] = ()
 
 
-def print_status(run: str, *, as_json: bool) -> None:
-    """Print the run's status. Raises MissingInputError if there is no such run."""
-    status = status_of(named_run(run))
-    print(json.dumps(asdict(status), indent=2) if as_json else printable("\n".join(lines(status))))
+def print_status(run: str | None, *, as_json: bool) -> None:
+    """Print the run's status, or a table of the runs in a folder, by default runs/. Raises MissingInputError
+    if there is no such run."""
+    runs = runs_below(Path(run or "runs"))
+    if not runs:
+        status = status_of(named_run(run or "runs"))
+        print(json.dumps(asdict(status), indent=2) if as_json else printable("\n".join(lines(status))))
+        return
+    found = [status_of(folder) for folder in sorted(runs, key=_last_change, reverse=True)]
+    if as_json:
+        print(json.dumps([asdict(status) for status in found], indent=2))
+    else:
+        print(printed([table(("run", "state", "step", "loss", "tokens/s", "left"), list(map(_row, found)))]))
+
+
+def _last_change(run: Path) -> float:
+    ages = (_age(run / name) for name in ("metrics.jsonl", "logs/train.log", "logs/status.json", "."))
+    return -min(age for age in ages if age is not None)
+
+
+def _row(status: RunStatus) -> tuple[str, ...]:
+    """Return the row of a run in the table of all runs."""
+    of = f"/{status.total_steps}" if status.total_steps else ""
+    loss, speed = status.loss, status.tokens_per_second
+    return (
+        printable(status.run),
+        status.state,
+        "" if status.step is None else f"{status.step}{of}",
+        "" if loss is None else f"{loss:.4f}",
+        "" if speed is None else f"{speed:,.0f}",
+        _left(status),
+    )
+
+
+def _left(status: RunStatus) -> str:
+    """Return the time that a run still takes; "" if it does not run, or that is not known."""
+    if status.state not in {"running", "starting"} or not status.seconds_left:
+        return ""
+    return str(timedelta(seconds=round(status.seconds_left)))
 
 
 def status_of(folder: Path) -> RunStatus:
@@ -242,10 +278,8 @@ def lines(status: RunStatus) -> Iterator[str]:
     yield f"{status.run}: {status.state} ({status.why})"
     if status.step is not None:
         of = f" of {status.total_steps}" if status.total_steps else ""
-        left = ""
-        if status.state in {"running", "starting"} and status.seconds_left:
-            left = f", {timedelta(seconds=round(status.seconds_left))} left"
-        yield f"  step        {status.step}{of}{left}"
+        left = _left(status)
+        yield f"  step        {status.step}{of}{left and f', {left} left'}"
     if status.loss is not None:
         held_out = "" if status.held_out_loss is None else f", held-out {status.held_out_loss:.4f}"
         yield f"  loss        {status.loss:.4f}{held_out}"

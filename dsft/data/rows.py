@@ -93,6 +93,7 @@ class Account:
     formats  (file, format, reason) of each file that has rows
     unread   ("file:line", reason) of each file that has no format that the task takes, so that none of its
              rows is read; these are in `bad`, too
+    share    of the source's rows that were read, less than 1 for a sample
     """
 
     blank_lines: int = 0
@@ -101,6 +102,7 @@ class Account:
     notes: tuple[str, ...] = ()
     formats: tuple[tuple[str, str, str], ...] = ()
     unread: tuple[tuple[str, str], ...] = ()
+    share: float = 1.0
 
 
 class TokenRows(Protocol):

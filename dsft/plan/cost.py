@@ -78,34 +78,67 @@ class Cost:
         return self.computing + self.idle + self.travelling + self.updating
 
 
-def cost(
-    census: Census, spec: Spec, batch: BatchSizes, flows: Sequence[Flow], hosts: Mapping[str, int]
+@dataclass(frozen=True)
+class StepSize:
+    """What a step computes.
+
+    tokens         of all examples, with padding
+    length         tokens of the example that a token is in, on average
+    micro_batches  of a rank
+    """
+
+    tokens: float
+    length: float
+    micro_batches: float
+
+
+def full_step(spec: Spec, batch: BatchSizes) -> StepSize:
+    """Return the size of a step whose rows all have data.max_length tokens."""
+    tokens = batch.global_batch_size * spec.longest_example
+    return StepSize(tokens, spec.data.max_length, batch.accumulation_steps)
+
+
+def cost(  # noqa: PLR0913, PLR0917
+    census: Census,
+    spec: Spec,
+    batch: BatchSizes,
+    flows: Sequence[Flow],
+    hosts: Mapping[str, int],
+    size: StepSize | None = None,
 ) -> Cost:
-    """Estimate the cost of a step. hosts: host -> number of ranks."""
+    """Estimate the cost of a step. hosts: host -> number of ranks; size: None for a full step."""
+    size, steps = size or full_step(spec, batch), batch.accumulation_steps
     speeds = assumed(spec)
     tokens = batch.tokens_per_micro_batch or batch.micro_batch_size * spec.longest_example
     tokens = -(-tokens // batch.sequence_parallel)
     speed = speeds["tflops"] * 1e12 * REACHED * sum(hosts.values())
-    flops = step_flops(census, spec) * batch.global_batch_size * spec.longest_example
+    flops = step_flops(census, spec, size.length) * size.tokens
     computing = flops * _slower(census, tokens) / speed
-    share = bubble(spec.parallel.pipeline_stages, batch.accumulation_steps)
+    share = bubble(spec.parallel.pipeline_stages, size.micro_batches)
     shared = ("disk", "between hosts") if runs_on_cpu(spec) else ("disk",)  # by all ranks of a host
     most = max(hosts.values())
     on_host = spec.parallel.offload_optimizer.device != "none"
     updated = census.trained * most / sum(hosts.values()) if on_host else 0
+
+    def seconds(flow: Flow) -> float:
+        is_each = steps > 1 and flow.times % steps == 0  # for each micro-batch
+        sent = flow.bytes * (size.micro_batches / steps if is_each else 1)
+        return float(sent * (most if flow.link in shared else 1) / speeds["links"][flow.link])
+
     return Cost(
         computing,
         computing * _imbalance(census, spec) / (1 - share) - computing,
-        sum(flow.bytes * (most if flow.link in shared else 1) / speeds["links"][flow.link] for flow in flows),
+        sum(map(seconds, flows)),
         updated * ADAM_BYTES / HOST_MEMORY,
     )
 
 
-def step_flops(census: Census, spec: Spec) -> float:
-    """Return FLOPs per token: of the model, of recomputation, of the pass that counts the tokens of experts,
-    of KTO's estimate, and of a reference's forward passes; a precomputed reference scores each example once
-    per run, and mismatched answers once per epoch."""
-    length = spec.data.max_length
+def step_flops(census: Census, spec: Spec, length: float | None = None) -> float:
+    """Return FLOPs per token of examples of `length` tokens, by default data.max_length: of the model, of
+    recomputation, of the pass that counts the tokens of experts, of KTO's estimate, and of a reference's
+    forward passes; a precomputed reference scores each example once per run, and mismatched answers once per
+    epoch."""
+    length = length or spec.data.max_length
     needed = work(census, hidden_size(census))
     whole = sum(p.active for p in census.parameters if not p.embedding or p.aliases)
     layers = sum(p.active for p in census.parameters if p.layer is not None)

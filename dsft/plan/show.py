@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from dsft.plan.compare import compare
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import entries
 from dsft.plan.ds_entries import ABSENT, ConfigEntry, HostFacts, entries_of_run, nested
+from dsft.plan.duration import Duration, duration_lines, steps_line
 from dsft.plan.memory.offload import swap_keys, swapped
 from dsft.plan.memory.ranks import RankMemory
 from dsft.plan.memory.reference import ReferenceMemory
@@ -55,22 +56,26 @@ def print_plan(
     explain: bool,
     comparing: bool,
     world_size: int | None,
+    measure: Callable[[Plan], Duration],
 ) -> None:
     """Plan the spec and print the plan, or the comparison of all layouts on its hosts. The data files are not
-    checked, since they may be on another machine."""
+    checked, since they may be on another machine. measure: returns what the run takes."""
     plan = build_plan(load_spec(spec_path, overrides, check_files=False), world_size)
-    found = compare(plan) if comparing else None
-    fewer = smaller(plan) if comparing else None
-    if as_json:
-        print(json.dumps(comparison_mapping(plan, found, fewer) if found else as_mapping(plan), indent=2))
+    if comparing:
+        found, fewer = compare(plan), smaller(plan)
+        if as_json:
+            print(json.dumps(comparison_mapping(plan, found, fewer), indent=2))
+        else:
+            print(printed(comparison_parts(plan, found, fewer)), end="")
+    elif as_json:
+        print(json.dumps(as_mapping(plan, measure(plan)), indent=2))
     else:
-        print(
-            printed(comparison_parts(plan, found, fewer) if found else parts(plan, explain=explain)), end=""
-        )
+        print(printed(parts(plan, measure(plan), explain=explain)), end="")
 
 
-def as_mapping(plan: Plan) -> dict[str, Any]:
-    """Return the plan as a mapping for JSON: sizes in bytes and elements, ranges inclusive."""
+def as_mapping(plan: Plan, taken: Duration | None = None) -> dict[str, Any]:
+    """Return the plan as a mapping for JSON: sizes in bytes and elements, times in seconds or hours, ranges
+    inclusive. taken: what the run takes."""
     spec = plan.spec
     return {
         "name": spec.name,
@@ -80,6 +85,7 @@ def as_mapping(plan: Plan) -> dict[str, Any]:
         "max_steps": spec.train.max_steps,
         "learning_rate": spec.optim.learning_rate * batch_scale(spec.optim, plan.batch.global_batch_size),
         "num_train_epochs": spec.train.num_train_epochs,
+        "run": taken and taken.as_mapping(),
         "layout": [dataclasses.asdict(ranks) for ranks in rank_ranges(plan.layout, plan.hosts)],
         "model": {
             "architecture": plan.census.architecture,
@@ -141,9 +147,9 @@ def _reference_keys(plan: Plan) -> tuple[ConfigEntry, ...]:
     return reference_entries(plan.spec, plan.reference_census.elements)
 
 
-def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
+def parts(plan: Plan, taken: Duration | None = None, *, explain: bool) -> Iterator[RenderableType]:
     """Yield the parts of the output in order; with `explain` also every DeepSpeed key, its value and the
-    reason."""
+    reason. taken: what the run takes."""
     spec = plan.spec
     yield Text(f"{spec.name}: {spec.task}, {plan.census.architecture}, {plan.census.numel:,} parameters")
     yield from map(Text, active_line(plan.census))
@@ -158,10 +164,9 @@ def parts(plan: Plan, *, explain: bool) -> Iterator[RenderableType]:
         )
     yield heading("Batch")
     yield Text(plan.batch.equation())
-    yield Text(_steps(plan))
-    scaling = scaling_equation(plan.spec.optim, plan.batch.global_batch_size)
-    if scaling is not None:
-        yield Text(scaling)
+    yield from map(Text, filter(None, [scaling_equation(spec.optim, plan.batch.global_batch_size)]))
+    yield heading("Run")
+    yield from map(Text, [steps_line(plan)] if taken is None else duration_lines(plan, taken))
     yield heading("Ranks")
     yield from _ranks(plan)
     yield heading("Memory")
@@ -251,16 +256,6 @@ def _of_run(plan: Plan) -> Iterator[RenderableType]:
         yield heading("DeepSpeed, of the run")
         yield Text(f"The run in {folder} was last started with other values of these keys.")
         yield _entries(other)
-
-
-def _steps(plan: Plan) -> str:
-    train = plan.spec.train
-    if train.max_steps is not None:
-        return f"{train.max_steps} steps (train.max_steps)"
-    return (
-        f"Steps: {train.num_train_epochs:g} × rows ÷ {plan.batch.global_batch_size}, rounded up; "
-        "unknown until the rows are read"
-    )
 
 
 def _ranks(plan: Plan) -> Iterator[RenderableType]:

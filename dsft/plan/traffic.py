@@ -50,7 +50,7 @@ class Flow:
         return self.times * self.bytes_each
 
 
-def bubble(stages: int, micro_batches: int) -> float:
+def bubble(stages: int, micro_batches: float) -> float:
     """Return the share of a step in which a pipeline stage is idle: (stages-1) ÷ (micro_batches + stages-1),
     if all stages take equally long (1F1B; Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
     return (stages - 1) / (micro_batches + stages - 1)

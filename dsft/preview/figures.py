@@ -67,12 +67,13 @@ def length_stats(lengths: NDArray[np.integer], max_length: int) -> LengthStats:
     return LengthStats(int(p50), int(p95), int(p99), longest, float(lengths.mean()), max_length, bins)
 
 
-def step_stats(data: Dataset, spec: Spec, batch: BatchSizes) -> StepStats:
-    """Return the statistics on the steps of a dataset that has examples. They compare packing and padding,
+def step_stats(data: Dataset, spec: Spec, batch: BatchSizes, most: int = SAMPLE_SIZE) -> StepStats:
+    """Return the statistics on the steps of a dataset that has examples, of which about `most` are looked at
+    for tokens and padding. They compare packing and padding,
     except for pairs, where only the run's own way is computed: with shared prompts, pairs have other tokens
     if they are padded."""
     order = Order(data, batch.global_batch_size, spec.train.seed)
-    num_steps = max(1, SAMPLE_SIZE // (batch.global_batch_size * batch.data_parallel))
+    num_steps = max(1, most // (batch.global_batch_size * batch.data_parallel))
     steps = [order.step(index).ids for index in range(min(order.steps_per_epoch, num_steps))]
     sums = [int(data.lengths[step].sum(dtype=np.int64)) for step in steps]
     longest = batch.micro_batch_size * spec.longest_example

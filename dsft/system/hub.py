@@ -31,7 +31,14 @@ def hub_obstacle() -> str | None:
     try:
         get_session().head(constants.ENDPOINT, timeout=PATIENCE)
     except Exception as error:  # of the HTTP library, which is another one before huggingface_hub 1.0
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        constants.HF_HUB_OFFLINE = True
+        use_cache_only()
         return f"{constants.ENDPOINT} does not answer ({brief(error)}; HF_HUB_OFFLINE=1 would not ask it)"
     return None
+
+
+def use_cache_only() -> None:
+    """Have this process, and those that it starts, take models and data sets from the hub's cache alone."""
+    from huggingface_hub import constants
+
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True

@@ -99,11 +99,20 @@ def step_of(path: Path) -> int:
 
 def _run(path: Path) -> Path | None:
     folders = (path, Path("runs", path))
-    return next((folder for folder in folders if any((folder / part).exists() for part in _PARTS)), None)
+    return next(filter(_is_run, folders), None)
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """Return the runs whose folders are in a folder, by name; none of a folder that is itself a run."""
+    return [] if _is_run(folder) else sorted(filter(_is_run, folder.glob("*")))
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / part).exists() for part in _PARTS)
 
 
 def _runs() -> str:
-    runs = sorted(path.name for path in Path("runs").glob("*") if _run(path))
+    runs = [path.name for path in runs_below(Path("runs"))]
     return f"runs/ has {', '.join(runs)}" if runs else "there is no run in runs/ of the current folder"
 
 

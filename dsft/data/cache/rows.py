@@ -156,9 +156,12 @@ class BlockIndex:
 
 
 def join_blocks(
-    heads: Sequence[FileHead], opened: Sequence[tuple[BlockJob, BlockIndex]], max_rows: int | None
+    heads: Sequence[FileHead],
+    opened: Sequence[tuple[BlockJob, BlockIndex]],
+    max_rows: int | None,
+    share: float = 1.0,
 ) -> StoredRows:
-    """Concatenate the blocks and keep the first `max_rows` rows."""
+    """Concatenate the blocks and keep the first `max_rows` rows. share: of the source's rows."""
     columns = {
         name: np.concatenate([np.zeros(0, dtype), *(index.columns[name] for _, index in opened)])[:max_rows]
         for name, dtype in _COLUMNS.items()
@@ -175,7 +178,7 @@ def join_blocks(
         accounts[file].append((lines[file], index.account_of(rows)))
         lines[file] += index.account.lines
     return StoredRows(
-        account=_account(heads, accounts),
+        account=replace(_account(heads, accounts), share=share),
         **columns,
         digest=digest.hexdigest(),
         starts=starts,

@@ -22,13 +22,15 @@ from dsft.data import formats
 from dsft.data.cache.block import VERSION, BlockAccount, DamagedBlockError, open_block, remove_block
 from dsft.data.cache.build import MAX_BAD, BlockJob, TokenizerPool, tokenize_block
 from dsft.data.cache.rows import BlockIndex, FileHead, StoredRows, join_blocks
-from dsft.data.read.files import DataFile, blocks, data_files, file_digest, file_lines
+from dsft.data.read.files import Block, DataFile, blocks, data_files, file_digest, file_lines, readable
+from dsft.data.read.sample import sample
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Line, data_error, printable
 from dsft.errors import DataError, Problem, StorageError
 from dsft.spec.listing import local_files
 from dsft.spec.schema import Source, Spec
 from dsft.spec.sources import BUILTIN_PREFIX
+from dsft.system.digest import FileState, known_digest
 from dsft.system.files import TEMPORARY
 from dsft.system.host import cores
 from dsft.system.lock import lock_folder
@@ -79,6 +81,10 @@ class CacheSummary:
         return f"{text}, tokenized {self.tokenized} of {self.blocks} blocks in {self.seconds:.1f} s"
 
 
+class NotCachedError(Exception):
+    """Rows are not in the cache."""
+
+
 @dataclass(frozen=True)
 class Cache:
     """Where tokens are cached, and how rows are tokenized.
@@ -88,6 +94,9 @@ class Cache:
     log          called with a sentence for each wait and each problem
     progress     called while rows are tokenized
     report       called once per source, with a summary of its blocks
+    tokenizes    False: NotCachedError is raised if rows are not in the cache
+    sample       None: all rows are read; else about this number of bytes of each source's rows, spread over
+                 its files. Needs folder None
     """
 
     folder: Path | None = None
@@ -95,6 +104,8 @@ class Cache:
     log: Callable[[str], None] = field(default=lambda text: None)
     progress: Callable[[TokenizeProgress], None] = field(default=lambda progress: None)
     report: Callable[[CacheSummary], None] = field(default=lambda summary: None)
+    tokenizes: bool = True
+    sample: int | None = None
 
 
 IN_MEMORY = Cache()
@@ -114,15 +125,19 @@ def tokenized_rows(
     the cache cannot be written, WorldError if a worker is killed. Bad rows are listed in the account.
     """
     began = time.monotonic()
-    heads = [_head(file, source, task) for file in data_files(source.path)]
-    jobs = [job for head in heads for job in _jobs(head, renderer, cache)]
+    files, parts, share = data_files(source.path), list[Block](), 1.0
+    if cache.sample is not None:
+        parts, share = sample(files, cache.sample)
+        files = tuple(dict.fromkeys(part.file for part in parts))
+    heads = [_head(file, source, task) for file in files]
+    jobs = [job for head in heads for job in _jobs(head, renderer, cache, parts)]
     opened: list[tuple[BlockJob, BlockIndex]] = []
     with closing(_BlockStore(source.path, renderer, cache)) as store:
         for wave in _waves(jobs, store.num_workers if max_rows is not None else None):
             opened += zip(wave, store.open(wave), strict=True)
             if max_rows is not None and sum(len(index) for _, index in opened) >= max_rows:
                 break
-    rows = join_blocks(heads, opened, max_rows)
+    rows = join_blocks(heads, opened, max_rows, share)
     if cache.folder is not None:
         num_bytes, seconds = sum(index.num_bytes for _, index in opened), time.monotonic() - began
         counts = len(rows.lengths), len(opened), store.num_tokenized
@@ -189,13 +204,18 @@ def _bad_rows(file: DataFile, head: FileHead) -> Iterator[tuple[int, str]]:
                 yield line.number, str(error)
 
 
-def _jobs(head: FileHead, renderer: Renderer, cache: Cache) -> list[BlockJob]:
-    """Return the blocks of a file; none if it has no format."""
+def _jobs(head: FileHead, renderer: Renderer, cache: Cache, sampled: Sequence[Block]) -> list[BlockJob]:
+    """Return the blocks of a file, or those `sampled`; none if it has no format."""
     if head.format is None:
         return []
-    parts = blocks(head.file)
+    parts = [part for part in sampled if part.file == head.file] or blocks(head.file)
     if cache.folder is None:
         return [BlockJob(part, head.format) for part in parts]
+    if not cache.tokenizes and head.file.path:
+        with readable(head.file):
+            state = FileState.of(Path(head.file.path))
+        if known_digest(state, cache.folder / DIGESTS) is None:
+            raise NotCachedError
     content = file_digest(head.file, cache.folder / DIGESTS)
     # Everything that determines the content of a block, including where the file is cut into blocks.
     cuts = [[part.start, part.stop] for part in parts]
@@ -236,6 +256,8 @@ class _BlockStore:
         found = {job.path: _open(job) for job in jobs}
         of_path = {job.path: job for job in jobs}  # files of the same content have the same blocks
         missing = [job for path, job in of_path.items() if not isinstance(found[path], BlockIndex)]
+        if missing and not self._cache.tokenizes:
+            raise NotCachedError
         names = {job.path.parent: job.block.file.name for job in missing}
         with ExitStack() as locks:
             for folder in sorted(names):

@@ -38,6 +38,20 @@ def parquet_starts(path: Path) -> list[int]:
     return [rows * part // count for part in range(count)]
 
 
+def row_counts(path: Path, kind: str) -> list[int]:
+    """Return the rows of each row group of a Parquet file, or of each record batch of an Arrow file; [] for a
+    file that cannot be read."""
+    import pyarrow.parquet
+
+    try:
+        if kind == "arrow":
+            return [batch.num_rows for batch in _batches(path, 0, None)]
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return [file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)]
+    except _read_errors():
+        return []
+
+
 def parquet_rows(path: Path, start: int, stop: int | None) -> Iterator[Line]:
     return _lines(lambda: _parquet_batches(path, start, stop), "Parquet")
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 from dsft.data.read import builtin
@@ -54,12 +55,13 @@ class DataFile:
 @dataclass(frozen=True)
 class Block:
     """A part of a file that is read independently. index: from 0; start, stop: in bytes, rows or record
-    batches, depending on the file's kind; stop None: to the end."""
+    batches, depending on the file's kind; stop None: to the end; every: only each `every`-th row is read."""
 
     file: DataFile
     index: int = 0
     start: int = 0
     stop: int | None = None
+    every: int = 1
 
 
 @contextmanager
@@ -151,7 +153,7 @@ def read_block(block: Block) -> Iterator[Line]:
     """Yield the lines of a block, numbered from 1, blank ones included; a line that is no row has a mistake.
     Reads lazily. Raises MissingInputError if the file cannot be read."""
     with readable(block.file):
-        yield from _READ[block.file.kind](block)
+        yield from islice(_READ[block.file.kind](block), 0, None, block.every)
 
 
 def file_lines(file: DataFile) -> Iterator[Line]:
@@ -199,8 +201,14 @@ def _starts(file: DataFile) -> list[int]:
         return parquet_starts(path)
     if file.kind == "arrow":
         return arrow_starts(path)
-    has_lines = file.kind in ("jsonl", "text") or (file.kind == "json" and not is_list(path))
-    return block_starts(path) if has_lines and not file.is_compressed else [0]
+    return block_starts(path) if is_in_lines(file) else [0]
+
+
+def is_in_lines(file: DataFile) -> bool:
+    """Return whether a file can be read from any of its lines on."""
+    if file.is_compressed or file.kind not in ("jsonl", "text", "json"):
+        return False
+    return file.kind != "json" or not is_list(Path(file.path))
 
 
 def _texts(block: Block) -> Iterator[tuple[str, str | None]]:

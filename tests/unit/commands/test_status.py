@@ -272,3 +272,27 @@ def test_a_status_json_that_is_not_ours_is_passed_over(run: Path, ranks: str) ->
     text = f'{{"state": "running", "host": "a", "pid": 1, "ranks": {ranks}}}'
     (run / "logs/status.json").write_text(text)
     assert status_of(run).state == "stopped"
+
+
+def test_without_a_name_all_runs_are_listed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that wrote last comes first; what is not known is left out; other folders are not runs."""
+    monkeypatch.chdir(run.parents[1])
+    tell(run)
+    older, other = run.parent / "older", run.parent / ".cache"
+    (older / "logs").mkdir(parents=True)
+    other.mkdir()
+    for path in (older, older / "logs"):
+        os.utime(path, (1e9, 1e9))
+    done = CliRunner().invoke(app, ["status"])
+    rows = [line.split() for line in done.output.splitlines() if line.strip()]
+    assert rows[0] == ["run", "state", "step", "loss", "tokens/s", "left"]
+    assert rows[2:] == [["two", "running", "120/200", "2.5000", "8,000", "0:00:40"], ["older", "failed"]]
+    assert CliRunner().invoke(app, ["status", "runs"]).output == done.output
+    found = json.loads(CliRunner().invoke(app, ["status", "--json"]).output)
+    assert [(one["run"], one["state"], one["step"]) for one in found] == [
+        ("two", "running", 120),
+        ("older", "failed", None),
+    ]
+    monkeypatch.chdir(older)
+    with pytest.raises(MissingInputError, match="there is no run in runs/"):
+        CliRunner().invoke(app, ["status"], catch_exceptions=False)
