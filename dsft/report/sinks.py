@@ -84,7 +84,9 @@ class BackgroundSink:
 
 def check_installed(spec: Spec) -> None:
     """Raise MissingInputError for a sink that the spec asks for and whose package is not installed."""
-    for package, is_set in (("tensorboard", spec.tensorboard), ("swanlab", spec.swanlab is not None)):
+    records = spec.wandb is not None and mode_of(spec.wandb, os.environ) != "disabled"
+    asked = {"tensorboard": spec.tensorboard, "swanlab": spec.swanlab is not None, "wandb": records}
+    for package, is_set in asked.items():
         if is_set and importlib.util.find_spec(package) is None:
             raise MissingInputError(
                 f"{package} is set in the spec, but the package {package} is not installed; "

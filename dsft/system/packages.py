@@ -21,11 +21,13 @@ def check_packages() -> None:
     missing = [name for name in IMPORTED if find_spec(name) is None]
     if not missing:
         return
-    environment = ROOT / ".venv" / "bin" / "activate"
-    first = "" if environment.exists() else f"{ROOT / 'scripts' / 'install'}, then "
+    environment, script = ROOT / ".venv" / "bin" / "activate", ROOT / "scripts" / "install"
+    way = ", or install dsft there with what it depends on (docs/install.md)"
+    if script.exists():  # of a checkout
+        way = f": {'' if environment.exists() else f'{script}, then '}. {environment}"
     print(
         f"error: this Python, {sys.executable}, has no {', '.join(missing)}, which dsft needs; activate the "
-        f"environment in which dsft is installed: {first}. {environment}",
+        f"environment in which dsft is installed{way}",
         file=sys.stderr,
     )
     sys.exit(MissingInputError.exit_code)

@@ -79,6 +79,12 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: Any) -> 
         check_installed(spec(tensorboard=True))
     with pytest.raises(MissingInputError, match=r"pip install swanlab"):
         check_installed(spec(swanlab={}))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with pytest.raises(MissingInputError, match=r"pip install wandb"):
+        check_installed(spec(wandb={"mode": "offline"}))
+    check_installed(spec(wandb={"mode": "disabled"}))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    check_installed(spec(wandb={"mode": "auto"}))
 
 
 def test_a_sink_that_fails_is_reported_once_and_accepts_records() -> None:
