@@ -130,14 +130,15 @@ def duration_lines(plan: Plan, found: Duration) -> Iterator[str]:
     rows, steps, size = found.rows, found.steps, plan.batch.global_batch_size
     if isinstance(rows, str):
         yield f"{steps_line(plan)}. Rows: {rows}."
-        yield f"A step has at most {found.step_tokens:,.0f} tokens, if each row has data.max_length."
-    elif steps is not None:
-        how = "counted" if rows.sampled is None else f"estimated from {rows.sampled:,} rows"
-        by = " (train.max_steps)" if plan.spec.train.max_steps is not None else ""
+        yield f"With rows of data.max_length, the most, a step has {found.step_tokens:,.0f} tokens:"
+    elif steps is not None and found.tokens is not None:
+        sampled, given = rows.sampled is not None, plan.spec.train.max_steps is not None
+        how = f"estimated from {rows.sampled:,} rows" if sampled else "counted"
         yield (
-            f"{steps:,} steps{by}, {steps / steps_per_epoch(rows.examples, size):.3g} epochs of "
-            f"{rows.examples:,} examples of {rows.tokens:,.0f} tokens on average ({how}): "
-            f"{found.tokens:,.0f} tokens, {found.step_tokens:,.0f} in a step"
+            f"{_number(steps, sampled and not given)} steps{' (train.max_steps)' * given}, "
+            f"{steps / steps_per_epoch(rows.examples, size):.3g} epochs of {_number(rows.examples, sampled)} "
+            f"examples of {rows.tokens:,.0f} tokens on average ({how}): "
+            f"{_number(found.tokens, sampled)} tokens, {_number(found.step_tokens, sampled)} in a step"
         )
         if rows.refusal:
             yield f"A run would refuse these rows: {rows.refusal} (dsft preview shows them)"
@@ -147,11 +148,10 @@ def duration_lines(plan: Plan, found: Duration) -> Iterator[str]:
             f"{LAUNCHED:g} s, so that launching its kernels decides. --like RUN takes a run's speed."
         )
         return
-    most = "at most " if isinstance(rows, str) else ""
     if found.seconds is not None:
         kind = "process" if runs_on_cpu(plan.spec) else "GPU" if plan.spec.accelerator else "device"
         on, hours = f"{found.devices} {kind}{'s' * (found.devices > 1)}", found.seconds / 3600 * found.devices
-        yield f"{most.capitalize() or 'About '}{_time(found.seconds)} on {on}: {hours:,.3g} {kind}-hours"
+        yield f"About {_time(found.seconds)} on {on}: {hours:,.3g} {kind}-hours"
     yield (
         f"{_time(found.seconds_per_step)} for a step, {_speed(plan, found)}; the start, evaluations and "
         "checkpoints are not counted"
@@ -171,6 +171,11 @@ def _speed(plan: Plan, found: Duration) -> str:
     if one.differs:
         text += f" (its spec differs in {', '.join(one.differs)})"
     return text
+
+
+def _number(value: float, is_estimate: bool) -> str:
+    """Return a count; of an estimate three digits."""
+    return f"{float(f'{value:.3g}') if is_estimate else value:,.0f}"
 
 
 def _time(seconds: float) -> str:
