@@ -19,6 +19,7 @@ from typing import Any
 from dsft.errors import DsftError
 from dsft.plan.build import build_plan
 from dsft.plan.show import as_mapping
+from dsft.preview.count import durations
 from dsft.report.jsonl import kept, parse_record
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
@@ -32,12 +33,16 @@ TICK = 0.2  # seconds between two looks at the metrics
 _COMMAND = "from dsft.cli import main; main()"
 
 
-def plan(path: Path | str, *overrides: str, processes: int | None = None) -> dict[str, Any]:
-    """Return what `dsft plan SPEC --json` prints: batch, layout, memory in bytes, traffic and DeepSpeed keys.
+def plan(
+    path: Path | str, *overrides: str, processes: int | None = None, like: str | None = None
+) -> dict[str, Any]:
+    """Return what `dsft plan SPEC --json` prints: batch, hours, layout, memory in bytes, traffic and
+    DeepSpeed keys.
 
-    processes: their number, for a spec without a cluster. Raises DsftError.
+    processes: their number, for a spec without a cluster. like: a run whose speed is taken. Raises DsftError.
     """
-    return as_mapping(build_plan(load_spec(path, overrides, check_files=False), processes))
+    made = build_plan(load_spec(path, overrides, check_files=False), processes)
+    return as_mapping(made, durations(like)(made))
 
 
 def train(

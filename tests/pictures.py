@@ -18,15 +18,17 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import tokenizers
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
+from dsft.data.read.builtin import builtin_rows
+from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.plan.build import build_plan
 from dsft.plan.show import parts
 from dsft.plan.tables import rendered
+from dsft.preview.count import durations
 from dsft.preview.terminal import as_text
 from dsft.preview.view import collect, view
 from dsft.spec.load import load_spec
@@ -53,9 +55,10 @@ def svgs() -> Mapping[str, str]:
         os.chdir(folder)
         try:
             plan = build_plan(load_spec(path, check_files=False), None)
+            taken = durations(None)(plan)
         finally:
             os.chdir(before)
-        shown = rendered(parts(plan, explain=False), terminal=True, width=WIDTH)
+        shown = rendered(parts(plan, taken, explain=False), terminal=True, width=WIDTH)
         quickstart = load_spec(ROOT / "specs/quickstart.yaml", [f"data.cache_dir={folder}"])
         rows = view(collect(quickstart), rows=2)
         preview = as_text(rows, "256", WIDTH, figures=False)
@@ -66,16 +69,16 @@ def svgs() -> Mapping[str, str]:
 
 
 def write_readme_spec(folder: Path) -> Path:
-    """Write README's spec and what it names: of the model its shape and a tokenizer of one word."""
+    """Write README's spec and what it names: of the model its shape and a tokenizer of bytes; built-in
+    rows."""
     spec = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert spec
     model = folder / "models" / "Llama-3.1-8B"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(LLAMA_8B))
-    words = tokenizers.models.WordLevel({"a": 0}, unk_token="a")
-    tokenizers.Tokenizer(words).save(str(model / "tokenizer.json"))
+    byte_level_tokenizer().save_pretrained(model)
     (folder / "data").mkdir()
-    (folder / "data" / "conversations.json").write_text("[]")
+    (folder / "data" / "conversations.json").write_text(json.dumps(builtin_rows("quickstart") * 40))
     path = folder / "llama8b.yaml"
     path.write_text(spec[1], encoding="utf-8")
     return path
