@@ -17,7 +17,7 @@ from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.load import RunData, load_data
 from dsft.data.sets.order import quotas
 from dsft.data.tokenizer.load import open_tokenizer
-from dsft.errors import DsftError
+from dsft.errors import DsftError, MissingInputError
 from dsft.plan.build import Plan
 from dsft.plan.duration import Duration, Measured, Rows, duration
 from dsft.preview.figures import step_stats
@@ -46,43 +46,45 @@ def durations(like: str | None) -> Callable[[Plan], Duration]:
 def count_rows(spec: Spec, batch: BatchSizes) -> Rows | str:
     """Return what the rows of data.train give, or why they cannot be read."""
     name = spec.model.tokenizer or spec.model.name_or_path
-    from_hub = [name] if name is not None and is_hub_id(name) else []
     try:
-        from_hub += [one.path for one in spec.data.train if _is_of_hub(one.path)]
-        if from_hub:
-            use_cache_only()
         loaded, sampled = _load(spec)
     except (NoDataFileError, NotSampledError) as error:
         return f"{error} (dsft preview counts them)"
+    except MissingInputError as error:
+        if name is not None and is_hub_id(name) and name in str(error):
+            return f"the tokenizer {name} is not on this machine, and dsft plan downloads nothing"
+        return str(error)
     except DsftError as error:
-        if from_hub:
-            return f"{' and '.join(from_hub)} is not on this machine, and dsft plan downloads nothing"
-        return str(error).splitlines()[0].rstrip(".:")
+        return f"{str(error).splitlines()[0].rstrip('.:')} (dsft preview shows it)"
     if not len(loaded.train):
         return "no row is left to train on (dsft preview says why)"
     return _rows(spec, batch, loaded, sampled=sampled)
-
-
-def _is_of_hub(path: str) -> bool:
-    return hub_data(path) is not None and local_files(path) is None
 
 
 def _load(spec: Spec) -> tuple[RunData, bool]:
     """Return the training data, and whether it is that of a sample, of which nothing is held out."""
     data, folder = spec.data.model_copy(update={"eval": ()}), cache_folder(spec)
     spec = spec.model_copy(update={"data": data})
+    paths = [source.path for source in data.train]
+    of_hub = [path for path in paths if hub_data(path) is not None and local_files(path) is None]
+    files = [file for path in paths if path not in of_hub for file in data_files(path) if file.path]
+    if of_hub and not folder.is_dir():
+        raise NotSampledError(f"{of_hub[0]} is a data set of the hub, and not tokenized yet")
+    if of_hub or is_hub_id(spec.model.tokenizer or spec.model.name_or_path or "."):
+        use_cache_only()
     tokenizer, _ = open_tokenizer(spec.model)
     choose_template(tokenizer, data.chat_template, data.thinking)
     if folder.is_dir():
         try:
             return load_data(spec, tokenizer, Cache(folder, tokenizes=False), refuse=False), False
-        except NotCachedError:
+        except (NotCachedError, MissingInputError):  # the latter of the hub's, as files were found before
             pass
-    files = [file for source in data.train for file in data_files(source.path) if file.path]
+    if of_hub:
+        raise NotSampledError(f"{of_hub[0]} is a data set of the hub, and not tokenized yet")
     if sum(Path(file.path).stat().st_size for file in files) <= FEW_BYTES:
         return load_data(spec, tokenizer, IN_MEMORY, refuse=False), False
     whole = data.model_copy(update={"eval_fraction": None, "eval_count": None})
-    cache = Cache(sample=SAMPLE_BYTES // len(data.train))
+    cache = Cache(sample=SAMPLE_BYTES // len(paths))
     return load_data(spec.model_copy(update={"data": whole}), tokenizer, cache, refuse=False), True
 
 
@@ -101,11 +103,11 @@ def _rows(spec: Spec, batch: BatchSizes, loaded: RunData, *, sampled: bool) -> R
     tokens = squares = 0.0
     for which, part in enumerate(np.split(np.arange(len(train)), train.ends[:-1])):
         if len(part):
-            tokens += slots[which] * float(train.lengths[part].mean())
-            squares += slots[which] * float(train.squares[part].mean())
+            tokens += int(slots[which]) * float(train.lengths[part].mean())
+            squares += int(slots[which]) * float(train.squares[part].mean())
     return Rows(
         examples,
-        tokens / slots.sum(),
+        tokens / int(slots.sum()),
         squares / tokens,
         _positions(train, spec, batch),
         sum(len(one.records.lengths) for one in loaded.sources) if sampled else None,

@@ -147,8 +147,8 @@ def test_packed_pretraining_fills_its_rows(tmp_path: Path) -> None:
     ("data", "model", "says"),
     [
         ("absent.jsonl", {}, "no such file"),
-        ("owner/rows", {}, "owner/rows is not on this machine"),
-        ("a.jsonl", {"tokenizer": "owner/model"}, "owner/model is not on this machine"),
+        ("owner/rows", {}, "owner/rows is a data set of the hub"),
+        ("a.jsonl", {"tokenizer": "owner/model"}, "the tokenizer owner/model is not on this machine"),
         ("broken.jsonl", {}, "no row is left"),
         ("huge.csv", {}, "too large"),
     ],
