@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from dsft.errors import MissingInputError
@@ -10,7 +11,7 @@ from dsft.report.jsonl import STEP, read_metrics
 from dsft.spec.differences import json_differences
 from dsft.spec.document import parse_yaml
 from dsft.spec.schema import Spec
-from dsft.system.json_file import read_text
+from dsft.system.json_file import read_text, reason_of
 from dsft.system.run_folder import named_run
 
 DECIDES = ("model.", "data.max_length", "data.packing", "data.max_tokens", "parallel.", "cluster.accelerator")
@@ -18,22 +19,31 @@ TRAIN = ("train.precision", "train.micro_batch_size", "train.accumulation_steps"
 """Keys, or beginnings of keys, that change the speed of a run."""
 
 
+TIMED = ("perf/step_time", "perf/tokens_per_second", "perf/tokens_per_second_per_gpu")
+
+
 def measured_speed(name: str, spec: Spec) -> Measured:
     """Return the speed of a run, without that of its first record, which has what happens once. spec: of the
     run that is planned. Raises MissingInputError if there is no such run, or no step of it was measured."""
     run = named_run(name)
     tokens = seconds = devices = before = 0.0
-    timed = [one for one in read_metrics(run / "metrics.jsonl") if one.get("perf/step_time", 0) > 0]
+    try:
+        records = read_metrics(run / "metrics.jsonl")
+    except OSError as error:
+        raise MissingInputError(
+            f"{run / 'metrics.jsonl'} {reason_of(error)}; it has the run's speed"
+        ) from None
+    timed = [one for one in records if all(0 < one.get(key, 0) < math.inf for key in TIMED)]
     for number, record in enumerate(timed):
-        speed, steps = record["perf/tokens_per_second"], record[STEP] - before
+        steps, (taken, speed, of_device) = record[STEP] - before, (record[key] for key in TIMED)
         before = record[STEP]
         if number or len(timed) == 1:
-            seconds += steps * record["perf/step_time"]
-            tokens += steps * record["perf/step_time"] * speed
-            devices = speed / record["perf/tokens_per_second_per_gpu"]
-    if not tokens:
+            seconds += steps * taken
+            tokens += steps * taken * speed
+            devices = speed / of_device
+    if tokens <= 0:
         raise MissingInputError(f"{run} has no speed yet; name a run that has trained some steps.")
-    return Measured(str(run), tokens / seconds, round(devices), _differing(run, spec))
+    return Measured(str(run), tokens / seconds, max(1, round(devices)), _differing(run, spec))
 
 
 def _differing(run: Path, spec: Spec) -> tuple[str, ...]:

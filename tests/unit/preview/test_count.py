@@ -268,9 +268,25 @@ def test_the_speed_of_a_run(tmp_path: Path) -> None:
     assert found.seconds == pytest.approx(10 * found.step_tokens / 2000)
     text = "\n".join(duration_lines(other, found))
     assert "scaled to 4" in text and "differs in parallel.zero_stage, train.precision" in text
-    (run / "metrics.jsonl").write_text("")
-    with pytest.raises(MissingInputError, match="has no speed yet"):
-        measured_speed(str(run), plan.spec)
+
+
+def test_a_run_whose_files_are_damaged_or_without_a_speed(tmp_path: Path) -> None:
+    spec = plan_of(2).spec
+    run = finished(tmp_path, spec)
+    (run / "spec.yaml").write_text("{")
+    assert measured_speed(str(run), spec).differs == ("spec.yaml, which cannot be read",)
+    for text in (
+        "",
+        '{"train/global_step": 1, "perf/step_time": 1}',
+        '{"train/global_step": 1, "perf/step_time": "NaN"}',
+    ):
+        (run / "metrics.jsonl").write_text(text)
+        with pytest.raises(MissingInputError, match="has no speed yet"):
+            measured_speed(str(run), spec)
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    with pytest.raises(MissingInputError, match="it has the run's speed"):
+        measured_speed(str(run), spec)
 
 
 def test_micro_batches_are_as_many_as_the_packed_tokens_need() -> None:
