@@ -21,7 +21,7 @@ def test_every_command_is_in_a_group() -> None:
 
 
 def test_usage_has_no_braces() -> None:
-    assert "Usage: dsft status [OPTIONS] RUN Show" in shown("status", "--help")
+    assert "Usage: dsft verify [OPTIONS] CHECKPOINT Read" in shown("verify", "--help")
     assert "Usage: dsft export [OPTIONS] CHECKPOINT OUT Export" in shown("export", "--help")
     assert "Usage: dsft report [OPTIONS] RUN... Write" in shown("report", "--help")
 
