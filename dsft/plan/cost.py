@@ -109,8 +109,8 @@ def cost(  # noqa: PLR0913, PLR0917
     """Estimate the cost of a step. hosts: host -> number of ranks; size: None for a full step."""
     size, steps = size or full_step(spec, batch), batch.accumulation_steps
     speeds = assumed(spec)
-    tokens = batch.tokens_per_micro_batch or batch.micro_batch_size * spec.longest_example
-    tokens = -(-tokens // batch.sequence_parallel)
+    tokens = size.tokens / (size.micro_batches * batch.data_parallel)
+    tokens = min(tokens, batch.tokens_per_micro_batch or tokens) / batch.sequence_parallel
     speed = speeds["tflops"] * 1e12 * REACHED * sum(hosts.values())
     flops = step_flops(census, spec, size.length) * size.tokens
     computing = flops * _slower(census, tokens) / speed
@@ -154,7 +154,7 @@ def step_flops(census: Census, spec: Spec, length: float | None = None) -> float
     return found + (2 * whole + attention) * passes
 
 
-def _slower(census: Census, tokens: int) -> float:
+def _slower(census: Census, tokens: float) -> float:
     """Return how many times longer matrix products take with the rows of a micro-batch of `tokens` tokens
     than with many. An expert has top_k/experts of these rows, where all are chosen equally often."""
     multiplied = [p for p in census.parameters if not p.embedding or p.aliases]

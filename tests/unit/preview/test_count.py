@@ -20,7 +20,7 @@ from dsft.data.sets.load import load_data
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.errors import MissingInputError
 from dsft.plan.build import Plan, build_plan
-from dsft.plan.cost import cost, full_step
+from dsft.plan.cost import StepSize, cost, full_step
 from dsft.plan.duration import Duration, Measured, Rows, duration, duration_lines
 from dsft.plan.show import as_mapping
 from dsft.preview import count
@@ -206,7 +206,12 @@ def test_a_step_takes_longer_with_more_tokens_and_as_long_as_in_a_comparison_if_
     assert duration(plan, full).seconds_per_step == pytest.approx(seconds)
     assert duration(plan, "unread").seconds_per_step == pytest.approx(seconds)
     assert full_step(plan.spec, plan.batch).tokens == duration(plan, full).step_tokens == 64 * 512
+    # half of the tokens in as many micro-batches of 8 rows: 512 more tokens' time for each (`HALF_TOKENS`)
     half = duration(plan, Rows(64, 256.0, 512.0, 1.0)).seconds_per_step
+    parts = [
+        cost(plan.census, plan.spec, plan.batch, (), plan.hosts, StepSize(64 * n, 512, 2)) for n in (512, 256)
+    ]
+    assert parts[0].computing / parts[1].computing == pytest.approx((4096 + 512) / (2048 + 512))
     padded = duration(plan, Rows(64, 256.0, 512.0, 2.0)).seconds_per_step
     assert half is not None and half < seconds and padded == pytest.approx(seconds)
 
