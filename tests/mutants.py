@@ -3,8 +3,9 @@
     python tests/mutants.py [--each 4] [--seed 0] [--only dsft/objective]
 
 Prints a line per mutant: `caught`, `late` (the tests did not end within LIMIT seconds) or `SURVIVED`. A
-survivor shows a missing test, or is a change that cannot be told from the original; docs/internals/numerics.md has
-those that were looked at. pytest does not collect this file, and the checkout itself is not changed.
+survivor shows a missing test, or is a change that cannot be told from the original;
+docs/internals/numerics.md has those that were looked at. pytest does not collect this file, and the checkout
+itself is not changed.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Converted:
 
 
 def convert_file(
-    path: Path | str,
+    source: Path | str,
     tool: str | None = None,
     task: str | None = None,
     model: str | None = None,
@@ -66,11 +66,8 @@ def convert_file(
 ) -> Converted:
     """Convert a config, or a command line given as a string, and write the spec. Raise MissingInputError and
     SpecError if it cannot be read or converted, StorageError if the spec cannot be written."""
-    if isinstance(path, str):
-        path, line = Path("the command"), path
-        given, named = _options_of(path, line)
-    else:
-        given, named = _read(path)
+    path = Path("the command") if isinstance(source, str) else source
+    given, named = _options_of(path, source) if isinstance(source, str) else _read(path)
     if task is not None and task not in TASKS:
         raise mistake("--task", f"{quote(task)} is not offered; use {task_names()}")
     task = task or named

@@ -1,4 +1,4 @@
-"""The plain step of docs/internals/architecture.md equals the plain loop that the engines are compared with."""
+"""The plain step of docs/internals/architecture.md equals the plain loop of the parity tests."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 own allocator in every phase, beside the plan's figures.
 
     python -m tests.standin.memory_worker OUTPUT.jsonl [NAME …]      of these cases, or of all
-    python -m tests.standin.memory_worker --table OUTPUT.jsonl       the lines as docs/internals/memory.md has them
+    python -m tests.standin.memory_worker --table OUTPUT.jsonl       the lines of docs/internals/memory.md
 
 Writes a line per case: {"case", "measured": {phase: bytes that torch has allocated at most}, "reserved": the
 same of its allocator, "planned": {phase: bytes}}, or {"case", "error"}.
