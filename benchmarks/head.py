@@ -2,8 +2,8 @@
 
     python -m benchmarks.head [--rounds 5] [--tokens 2048] [--vocabulary 65536] [--hidden 512] [--write FILE]
 
-Prints the Markdown table of docs/internals/benchmarks.md; FILE gets every sample as JSON. Each is a process of
-its own, on as many threads as OMP_NUM_THREADS says. Memory is how far the process's high-water mark rises
+Prints the Markdown table of docs/internals/benchmarks.md; FILE gets every sample as JSON. Each is a process
+of its own, on as many threads as OMP_NUM_THREADS says. Memory is how far the process's high-water mark rises
 above its inputs, with both gradients in it. The error is that of the loss against float64 on the same inputs.
 """
 
