@@ -39,7 +39,7 @@ from dsft.checkpoint.files import (
 from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of, rows_of
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.tensors import BESIDE, NAMES, FileTensors, TensorSource, TensorsWithExtras, read_names
-from dsft.data.tokenizer.load import AUTO_MAP, is_unchanged
+from dsft.data.tokenizer.load import AUTO_MAP, MODEL_FILE, is_unchanged
 from dsft.errors import CheckpointError, LockedError, MissingInputError, StorageError, brief
 from dsft.model.config import config_around, has_scores, on_meta, read_config
 from dsft.model.lora import CONFIG, WEIGHTS
@@ -83,7 +83,7 @@ def write_model_folder(
 ) -> list[int]:
     """Write what an export needs beside the tensors, as transformers saves it: config, tokenizer with its
     chat template, generation config (the pretrained model's if there is one, else from the config's special
-    tokens). Each checkpoint carries a copy.
+    tokens), and sentencepiece's tokenizer.model, for llama.cpp. Each checkpoint carries a copy.
 
     turn_end: the token with which a trained answer ends. Where the generation config does not stop at it, it
     is added to eos_token_id, before the tokens that end a text. Return the new list; empty where nothing was
@@ -97,11 +97,14 @@ def write_model_folder(
             generation_config.eos_token_id = stops
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (BESIDE, NAMES, TEMPLATE, *PROCESSORS):  # of an earlier start, from another model
+        for name in (BESIDE, NAMES, TEMPLATE, MODEL_FILE, *PROCESSORS):  # of an earlier start
             (folder / name).unlink(missing_ok=True)
         config.save_pretrained(folder)
         one_template = not isinstance(tokenizer.chat_template, dict)
         tokenizer.save_pretrained(folder, save_jinja_files=one_template)  # several: in tokenizer_config.json
+        pieces = Path(getattr(tokenizer, "vocab_file", None) or "")
+        if pieces.name == MODEL_FILE and pieces.is_file():  # transformers would leave it out
+            (folder / MODEL_FILE).write_bytes(pieces.read_bytes())
         if generation_config is not None:
             generation_config.save_pretrained(folder)
         for name, content in files_around(name_or_path, config).items():

@@ -190,7 +190,8 @@ def _sentencepiece(texts: Sequence[str], options: TokenizerOptions, folder: Path
             "--vocab_size", f"{options.vocab_size:,} is refused by sentencepiece: {reason}"
         ) from None
     (folder / MODEL_FILE).write_bytes(model.getvalue())
-    return chatml_tokenizer(converted(parse(model.getvalue())), options.special, unk_token=UNKNOWN_TOKEN)
+    more: dict[str, Any] = {"unk_token": UNKNOWN_TOKEN, "add_prefix_space": False}  # the latter for llama.cpp
+    return chatml_tokenizer(converted(parse(model.getvalue())), options.special, **more)
 
 
 def _byte_bpe(texts: Sequence[str], options: TokenizerOptions, folder: Path) -> Any:

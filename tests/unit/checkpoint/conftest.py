@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,10 +18,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dsft.checkpoint.export import write_model_folder
 from dsft.checkpoint.files import read_files
+from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.save import CheckpointState, save
+from dsft.data.tokenizer.load import open_tokenizer
 from dsft.engine.api import Fragment, fragment_of
 from dsft.errors import DsftError
-from dsft.spec.schema import Checkpoint
+from dsft.model.build import build_model
+from dsft.model.config import new_rows, resolve_config, token_facts
+from dsft.model.files import digests, model_files
+from dsft.spec.schema import Checkpoint, Model
 from tests.launching import LATE
 
 T = TypeVar("T")
@@ -195,3 +200,39 @@ def maker(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Maker:
 @pytest.fixture
 def maker_of(tmp_path: Path, llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Maker:
     return make_maker(tmp_path, llama, tokenizer)
+
+
+def make_checkpoint(model: Model, folder: Path) -> tuple[CheckpointReader, Any]:
+    """Return the checkpoint of a model with a folder, as a run would write it, with adapters that do
+    something; and the model that it is of."""
+    tokenizer, added = open_tokenizer(model)
+    facts_of_tokens = token_facts(tokenizer, added.first_id)
+    policy = build_model(model, facts_of_tokens, 1, torch.float32)
+    values = policy.named_trained()
+    for value in values.values():
+        value.data += 0.1 * torch.randn_like(value)
+    config, rows = resolve_config(model, facts_of_tokens), new_rows(model, facts_of_tokens)
+    assert model.name_or_path is not None
+    write_model_folder(folder / "model", config, tokenizer, model.name_or_path)
+    state = replace(
+        facts(1),
+        spec={"model": model.model_dump(mode="json"), "train": {"precision": "fp32", "seed": 1}},
+        base=digests(model_files(model.name_or_path)),
+        new_rows=None if rows is None else asdict(rows),
+    )
+    fragments = [fragment_of(n, "value", 0, value.detach().flatten()) for n, value in values.items()]
+    shapes = {name: tuple(value.shape) for name, value in values.items()}
+
+    def commit(rank: Rank) -> str:
+        return save(
+            folder,
+            fragments,
+            shapes,
+            state,
+            rank,
+            model_files=read_files(folder / "model"),
+            retention=Checkpoint(keep_last=None),
+        )
+
+    on_ranks(1, commit)
+    return CheckpointReader.open(folder / "checkpoints" / "step-1"), policy.causal_lm.eval()

@@ -105,6 +105,17 @@ def test_export_has_all_chat_templates(maker: Any, tokenizer: Any, tmp_path: Pat
         shutil.rmtree(maker.step(6))
 
 
+def test_export_has_the_pieces_of_sentencepiece(tokenizer: Any, llama: Any, tmp_path: Path) -> None:
+    """Byte for byte, and not those of an earlier start with another tokenizer."""
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "tokenizer.model").write_bytes(b"pieces")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "base")
+    write_model_folder(tmp_path / "model", llama.config, loaded)
+    assert (tmp_path / "model" / "tokenizer.model").read_bytes() == b"pieces"
+    write_model_folder(tmp_path / "model", llama.config, tokenizer)
+    assert not (tmp_path / "model" / "tokenizer.model").exists()
+
+
 def test_export_in_shards_with_an_index(maker: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export(saved(maker), out, max_shard_bytes=4000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,23 +12,18 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import dsft.model.files
 from dsft.checkpoint.compare import check_same_rows
-from dsft.checkpoint.export import export_checkpoint, write_model_folder
-from dsft.checkpoint.files import read_files
-from dsft.checkpoint.read import CheckpointReader
-from dsft.checkpoint.save import save
+from dsft.checkpoint.export import export_checkpoint
 from dsft.commands.chat import Sampling, load
 from dsft.data.tokenizer.load import byte_level_tokenizer, open_tokenizer
-from dsft.engine.api import fragment_of
 from dsft.errors import CheckpointError, MissingInputError
 from dsft.model.build import build_model
 from dsft.model.census import take_census
 from dsft.model.config import new_rows, resolve_config, token_facts
 from dsft.plan.census import census_from
 from dsft.setup.resolve import untrained_rows
-from dsft.spec.schema import Checkpoint, Model
-from tests.unit.checkpoint.conftest import Rank, facts, make_llama, on_ranks
+from dsft.spec.schema import Model
+from tests.unit.checkpoint.conftest import make_checkpoint, make_llama
 
 IDS = torch.tensor([[1, 259, 2, 260]])
 
@@ -47,47 +41,12 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return folder
 
 
-def checkpoint(model: Model, folder: Path) -> tuple[CheckpointReader, Any]:
-    """As a run would write it, with adapters that do something; and the model that it is of."""
-    tokenizer, added = open_tokenizer(model)
-    facts_of_tokens = token_facts(tokenizer, added.first_id)
-    policy = build_model(model, facts_of_tokens, 1, torch.float32)
-    values = policy.named_trained()
-    for value in values.values():
-        value.data += 0.1 * torch.randn_like(value)
-    config, rows = resolve_config(model, facts_of_tokens), new_rows(model, facts_of_tokens)
-    assert rows is not None and model.name_or_path is not None
-    write_model_folder(folder / "model", config, tokenizer, model.name_or_path)
-    state = replace(
-        facts(1),
-        spec={"model": model.model_dump(mode="json"), "train": {"precision": "fp32", "seed": 1}},
-        base=dsft.model.files.digests(dsft.model.files.model_files(model.name_or_path)),
-        new_rows=asdict(rows),
-    )
-    fragments = [fragment_of(n, "value", 0, value.detach().flatten()) for n, value in values.items()]
-    shapes = {name: tuple(value.shape) for name, value in values.items()}
-
-    def commit(rank: Rank) -> str:
-        return save(
-            folder,
-            fragments,
-            shapes,
-            state,
-            rank,
-            model_files=read_files(folder / "model"),
-            retention=Checkpoint(keep_last=None),
-        )
-
-    on_ranks(1, commit)
-    return CheckpointReader.open(folder / "checkpoints" / "step-1"), policy.causal_lm.eval()
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("saved", [(), ("embed_tokens", "lm_head")], ids=["frozen", "trained"])
 def test_adapter_export_has_the_new_embeddings(base: Path, saved: tuple[str, ...], tmp_path: Path) -> None:
     lora = {"rank": 2, "modules_to_save": saved}
     model = Model.model_validate({"name_or_path": str(base), "add_tokens": ["<a>", "<b>"], "lora": lora})
-    held, trained = checkpoint(model, tmp_path / "run")
+    held, trained = make_checkpoint(model, tmp_path / "run")
     line = export_checkpoint(held.path, tmp_path / "adapter")
     assert line.endswith(", with all 261 rows of the embeddings")
     repeated = export_checkpoint(held.path, tmp_path / "adapter")
@@ -119,7 +78,7 @@ def test_an_adapter_over_other_embeddings_is_refused(base: Path, tmp_path: Path)
     """Frozen here, they would not be those that it was trained with."""
     lora = {"rank": 2, "modules_to_save": ("embed_tokens", "lm_head")}
     model = Model.model_validate({"name_or_path": str(base), "add_tokens": ["<a>"], "lora": lora})
-    held, _ = checkpoint(model, tmp_path / "run")
+    held, _ = make_checkpoint(model, tmp_path / "run")
     export_checkpoint(held.path, tmp_path / "adapter")
     frozen = {"rank": 2, "path": str(tmp_path / "adapter")}
     other = Model.model_validate({"name_or_path": str(base), "add_tokens": ["<a>"], "lora": frozen})
@@ -132,7 +91,7 @@ def test_partly_trained_model_is_exported_whole(base: Path, tmp_path: Path) -> N
     model = Model.model_validate(
         {"name_or_path": str(base), "add_tokens": ["<a>", "<b>"], "trainable": ["*norm.weight"]}
     )
-    held, trained = checkpoint(model, tmp_path / "run")
+    held, trained = make_checkpoint(model, tmp_path / "run")
     export_checkpoint(held.path, tmp_path / "out")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
@@ -144,7 +103,7 @@ def test_run_does_not_resume_with_other_new_rows(base: Path, tmp_path: Path) -> 
     model = Model.model_validate(
         {"name_or_path": str(base), "add_tokens": ["<a>"], "trainable": ["*norm.weight"]}
     )
-    held, _ = checkpoint(model, tmp_path / "run")
+    held, _ = make_checkpoint(model, tmp_path / "run")
     check_same_rows(held, {"first": 259, "stop": 260, "held": 259})
     for rows, present in (
         ({"first": 259, "stop": 261, "held": 259}, "new rows 259 to 260"),
