@@ -447,6 +447,26 @@ def export(
     _print(export_checkpoint(folder, out, merged=merged))
 
 
+@command(AFTER, "dsft push mychat OWNER/mychat")
+def push(
+    export: Annotated[
+        Path, typer.Argument(metavar="EXPORT", help="Folder of an export, or a run (its folder or name).")
+    ],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="Repository of the hub, such as OWNER/NAME.")],
+    revision: Annotated[
+        str | None, typer.Option(help="Branch to write to, made if needed; by default the main one.")
+    ] = None,
+    public: Annotated[
+        bool, typer.Option("--public", help="Let everybody read it; by default it is private.")
+    ] = False,
+) -> None:
+    """Upload an export to the Hugging Face hub. The token is HF_TOKEN's or that of `hf auth login`."""
+    folder = named_export(export)  # before the imports, which take seconds
+    from dsft.commands.push import push as pushed
+
+    _print(pushed(folder, repo, revision, public=public))
+
+
 @command(AFTER, "dsft answer mychat --data data/test.jsonl --out answers.jsonl")
 def answer(  # noqa: PLR0913, PLR0917  an argument is an option
     export: Annotated[

@@ -8,7 +8,8 @@ DsftError                 70  an internal fault
 ├── LockedError           73  the run's folder is in use by another job, or belongs to another run
 ├── OutOfMemoryError      71  a micro-batch that does not fit into memory
 ├── BuildError            72  a DeepSpeed operation that cannot be compiled
-├── StorageError          74  a disk that is full, not writable, or returns other bytes than were written
+├── StorageError          74  a disk that is full, not writable, or returns other bytes than were written;
+│                             a hub that does not take an upload
 ├── StoppedError          75  stopped on request after saving; the same command resumes the run
 ├── CheckpointError       76  a checkpoint that is incomplete, altered or of another run
 └── NonFiniteError        78  gradients that remain infinite or NaN

@@ -18,6 +18,7 @@ _INSTEAD = {
     **dict.fromkeys(("check", "lint"), "dsft validate, or dsft doctor for the hosts"),
     **dict.fromkeys(("tokenize", "prepare"), "dsft data build"),
     **dict.fromkeys(("show", "inspect"), "dsft preview"),
+    **dict.fromkeys(("upload", "publish"), "dsft push"),
     "merge": "dsft export --merged",
 }
 """What users of other tools type -> what dsft has."""

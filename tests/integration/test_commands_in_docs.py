@@ -59,6 +59,8 @@ ELSEWHERE: Mapping[str, tuple[str, str, str]] = {
     r"torchrun ": ("several GPUs", "tests/lab/test_ways_in.py", "torchrun"),
     r"srun ": ("Slurm", "tests/lab/test_ways_in.py", "srun"),
     r"sbatch ": ("Slurm", "tests/lab/test_scripts.py", "sbatch"),
+    r"dsft push": ("the hub", "tests/unit/commands/test_push.py", '"push"'),
+    r"git clone|python llama": ("a network", "tests/integration/test_other_programs.py", "llama.cpp"),
     r"ssh|vllm ": ("several hosts", "tests/lab/hosts.py", "ssh"),
     r"STANDIN_MODE=numbers scripts/standin run": ("the stand-in GPU", "tests/standin/test_step.py", "counts"),
     r"scripts/gpu": ("a GPU", "tests/standin/test_gpu_cases.py", "gpu"),
