@@ -17,7 +17,7 @@ from llama_cpp import Llama
 def main(model: str, asked: str) -> None:
     words = json.loads(Path(asked).read_text())
     llama = Llama(model, n_ctx=256, n_threads=1, verbose=False)
-    tokens = [llama.tokenize(text.encode(), add_bos=False, special=True) for text in words["texts"]]
+    tokens = [llama.tokenize(text.encode(), special=True) for text in words["texts"]]
     answer = list(islice(llama.generate(words["prompt"], temp=0.0, repeat_penalty=1.0), words["new"]))
     print(json.dumps({"tokens": tokens, "answer": answer}))
     llama.close()
