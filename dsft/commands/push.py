@@ -28,7 +28,7 @@ from dsft.system.redact import redact_values
 
 _OLDER = re.compile(
     r"(adapter_)?(model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|config\.json)|generation_config\.json"
-    r"|chat_template\.jinja"
+    r"|chat_template\.jinja|tokenizer\.model"
 )
 """Files that programs would read in place of those of this export, where it has none of that name."""
 _NO_RIGHT = "take a token that may write there, or a repository of yours"

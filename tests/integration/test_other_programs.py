@@ -55,9 +55,9 @@ def adapted(kind: str, tokenizer: Any, folder: Path) -> Path:
     """Write a small model of this type, and what an adapter over it is exported as: `base`, `adapter` and
     `merged`. Return the folder."""
     torch.manual_seed(1)
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    more = DIMS | ends | LIKE_PUBLISHED.get(kind, {})
-    config = CONFIG_MAPPING[kind](vocab_size=len(tokenizer), bos_token_id=None, **more)
+    ends = {f"{one}_token_id": getattr(tokenizer, f"{one}_token_id") for one in ("bos", "eos", "pad")}
+    keys: dict[str, Any] = {"vocab_size": len(tokenizer), **ends, **DIMS, **LIKE_PUBLISHED.get(kind, {})}
+    config = CONFIG_MAPPING[kind](**keys)
     model = AutoModelForCausalLM.from_config(config)
     for norm in (parameter.data for parameter in model.parameters() if parameter.ndim == 1):
         norm.normal_(std=2.0)  # or a Gemma, whose embedding is its head, repeats the last token

@@ -22,7 +22,7 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from dsft.checkpoint.export import export_checkpoint
-from dsft.commands.push import push
+from dsft.commands.push import _card, push
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DsftError, MissingInputError, StorageError
 from dsft.spec.schema import Model
@@ -47,6 +47,7 @@ class Hub(BaseHTTPRequestHandler):
     repos: dict[str, dict[str, Any]]
     stored: dict[str, bytes]  # by SHA-256
     asked: list[tuple[str, str | None]]  # path and Authorization of each request
+    commits: list[str]
     large: int  # bytes from which a file goes to the LFS storage
 
     def log_message(self, format: str, *words: Any) -> None:
@@ -79,12 +80,12 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.body()
-        found = re.fullmatch(r"/api/models/(\w+/[\w.-]+)(?:/(tree)/(\w+)\?.*)?", self.path)
+        found = re.fullmatch(r"/api/models/(\w+/[\w.-]+)(?:/(tree|revision)/(\w+)(?:\?.*)?)?", self.path)
         if found is None or found[1] not in self.repos:
             return self.answer({"error": "Repository not found"}, 404, X_Error_Code="RepoNotFound")
-        name, tree, revision = found.groups()
+        name, kind, revision = found.groups()
         repo = self.repos[name]
-        if tree is None:
+        if kind != "tree":
             return self.answer({"id": name, "private": repo["private"], "sha": "0" * 40, "siblings": []})
         files = repo["branches"][revision]
         self.answer([{"type": "file", "path": p, "oid": "0" * 40, "size": len(f)} for p, f in files.items()])
@@ -109,8 +110,9 @@ class Hub(BaseHTTPRequestHandler):
         name, kind, revision = re.fullmatch(r"/api/models/(\w+/[\w.-]+)/(\w+)/(\w+)", self.path).groups()
         branches = self.repos[name]["branches"]
         if kind == "branch":
-            branches[revision] = dict(branches[MAIN])
-            return self.answer(None)
+            is_new = revision not in branches
+            branches.setdefault(revision, dict(branches[MAIN]))
+            return self.answer({}, 200 if is_new else 409)
         if kind == "preupload":
             files = json.loads(content)["files"]
             listed = [
@@ -118,6 +120,7 @@ class Hub(BaseHTTPRequestHandler):
                     "path": file["path"],
                     "uploadMode": "lfs" if file["size"] >= self.large else "regular",
                     "shouldIgnore": False,
+                    "oid": oid(branches[revision].get(file["path"]), self.large),
                 }
                 for file in files
             ]
@@ -130,6 +133,7 @@ class Hub(BaseHTTPRequestHandler):
                 branches[revision][value["path"]] = self.stored[value["oid"]]
             elif line["key"] == "deletedFile":
                 del branches[revision][value["path"]]
+        self.commits.append(name)
         url = f"http://{self.headers['Host']}/{name}"
         self.answer({"commitUrl": f"{url}/commit/{'1' * 40}", "commitOid": "1" * 40})
 
@@ -147,10 +151,18 @@ class Hub(BaseHTTPRequestHandler):
         self.answer({"url": f"http://{self.headers['Host']}/{name}"}, 200 if is_new else 409)
 
 
+def oid(content: bytes | None, large: int) -> str | None:
+    """Return what the hub says of a file that it has: its SHA-256 in the LFS storage, else git's digest."""
+    if content is None:
+        return None
+    blob = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+    return hashlib.sha256(content).hexdigest() if len(content) >= large else blob
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     """Yield the server's class, with what arrived; this process takes it for the hub, and has a token."""
-    served = type("Served", (Hub,), {"repos": {}, "stored": {}, "asked": [], "large": 2000})
+    served = type("Served", (Hub,), {"repos": {}, "stored": {}, "asked": [], "commits": [], "large": 2000})
     server = ThreadingHTTPServer(("127.0.0.1", 0), served)
     thread = Thread(target=server.serve_forever)
     thread.start()
@@ -240,8 +252,10 @@ def test_a_second_push_replaces_the_first_and_a_branch_is_its_own(
     base = json.loads(own["adapter_config.json"])["base_model_name_or_path"]
     assert said.splitlines()[1].startswith(f"its adapter_config.json names the base {base}, a folder of this")
     assert branches[MAIN].keys() >= contents(whole).keys()
-    push(whole, "me/small", "lora", public=True)
+    for _ in range(2):  # the second has nothing new
+        said = push(whole, "me/small", "lora", public=True)
     assert branches["lora"] == contents(whole) | kept
+    assert len(hub.commits) == 3 and said.startswith(f"{constants.ENDPOINT}/me/small: ")
 
 
 def test_small_files_with_the_newer_storage(
@@ -323,6 +337,12 @@ def test_no_token_a_wrong_one_and_no_network(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(MissingInputError, match="nothing can be pushed: HF_HUB_OFFLINE=1 is set"):
         push(whole, "me/small", None, public=False)
+    hub_obstacle.cache_clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(MissingInputError, match="nothing can be pushed: http://127.0.0.1:9 does not answer"):
+        push(whole, "me/small", None, public=False)
     assert not hub.repos
 
 
@@ -347,3 +367,9 @@ def test_what_is_no_export_is_refused_before_the_hub_is_asked(
     with pytest.raises(StorageError, match=r"model.safetensors has changed since it was written .*export"):
         push(damaged, "me/small", None, public=False)
     assert not hub.asked
+
+
+def test_card_of_a_reward_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
+    card = _card(tmp_path, {"from": {"step": 7}}, "me/judge")
+    assert "pipeline_tag: text-classification\n" in card and "# judge\n" in card and "7 steps" in card
