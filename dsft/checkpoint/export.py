@@ -39,7 +39,7 @@ from dsft.checkpoint.files import (
 from dsft.checkpoint.merge import Adapter, WholeModel, is_partial, model_of, rows_of
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.tensors import BESIDE, NAMES, FileTensors, TensorSource, TensorsWithExtras, read_names
-from dsft.data.tokenizer.load import AUTO_MAP, MODEL_FILE, is_unchanged
+from dsft.data.tokenizer.load import AUTO_MAP, MODEL_FILE, is_unchanged, pieces_of
 from dsft.errors import CheckpointError, LockedError, MissingInputError, StorageError, brief
 from dsft.model.config import config_around, has_scores, on_meta, read_config
 from dsft.model.lora import CONFIG, WEIGHTS
@@ -102,9 +102,8 @@ def write_model_folder(
         config.save_pretrained(folder)
         one_template = not isinstance(tokenizer.chat_template, dict)
         tokenizer.save_pretrained(folder, save_jinja_files=one_template)  # several: in tokenizer_config.json
-        pieces = Path(getattr(tokenizer, "vocab_file", None) or "")
-        if pieces.name == MODEL_FILE and pieces.is_file():  # transformers would leave it out
-            (folder / MODEL_FILE).write_bytes(pieces.read_bytes())
+        if (pieces := pieces_of(tokenizer)) is not None:  # transformers would leave it out
+            (folder / MODEL_FILE).write_bytes(pieces)
         if generation_config is not None:
             generation_config.save_pretrained(folder)
         for name, content in files_around(name_or_path, config).items():

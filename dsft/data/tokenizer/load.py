@@ -245,6 +245,22 @@ def _no_tokenizer(name: str, error: Exception) -> str:
     )
 
 
+def pieces_of(tokenizer: PreTrainedTokenizerBase) -> bytes | None:
+    """Return the tokenizer.model of sentencepiece in the folder, or the repository of the hub, that the
+    tokenizer was read from; None where it has none."""
+    from transformers.utils import cached_file
+
+    name = tokenizer.name_or_path
+    if not name or (not Path(name).is_dir() and not is_hub_id(name)):
+        return None
+    if not Path(name).is_dir():
+        hub_obstacle()  # after it, a hub that does not answer is not asked: the cache alone counts
+    try:
+        return Path(str(cached_file(name, MODEL_FILE))).read_bytes()
+    except (OSError, ValueError):  # there is none
+        return None
+
+
 def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the token id for padding: the pad token, else eos, else 0. Padding is never a target and comes
     after all targets, so any token will do."""
