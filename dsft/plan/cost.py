@@ -22,8 +22,8 @@ from dsft.plan.traffic import Flow, Link, bubble, hidden_size
 from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Spec
 
-REACHED = 0.4
-"""Share of a device's peak that matrix products reach in well-tuned training on GPUs."""
+REACHED = 0.55
+"""Share of a device's peak that matrix products reach; of three runs on an H200 (docs/gpu.md)."""
 
 HALF_TOKENS = 512
 """Tokens of a micro-batch that computes at half of that speed: with so few rows, matrix products are limited

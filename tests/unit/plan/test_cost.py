@@ -35,8 +35,8 @@ def costs(make_spec: Any) -> Any:
 
 
 def seconds(flops: float, tokens: int = 2 * ROW) -> float:
-    """On one GPU, of whose peak 40 % are reached, and half of that with micro-batches of 512 tokens."""
-    return flops / (40e12 * tokens / (tokens + 512))
+    """On one GPU, of whose peak 55 % are reached, and half of that with micro-batches of 512 tokens."""
+    return flops / (55e12 * tokens / (tokens + 512))
 
 
 def test_computing_is_six_operations_and_two_more_where_recomputed(costs: Any) -> None:

@@ -123,8 +123,8 @@ def test_an_experts_few_rows_are_slow(make_spec: Any) -> None:
     spec = make_spec(data={"max_length": 128}, cluster={"hosts": {"a": 1}})
     batch = batch_sizes(spec.train, 1, spec.data, spec.task)
     tokens = batch.micro_batch_size * 128
-    step = 6 * batch.global_batch_size * 128 / (312e12 * 0.4)
+    step = 6 * batch.global_batch_size * 128 / (312e12 * 0.55)
     slow = 600 * (1 + HALF_TOKENS / (tokens / 4)) + 480 * (1 + HALF_TOKENS / tokens)
     assert cost(SMALL, spec, batch, (), {"a": 1}).computing == pytest.approx(
-        step * slow + 12 * 10 * 128 * batch.global_batch_size * 128 / (312e12 * 0.4) * slow / 1080
+        step * slow + 12 * 10 * 128 * batch.global_batch_size * 128 / (312e12 * 0.55) * slow / 1080
     )

@@ -195,7 +195,7 @@ def test_steps_tokens_and_hours() -> None:
     mapping = as_mapping(plan, found)["run"]
     assert mapping["device_hours"] == pytest.approx(4 * mapping["hours"]) == 4 * found.seconds / 3600
     text = "\n".join(duration_lines(plan, found))
-    assert "40 steps, 2.5 epochs of 1,000 examples of 300 tokens" in text and "an estimate: 40%" in text
+    assert "40 steps, 2.5 epochs of 1,000 examples of 300 tokens" in text and "an estimate: 55%" in text
     assert duration(plan_of(max_steps=7), ROWS).steps == 7
 
 
