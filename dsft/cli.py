@@ -432,6 +432,30 @@ def evaluate(
     raise typer.Exit(evaluated(target, overrides or (), data or (), processes, as_json=as_json))
 
 
+@command(AFTER, "dsft replay mychat 120 --blame")
+def replay(  # noqa: PLR0913, PLR0917  an argument is an option
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME, or its name.")
+    ],
+    step: Annotated[int, typer.Argument(metavar="STEP", help="The step, from 1.")],
+    overrides: Overrides = None,
+    blame: Annotated[
+        bool, typer.Option("--blame", help="Order rows and layers by their share of the loss and gradient.")
+    ] = False,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE:LINE", help="Compute the step without this row too; may be repeated."),
+    ] = None,
+    processes: Processes = None,
+    as_json: Json = False,
+) -> None:
+    """Compute a step of a run again, and show what each of its rows and layers did."""
+    from dsft.commands.replay import replay as replayed
+
+    given = run, step, overrides or (), without or (), processes
+    raise typer.Exit(replayed(*given, blame=blame, as_json=as_json))
+
+
 @command(AFTER, "dsft export mychat merged --merged")
 def export(
     checkpoint: CheckpointPath,

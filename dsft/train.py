@@ -137,7 +137,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "-v", "--verbose", action="store_true", help="print every step and the details of the start"
     )
-    parser.add_argument("--evaluate_only", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # by dsft eval
+    parser.add_argument("--action", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # see dsft.run.action
     parser.add_argument("--any_ranks", action="store_true", help=argparse.SUPPRESS)
     # passed by `dsft reference`, whose ranks are not those that cluster.hosts promises
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # habit: it is always on
@@ -212,10 +212,10 @@ def train(
         stopping=stopping,
         heartbeat=heartbeat,
     )
-    if options.evaluate_only is not None:
-        from dsft.run.evaluate import evaluate
+    if options.action is not None:
+        from dsft.run.action import act
 
-        evaluate(job, options.evaluate_only)
+        act(job, options.action)
     else:
         run(job)
 

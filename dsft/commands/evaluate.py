@@ -8,12 +8,7 @@ where files are given.
 from __future__ import annotations
 
 import json
-import os
 import re
-import secrets
-import shutil
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,28 +18,19 @@ import yaml
 
 from dsft.checkpoint.export import ORIGIN, QUANTIZATION
 from dsft.checkpoint.read import CheckpointReader
+from dsft.commands.on_ranks import CHANGED, on_ranks, spec_of
 from dsft.errors import CheckpointError, MissingInputError, Problem, SpecError, printable
 from dsft.plan.tables import printed, table
-from dsft.rank.start import run_ranks
-from dsft.reference.start import SCRIPT
-from dsft.remote import without_rank_variables
 from dsft.spec.document import quote
-from dsft.spec.load import dump_spec, load_spec
+from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
-from dsft.system.files import write_error
 from dsft.system.json_file import read_json
 from dsft.system.run_folder import named_checkpoint
 
 COUNTED = ("examples", "tokens")
-ASKED, RESULT, SPEC = "asked.json", "eval.json", "asked.yaml"
 ADAPTER = "adapter_config.json"
 LENGTH = 4096
 """Most tokens of a row where a model is named, not a run, unless it has fewer positions."""
-_CHANGED = (
-    "train.eval_every=null", "train.eval_on_start=false", "checkpoint.keep_best=null",
-    "checkpoint.resume=never", "wandb.mode=disabled",
-)  # fmt: skip
-"""Overrides of a spec that is to be evaluated."""
 
 
 @dataclass(frozen=True)
@@ -62,30 +48,14 @@ def evaluate(
     """Start the ranks, print their result and return the exit code. processes: by default one per GPU; where
     there is none, the fewest of which a group of the spec's layout consists. Raises DsftError.
 
-    The ranks work in a folder of their own, which is removed at the end. The result is written to
-    OUTPUT_DIR/NAME-eval.json."""
+    The result is written to OUTPUT_DIR/NAME-eval.json."""
     target = found(name, files)
     spec = _spec(name, target, overrides, files)
-    result = Path(spec.output_dir, f"{spec.name}-eval.json")
-    spec = spec.model_copy(update={"name": f"eval-{secrets.token_hex(4)}"})
-    folder = Path(spec.output_dir, spec.name)
     checkpoint = target.checkpoint and str(target.checkpoint.absolute())
-    asked = {"target": name, "checkpoint": checkpoint, "result": RESULT}
-    try:
-        folder.mkdir(parents=True)
-        (folder / ASKED).write_text(json.dumps(asked), encoding="utf-8")
-        (folder / SPEC).write_text(dump_spec(spec), encoding="utf-8")
-        words = ("--any_ranks", "--evaluate_only", str(folder / ASKED))
-        argv = [sys.executable, str(SCRIPT), str(folder / SPEC), *words]
-        code = _run(argv, without_rank_variables(os.environ), processes or _ranks(spec), quiet=as_json)
-        if code == 0:
-            (folder / RESULT).replace(result)
-    except OSError as error:
-        raise write_error(folder, error) from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    asked = {"action": "eval", "target": name, "checkpoint": checkpoint}
+    result = Path(spec.output_dir, f"{spec.name}-eval.json")
+    code, shown = on_ranks(asked, spec, processes or _ranks(spec), result, quiet=as_json)
     if code == 0:
-        shown = read_json(result)
         print(json.dumps(shown, indent=1) if as_json else report(shown, result), flush=True)
     return code
 
@@ -164,22 +134,19 @@ def _spec(name: str, target: Target, overrides: Sequence[str], files: Sequence[s
     """Return the spec to be evaluated. Raises SpecError with all problems."""
     rows = json.dumps([{"path": str(file)} for file in files])
     given = [f"data.train={rows}", f"data.eval={rows}", "data.eval_fraction=null", "data.eval_count=null"]
-    words = [*_CHANGED, *(given if files else ()), *overrides]
+    words = [*CHANGED, *(given if files else ()), *overrides]
     if isinstance(target.spec, Path):
         spec = load_spec(target.spec, words)
     else:
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
-            file.write(target.spec)
-            file.flush()
-            try:
-                spec = load_spec(file.name, words)
-            except SpecError as error:
-                problems = [
-                    replace(one, where=one.where.replace(f"override {quote(given[1])}", "--data"))
-                    for one in error.problems
-                    if not one.where.startswith(f"override {quote(given[0])}")
-                ]
-                raise SpecError(f"{name} cannot be evaluated.", problems) from None
+        try:
+            spec = spec_of(target.spec, words)
+        except SpecError as error:
+            problems = [
+                replace(one, where=one.where.replace(f"override {quote(given[1])}", "--data"))
+                for one in error.problems
+                if not one.where.startswith(f"override {quote(given[0])}")
+            ]
+            raise SpecError(f"{name} cannot be evaluated.", problems) from None
     if not (spec.data.eval or spec.data.eval_fraction or spec.data.eval_count):
         raise _refused(
             "data", "no rows are held out: give --data FILE, or set data.eval or data.eval_fraction"
@@ -195,11 +162,6 @@ def _ranks(spec: Spec) -> int:
     import torch
 
     return torch.cuda.device_count() or spec.parallel.pipeline_stages * spec.parallel.sequence_parallel
-
-
-def _run(argv: Sequence[str], environ: Mapping[str, str], ranks: int, *, quiet: bool) -> int:
-    """Run the ranks. quiet: what they print goes to standard error, as standard output is for the JSON."""
-    return run_ranks(argv, environ, ranks, "nothing was written.", 2 if quiet else None)
 
 
 def report(result: Mapping[str, Any], path: Path) -> str:

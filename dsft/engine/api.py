@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -160,6 +161,11 @@ class Engine(Scorer, Protocol):
 
     def owned_fragments(self) -> Iterator[Fragment]:
         """Yield the state that this rank owns; over all ranks each element occurs exactly once."""
+        ...
+
+    def gradient_squares(self) -> AbstractContextManager[Mapping[str, float]]:
+        """Return a context that gives, after an applied step in it, the sum of the squares of each
+        parameter's clipped gradient, over the elements that this rank owns; empty if none was applied."""
         ...
 
     def replicated(self) -> Mapping[str, Tensor]:

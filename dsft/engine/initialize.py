@@ -196,6 +196,10 @@ class TrainingEngine(ABC):
             self._engine, self._trained, self._world.shard_rank, self._world.layout.shards
         )
 
+    def gradient_squares(self) -> AbstractContextManager[Mapping[str, float]]:
+        layout = self._world.layout
+        return state.gradient_squares(self._engine, self._trained, self._world.shard_rank, layout.shards)
+
     def replicated(self) -> Mapping[str, Tensor]:
         return replicated(self._causal_lm, state.master_weights(self._engine, self._trained))
 

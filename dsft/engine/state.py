@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,18 +75,45 @@ def owned_fragments(
     under the first; one on two pipeline stages only on the first of them. Before the first applied step there
     are no moments, and none are yielded. Raises CheckpointError for an unknown optimizer.
     """
-    locate, replicated = _locator(engine.optimizer)
-    for name, parameter in _once(named):
-        shard = None if is_copy(parameter) else locate(parameter)
-        if shard is not None and replicated:
-            shard = shard.part(*_share(shard.size, shard_rank, shards))
-        if shard is None or shard.size == 0:
-            continue
+    for name, shard in _owned_shards(engine, named, shard_rank, shards):
         kinds: tuple[Kind, ...] = ("value", *_moments(engine.optimizer, shard.home))
         for kind in kinds:
             read = _reader(engine.optimizer, shard, kind)
             if read is not None:
                 yield Fragment(name, kind, shard.start, shard.size, read)
+
+
+@contextmanager
+def gradient_squares(
+    engine: Any, named: Mapping[str, nn.Parameter], shard_rank: int, shards: int
+) -> Iterator[dict[str, float]]:
+    """Yield a dict that an applied step in the block fills: by parameter, the sum of the squares of its
+    gradient as the optimizer gets it, clipped, over the elements that this rank owns."""
+    owned, found = list(_owned_shards(engine, named, shard_rank, shards)), dict[str, float]()
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for name, shard in owned:  # ZeRO steps one group after the other; the others have no gradient then
+            if shard.home.grad is not None:
+                found[name] = float(shard.of(shard.home.grad).double().square().sum())
+
+    hook = _base(engine.optimizer).register_step_pre_hook(before_step)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def _owned_shards(
+    engine: Any, named: Mapping[str, nn.Parameter], shard_rank: int, shards: int
+) -> Iterator[tuple[str, StateShard]]:
+    """Yield the part of each parameter of which this rank owns the state; see `owned_fragments`."""
+    locate, replicated = _locator(engine.optimizer)
+    for name, parameter in _once(named):
+        shard = None if is_copy(parameter) else locate(parameter)
+        if shard is not None and replicated:
+            shard = shard.part(*_share(shard.size, shard_rank, shards))
+        if shard is not None and shard.size:
+            yield name, shard
 
 
 def master_weights(engine: Any, named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:

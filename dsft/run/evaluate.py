@@ -1,9 +1,9 @@
 """Evaluate the held-out rows of a spec with a checkpoint or with the model that the spec names, without
-training: the job of the ranks that `dsft eval` starts."""
+training: what the ranks of `dsft eval` do."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,29 +12,18 @@ from dsft.checkpoint.compare import check_same_base, check_same_rows
 from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.ops import prepare_ops
 from dsft.plan.ds_entries import HostFacts
-from dsft.run.main import checks, joined, prepared
+from dsft.run.main import checks, prepared
 from dsft.setup.inputs import Inputs, longest
 from dsft.setup.read import read
 from dsft.setup.resolve import swap_folders
-from dsft.setup.run import Job, Run
-from dsft.system.files import atomic_write, write_error
+from dsft.setup.run import Run
 
 
-def evaluate(job: Job, asked: Path) -> None:
-    """Evaluate, and write the result into the run's folder. asked: a JSON with the names of both, see
-    `dsft.commands.evaluate`. Raises DsftError."""
-    names = json.loads(asked.read_text(encoding="utf-8"))
-    with joined(job) as (run, ranks):
-        record, rows = evaluated(run, names["checkpoint"])
-        result = {**names, "task": run.spec.task, "rows": rows, "metrics": record}
-        run.world.first(lambda: _write(run.folder / names["result"], result))
-        ranks.leave()
-        run.world.close()
-
-
-def evaluated(run: Run, checkpoint: str | None) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return the metrics, and name -> {examples, targets} of each held-out set. The engine is that of a
-    training run, so the numbers are those that it would report. A collective."""
+def evaluated(run: Run, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics, and {examples, targets} of each held-out set. The engine is that of a training run,
+    so the numbers are those that it would report. asked: the names of target and checkpoint. A collective.
+    Raises DsftError."""
+    checkpoint = asked["checkpoint"]
     with swap_folders(run) as swap:
         facts = HostFacts(swap=swap, cpu_adam=prepare_ops(run.spec, run.world, run.log))
         inputs = read(run)
@@ -44,7 +33,13 @@ def evaluated(run: Run, checkpoint: str | None) -> tuple[dict[str, float], dict[
             run.log(line)
         if start is not None:
             run.world.each(lambda: model.engine.load(start.read, 0))
-        return task.evaluation(run, inputs, model)(0), _rows(inputs)
+        metrics = task.evaluation(run, inputs, model)(0)
+        return {
+            "target": asked["target"],
+            "checkpoint": checkpoint,
+            "rows": _rows(inputs),
+            "metrics": metrics,
+        }
 
 
 def opened(run: Run, inputs: Inputs, path: Path) -> CheckpointReader:
@@ -63,11 +58,3 @@ def _rows(inputs: Inputs) -> dict[str, Any]:
         one.name or "held out": {count: int(each.sum()) for count, each in one.data.counts.items()}
         for one in inputs.held_out
     }
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    try:
-        with atomic_write(path) as out:
-            out.write(json.dumps(result, indent=1).encode())
-    except OSError as error:
-        raise write_error(path, error) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple, overload
@@ -113,6 +113,16 @@ class Answers:
         reference, desirable = (None if one is None else one[:count] for one in others)
         return Answers(self.ids[:count], self.num_targets[:count], reference, None, desirable, self.kl)
 
+    def of(self, number: int, columns: slice, segment: int) -> Answers:
+        """Return the answers of one example. columns, segment: its tokens and its first segment in the packed
+        row, whose segments have been counted."""
+        mine = slice(number, number + 1)
+        reference, desirable = (
+            None if one is None else one[mine] for one in (self.reference, self.desirable)
+        )
+        segments = None if self.segments is None else self.segments[columns] - segment
+        return Answers(self.ids[mine], self.num_targets[mine], reference, segments, desirable, self.kl)
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -174,6 +184,26 @@ class MicroBatch:
         teacher = None if self.teacher is None else self.teacher[:, :length]
         tokens = self.tokens.map(lambda tensor: tensor[:, :length])
         return MicroBatch(tokens, segments, answers, teacher=teacher)
+
+    def examples(self, lengths: Sequence[int]) -> Iterator[tuple[slice, slice, MicroBatch]]:
+        """Yield each example alone, with its rows and its columns, for sums over its targets. lengths: tokens
+        of each. `to` has been called; the segment of an answer that shares a prompt is not whole."""
+        begin = first = 0
+        segments = self.segments.lengths if self.segments else ()
+        each = self.shape[0] // max(1, len(self.ids))
+        for number, length in enumerate(lengths):
+            rows, columns, own = slice(each * number, each * (number + 1)), slice(None), None
+            if segments:
+                rows, columns, last = slice(None), slice(begin, begin + length), first
+                while begin < columns.stop:
+                    begin, last = begin + segments[last], last + 1
+                own, first = Segments(segments[first:last]), last
+            answers = self.answers and self.answers.of(
+                number, columns, first - len(own.lengths if own else ())
+            )
+            tokens = self.tokens.map(lambda tensor, at=(rows, columns): tensor[at])
+            teacher = None if self.teacher is None else self.teacher[rows, columns]
+            yield rows, columns, MicroBatch(tokens, own, answers, None, (self.ids[number],), teacher)
 
 
 def borders_of(lengths: Sequence[int], starts: Sequence[int] | None = None) -> Borders:

@@ -5,7 +5,7 @@ A step is a pure function of (data, seed, step), so that any step can be built a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -42,9 +42,13 @@ class TrainSteps:
         self._order = Order(dataset, batch.global_batch_size, seed)
         self.steps_per_epoch = self._order.steps_per_epoch
 
-    def step(self, index: int) -> GlobalStep:
-        """Return step `index` of the run, from 0, over any number of epochs."""
+    def step(self, index: int, without: Collection[int] = ()) -> GlobalStep:
+        """Return step `index` of the run, from 0, over any number of epochs. without: examples to leave
+        out."""
         sample, data = self._order.step(index), self._dataset
+        first = int(sample.taken.sum()) - len(sample.ids)
+        if without:
+            sample = replace(sample, ids=sample.ids[~np.isin(sample.ids, list(without))])
         assigned = assign(data, sample.ids, self._batch, self._data_rank)
         return GlobalStep(
             micro_batches=tuple(
@@ -57,7 +61,7 @@ class TrainSteps:
             squared=int(data.squares[sample.ids].sum()),
             sources=self._sources(sample),
             assigned_ids=tuple(tuple(ids.tolist()) for ids in assigned),
-            first=int(sample.taken.sum()) - len(sample.ids),
+            first=first,
         )
 
     def _sources(self, sample: StepSample) -> Mapping[str, SourceShare]:

@@ -1,0 +1,158 @@
+"""`dsft replay RUN STEP`: compute a step of a run again, and show what it did: its rows with their losses
+before and after it, the gradient norm of each layer, and the difference to what the run has recorded.
+
+The run's folder is only read. The ranks train from the nearest checkpoint before the step, or from the run's
+start, to the step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import RenderableType
+
+from dsft.checkpoint.read import CheckpointReader
+from dsft.commands.on_ranks import CHANGED, on_ranks, spec_of
+from dsft.errors import MissingInputError, Problem, SpecError, printable
+from dsft.plan.tables import printed, table
+from dsft.rank.places import RANKS
+from dsft.report.jsonl import STEP, read_metrics
+from dsft.spec.layout import batch_on, layout_of
+from dsft.system.json_file import read_json, read_text, reason_of
+from dsft.system.run_folder import MANIFEST, named_run, step_folders, step_of
+
+SHOWN = 40
+"""Rows and layers of a table."""
+FIGURES = ("loss", "grad_norm")
+
+
+def replay(
+    name: str, step: int, overrides: Sequence[str], without: Sequence[str], processes: int | None,
+    *, blame: bool, as_json: bool,
+) -> int:  # fmt: skip
+    """Start the ranks, print what the step did and return the exit code. processes: by default as many as the
+    run had, but no more than there are GPUs. Raises DsftError.
+
+    The result is written to OUTPUT_DIR/NAME-step-STEP.json."""
+    run = named_run(name)
+    records = {int(one[STEP]): one for one in read_metrics(run / "metrics.jsonl") if "train/loss" in one}
+    saved = [folder for folder in step_folders(run) if (folder / MANIFEST).exists()]
+    last = max([*records, *map(step_of, saved)], default=0)
+    if not 1 <= step <= last:
+        steps = f"steps 1 to {last} can be replayed" if last else "no step can be replayed"
+        raise SpecError("This step cannot be replayed.", [Problem("STEP", f"{step}, but of {run} {steps}")])
+    checkpoint = next((folder for folder in saved if step_of(folder) < step), None)
+    compared = next((folder for folder in reversed(saved) if step_of(folder) >= step), checkpoint)
+    text, own = _made_by(run, compared)
+    words = [*CHANGED, f"output_dir={json.dumps(str(run.parent.absolute()))}"]
+    spec = spec_of(text, words)
+    batch = batch_on(spec, layout_of(spec.parallel, own["world_size"]))
+    sizes = ("global_batch_size", "micro_batch_size", "accumulation_steps")
+    given = (batch.global_batch_size, batch.micro_batch_size, "null")
+    words += [f"train.{size}={value}" for size, value in zip(sizes, given, strict=True)]
+    spec = spec_of(text, [*words, *overrides])
+    end = min((one for one in records if one >= step), default=step)
+    since = max((one for one in records if one < end), default=0)
+    asked = {
+        "action": "replay", "run": str(run), "step": step, "own_layout": own, "since": since, "end": end,
+        "checkpoint": checkpoint and str(checkpoint.absolute()),
+        "compared": compared and str(compared.absolute()), "without": list(without),
+        "recorded": {key: records[end].get(f"train/{key}") for key in FIGURES} if end in records else None,
+    }  # fmt: skip
+    result = Path(spec.output_dir, f"{run.name}-step-{step}.json")
+    ranks = processes or min(own["world_size"], torch.cuda.device_count() or own["world_size"])
+    code, found = on_ranks(asked, spec, ranks, result, quiet=as_json)
+    if code == 0:
+        print(json.dumps(found, indent=1) if as_json else report(found, result, blame), flush=True)
+    return code
+
+
+def _made_by(run: Path, checkpoint: Path | None) -> tuple[str, dict[str, int]]:
+    """Return the spec of the start that made the step, and its layout, as `CheckpointState` has it; where no
+    checkpoint is kept those of the run's last start. Raises MissingInputError."""
+    if checkpoint is not None:
+        state = CheckpointReader.open(checkpoint).state
+        return yaml.safe_dump(dict(state["spec"])), {"world_size": 1, **state["layout"]}
+    path = run / RANKS
+    try:
+        ranks, path = len(read_json(path)), run / "spec.yaml"
+        return read_text(path), {"world_size": ranks}
+    except (OSError, ValueError, TypeError) as error:
+        why = "is no list" if isinstance(error, TypeError) else reason_of(error)
+        raise MissingInputError(
+            f"{path} {why}, and {run} has no checkpoint that says how it was made."
+        ) from None
+
+
+def report(found: Mapping[str, Any], path: Path, blame: bool) -> str:
+    """Return the result as text: figures of the step, then tables of its rows and layers. blame: those by
+    their share, the largest first."""
+    layout, own = found["layout"], found["own_layout"]
+    is_same = all(layout.get(key) == value for key, value in own.items())
+    text = (
+        f"step {found['step']} of {found['run']}, from {found['checkpoint'] or 'the start of the run'}, on "
+    )
+    text += f"{_words(layout)}{'' if is_same else f'; the run had {_words(own)}, so roundings differ'}"
+    if not found["applied"]:
+        text += "\nThe gradient was not finite, so the step was skipped."
+    rows = [
+        [" ".join(filter(None, (one["row"], one["part"]))), f"{one['tokens']:,}", f"{one['targets']:,}"]
+        + [_figure(one[key]) if key in one else "" for key in ("before", "after", "without")]
+        + [f"{one['share']:.1%}"]
+        for one in _ordered(found["rows"], blame)
+    ]
+    layers = [
+        [one["layer"], _figure(one["grad_norm"]), f"{one['share']:.1%}"]
+        for one in _ordered(found["layers"], blame)
+    ]
+    row_head = [
+        "row",
+        "tokens",
+        "targets",
+        "loss before",
+        "after",
+        "after, without",
+        "share above the median",
+    ]
+    layer_head = ["layer", "gradient norm", "share of its square"]
+    parts: list[RenderableType] = [table(["", "loss", "gradient norm"], list(_compared(found)))]
+    for head, lines in ((row_head, rows), (layer_head, layers)):
+        parts.append(table(head, lines[:SHOWN]))
+        if len(lines) > SHOWN:
+            parts.append(f"and {len(lines) - SHOWN:,} more in {path}")
+    return printable(f"{text}\n{printed(parts)}result: {path}")
+
+
+def _compared(found: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the lines of a table with loss and gradient norm: recorded, replayed, their difference; those of
+    the step, where the record has the mean of several; those without some rows."""
+    since, end, recorded, record = (found[key] for key in ("since", "end", "recorded", "record"))
+    of = "" if end == since + 1 else f", steps {since + 1} to {end}"
+    if recorded:
+        yield [f"recorded{of}", *(_figure(recorded[key]) for key in FIGURES)]
+    yield [f"replayed{of}", *(_figure(record[key]) for key in FIGURES)]
+    if recorded:
+        yield ["difference", *(_figure(float(record[key]) - float(recorded[key])) for key in FIGURES)]
+    if of:
+        yield [f"step {found['step']}", *(_figure(found[key]) for key in FIGURES)]
+    if found.get("other"):
+        yield [f"without {', '.join(found['without'])}", *(_figure(found["other"][key]) for key in FIGURES)]
+
+
+def _ordered(found: Sequence[Mapping[str, Any]], blame: bool) -> Sequence[Mapping[str, Any]]:
+    return sorted(found, key=lambda one: -one["share"]) if blame else found
+
+
+def _figure(value: float | str) -> str:
+    return f"{float(value):.6g}"
+
+
+def _words(layout: Mapping[str, int]) -> str:
+    """Return a layout as in `CheckpointState`, in words."""
+    parts = [f"{layout['world_size']} process{'es' * (layout['world_size'] > 1)}"]
+    parts += [f"{key} {value}" for key, value in layout.items() if key != "world_size" and value != 1]
+    return ", ".join(parts)
