@@ -15,6 +15,7 @@ import torch
 import yaml
 from rich.console import RenderableType
 
+from dsft.checkpoint.compare import check_same_run
 from dsft.checkpoint.read import CheckpointReader
 from dsft.commands.on_ranks import CHANGED, on_ranks, spec_of
 from dsft.errors import MissingInputError, Problem, SpecError, printable
@@ -55,6 +56,10 @@ def replay(
     given = (batch.global_batch_size, batch.micro_batch_size, "null")
     words += [f"train.{size}={value}" for size, value in zip(sizes, given, strict=True)]
     spec = spec_of(text, [*words, *overrides])
+    ranks = processes or min(own["world_size"], torch.cuda.device_count() or own["world_size"])
+    batch = batch_on(spec, layout_of(spec.parallel, ranks))
+    if compared is not None:
+        check_same_run(CheckpointReader.open(compared), spec, batch, None)
     end = min((one for one in records if one >= step), default=step)
     since = max((one for one in records if one < end), default=0)
     asked = {
@@ -64,7 +69,6 @@ def replay(
         "recorded": {key: records[end].get(f"train/{key}") for key in FIGURES} if end in records else None,
     }  # fmt: skip
     result = Path(spec.output_dir, f"{run.name}-step-{step}.json")
-    ranks = processes or min(own["world_size"], torch.cuda.device_count() or own["world_size"])
     code, found = on_ranks(asked, spec, ranks, result, quiet=as_json)
     if code == 0:
         print(json.dumps(found, indent=1) if as_json else report(found, result, blame), flush=True)

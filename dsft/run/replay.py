@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -63,7 +63,8 @@ def replayed(run: Run, asked: Mapping[str, Any]) -> dict[str, Any]:
             run.log(line)
         found = Replay(run, inputs, model).result(progress, asked)
         layout = asdict(run.layout) | {"zero_stage": run.spec.parallel.zero_stage}
-        return _as_json({**asked, "layout": layout, **found})
+        result: dict[str, Any] = _as_json({**asked, "layout": layout, **found})
+        return result
 
 
 def _opened(run: Run, path: str | None) -> CheckpointReader | None:
@@ -161,9 +162,10 @@ class Replay:
         main = next(term.count for term in model.objective.terms if term.weight)
         weights = [data.counts[main][id] / shown.counts[main] for id in before]
         shares = shares_of_loss(list(before.values()), weights)
-        total = Counter[str]()
+        total = defaultdict[str, float](float)
         for of_rank in world.gather(dict(squares)):
-            total.update({layer_of(name): square for name, square in of_rank.items()})
+            for name, square in of_rank.items():
+                total[layer_of(name)] += square
         norm, whole = float(result.grad_norm), math.fsum(total.values())
         return result, {
             "loss": means(model.objective, world.sum(result.sums), batch.counts, "train")["train/loss"],

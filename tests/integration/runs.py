@@ -10,10 +10,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.launching import LATE, ROOT, end_group, forked
+from tests.launching import LATE, ROOT, alone, end_group, forked
 from tests.specs import llama
 
 TRAIN = ROOT / "dsft" / "train.py"
@@ -84,6 +84,14 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     """The result is checked by the caller."""
     return forked(script, nproc, [str(spec), *overrides])
+
+
+def run_forked(argv: Sequence[str], environ: Mapping[str, str], ranks: int, *, quiet: bool) -> int:
+    """As `dsft.commands.on_ranks.run`, from processes that have imported torch and DeepSpeed; asserts that
+    the ranks have ended well."""
+    done = forked(TRAIN, ranks, argv[2:]) if ranks > 1 else alone(TRAIN, argv[2:])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.returncode
 
 
 def trained(spec: Path, *overrides: str, nproc: int = 2) -> str:

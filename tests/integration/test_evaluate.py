@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from dsft.commands import evaluate as command
+from dsft.commands import on_ranks
 from dsft.errors import DsftError, MissingInputError, SpecError
-from tests.integration.runs import TRAIN, records, trained, write_model, write_spec
+from tests.integration.runs import records, run_forked, trained, write_model, write_spec
 from tests.integration.test_preference import write_pairs
-from tests.launching import alone, forked
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LORA = "model.lora={rank: 4, alpha: 8, modules_to_save: [lm_head]}"
@@ -30,14 +30,7 @@ PAIRS = (
 
 @pytest.fixture(autouse=True)
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start ranks from processes that have imported torch and DeepSpeed."""
-
-    def run(argv: Sequence[str], environ: Mapping[str, str], ranks: int, *, quiet: bool) -> int:
-        done = forked(TRAIN, ranks, argv[2:]) if ranks > 1 else alone(TRAIN, argv[2:])
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.returncode
-
-    monkeypatch.setattr(command, "_run", run)
+    monkeypatch.setattr(on_ranks, "run", run_forked)
 
 
 @pytest.fixture(scope="module")

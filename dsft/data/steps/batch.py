@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -201,7 +202,7 @@ class MicroBatch:
             answers = self.answers and self.answers.of(
                 number, columns, first - len(own.lengths if own else ())
             )
-            tokens = self.tokens.map(lambda tensor, at=(rows, columns): tensor[at])
+            tokens = self.tokens.map(itemgetter((rows, columns)))
             teacher = None if self.teacher is None else self.teacher[rows, columns]
             yield rows, columns, MicroBatch(tokens, own, answers, None, (self.ids[number],), teacher)
 
