@@ -138,15 +138,16 @@ def _spec(name: str, target: Target, overrides: Sequence[str], files: Sequence[s
     if isinstance(target.spec, Path):
         spec = load_spec(target.spec, words)
     else:
+        title = f"{name} cannot be evaluated."
         try:
-            spec = spec_of(target.spec, words)
+            spec = spec_of(target.spec, words, title)
         except SpecError as error:
             problems = [
                 replace(one, where=one.where.replace(f"override {quote(given[1])}", "--data"))
                 for one in error.problems
                 if not one.where.startswith(f"override {quote(given[0])}")
             ]
-            raise SpecError(f"{name} cannot be evaluated.", problems) from None
+            raise SpecError(title, problems) from None
     if not (spec.data.eval or spec.data.eval_fraction or spec.data.eval_count):
         raise _refused(
             "data", "no rows are held out: give --data FILE, or set data.eval or data.eval_fraction"

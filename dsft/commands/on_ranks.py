@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dsft.errors import SpecError
 from dsft.rank.start import run_ranks
 from dsft.reference.start import SCRIPT
 from dsft.remote import without_rank_variables
@@ -66,9 +67,12 @@ def run(argv: Sequence[str], environ: Mapping[str, str], ranks: int, *, quiet: b
     return run_ranks(argv, environ, ranks, "nothing was written.", 2 if quiet else None)
 
 
-def spec_of(text: str, words: Sequence[str]) -> Spec:
-    """Return the spec in a text, with overrides. Raises SpecError."""
+def spec_of(text: str, words: Sequence[str], title: str) -> Spec:
+    """Return the spec in a text, with overrides. Raises SpecError with this title."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        return load_spec(file.name, words)
+        try:
+            return load_spec(file.name, words)
+        except SpecError as error:
+            raise SpecError(title, error.problems) from None

@@ -39,23 +39,23 @@ def replay(
     run had, but no more than there are GPUs. Raises DsftError.
 
     The result is written to OUTPUT_DIR/NAME-step-STEP.json."""
-    run = named_run(name)
+    run, title = named_run(name).resolve(), f"Step {step} of {name} cannot be replayed."
     records = {int(one[STEP]): one for one in read_metrics(run / "metrics.jsonl") if "train/loss" in one}
     saved = [folder for folder in step_folders(run) if (folder / MANIFEST).exists()]
     last = max([*records, *map(step_of, saved)], default=0)
     if not 1 <= step <= last:
-        steps = f"steps 1 to {last} can be replayed" if last else "no step can be replayed"
-        raise SpecError("This step cannot be replayed.", [Problem("STEP", f"{step}, but of {run} {steps}")])
+        steps = f"steps 1 to {last}" if last else "no step yet"
+        raise SpecError(title, [Problem("STEP", f"{step}, but {run} has {steps}")])
     checkpoint = next((folder for folder in saved if step_of(folder) < step), None)
     compared = next((folder for folder in reversed(saved) if step_of(folder) >= step), checkpoint)
     text, own = _made_by(run, compared)
-    words = [*CHANGED, f"output_dir={json.dumps(str(run.parent.absolute()))}"]
-    spec = spec_of(text, words)
+    words = [*CHANGED, f"output_dir={json.dumps(str(run.parent))}"]
+    spec = spec_of(text, words, title)
     batch = batch_on(spec, layout_of(spec.parallel, own["world_size"]))
     sizes = ("global_batch_size", "micro_batch_size", "accumulation_steps")
     given = (batch.global_batch_size, batch.micro_batch_size, "null")
     words += [f"train.{size}={value}" for size, value in zip(sizes, given, strict=True)]
-    spec = spec_of(text, [*words, *overrides])
+    spec = spec_of(text, [*words, *overrides], title)
     ranks = processes or min(own["world_size"], torch.cuda.device_count() or own["world_size"])
     batch = batch_on(spec, layout_of(spec.parallel, ranks))
     if compared is not None:
@@ -64,8 +64,8 @@ def replay(
     since = max((one for one in records if one < end), default=0)
     asked = {
         "action": "replay", "run": str(run), "step": step, "own_layout": own, "since": since, "end": end,
-        "checkpoint": checkpoint and str(checkpoint.absolute()),
-        "compared": compared and str(compared.absolute()), "without": list(without),
+        "checkpoint": checkpoint and str(checkpoint), "compared": compared and str(compared),
+        "without": list(without),
         "recorded": {key: records[end].get(f"train/{key}") for key in FIGURES} if end in records else None,
     }  # fmt: skip
     result = Path(spec.output_dir, f"{run.name}-step-{step}.json")
@@ -140,7 +140,10 @@ def _compared(found: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [f"recorded{of}", *(_figure(recorded[key]) for key in FIGURES)]
     yield [f"replayed{of}", *(_figure(record[key]) for key in FIGURES)]
     if recorded:
-        yield ["difference", *(_figure(float(record[key]) - float(recorded[key])) for key in FIGURES)]
+        differences = (
+            0.0 if record[k] == recorded[k] else float(record[k]) - float(recorded[k]) for k in FIGURES
+        )
+        yield ["difference", *map(_figure, differences)]
     if of:
         yield [f"step {found['step']}", *(_figure(found[key]) for key in FIGURES)]
     if found.get("other"):

@@ -26,7 +26,7 @@ from dsft.run.replay import shares_of_loss
 from dsft.setup.inputs import read_inputs
 from dsft.spec.layout import batch_on, layout_of
 from dsft.spec.load import load_spec
-from tests.integration.runs import records, run_forked, trained, write_model, write_spec
+from tests.integration.runs import records, run_forked, train, trained, write_model, write_spec
 from tests.integration.test_killed import DYING
 from tests.integration.test_preference import write_pairs
 from tests.launching import forked
@@ -183,10 +183,10 @@ def plain(run: Path, index: int, left_out: str = "") -> tuple[dict[str, float], 
 def test_on_another_layout(
     crashed: Path, zero_stage: int, processes: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = replay(crashed, 6, f"parallel.zero_stage={zero_stage}", processes=processes)
+    found = replay(crashed, 5, f"parallel.zero_stage={zero_stage}", processes=processes)
     assert found["record"] == pytest.approx(found["recorded"], rel=1e-5)
-    total = sum(layer["grad_norm"] ** 2 for layer in found["layers"]) ** 0.5
-    assert len(found["layers"]) == 7 and total == pytest.approx(found["grad_norm"], rel=1e-6)
+    norms = plain(crashed, 4)[2]
+    assert {row["layer"]: row["grad_norm"] for row in found["layers"]} == pytest.approx(norms, rel=1e-4)
     assert "; the run had 2 processes, zero_stage 2, so" in capsys.readouterr().out
 
 
@@ -220,6 +220,17 @@ def test_of_pairs_whose_record_is_a_mean_of_two_steps(tmp_path: Path) -> None:
     assert found["since"] == 2 and found["end"] == 4 and found["loss"] != found["record"]["loss"]
 
 
+def test_of_a_step_that_was_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = write_spec(tmp_path)
+    result = train(spec, "optim.learning_rate=1e30", "train.max_consecutive_nonfinite=2", nproc=1)
+    assert "the gradient was not finite" in result.stderr
+    found = replay(tmp_path / "runs" / "small", 3)
+    assert not found["applied"] and found["record"] == found["recorded"]
+    assert found["record"]["grad_norm"] == "Infinity" and not found["layers"]
+    assert all(row["after"] == row["before"] for row in found["rows"])
+    assert "so the step was skipped" in capsys.readouterr().out
+
+
 def test_of_a_pipeline(tmp_path: Path) -> None:
     trained(write_spec(tmp_path), "parallel.pipeline_stages=2", "train.max_steps=5", "train.eval_every=null")
     run = tmp_path / "runs" / "small"
@@ -237,13 +248,13 @@ def test_of_a_pipeline(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "change", "overrides", "error", "message"),
     [
-        (0, None, (), SpecError, "0, but of RUN steps 1 to 6 can be replayed"),
-        (7, None, (), SpecError, "7, but of RUN steps 1 to 6 can be replayed"),
+        (0, None, (), SpecError, "STEP: 0, but RUN has steps 1 to 6"),
+        (7, None, (), SpecError, "STEP: 7, but RUN has steps 1 to 6"),
         (1, lambda run: shutil.rmtree(run), (), MissingInputError, "neither the folder of a run"),
         (1, lambda run: forget(run), (), MissingInputError, "ranks.json cannot be read"),
         (5, lambda run: damage(run), (), AssertionError, "the checkpoint is damaged"),
         (5, None, ("data.max_length=24",), CheckpointError, "data.max_length was 256, now 24"),
-        (5, None, ("parallel.pipeline_stages=3",), SpecError, "3 does not divide the 2 processes"),
+        (5, None, ("train.micro_batch_size=4",), SpecError, "nearest values of global_batch_size"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_replayed(
