@@ -64,7 +64,7 @@ class CheckpointState:
     batch     the batch sizes that follow from it
     data      {a source of data.train or data.eval, or the part held out of one: {rows, tokens, fingerprint}};
               a loss is only compared with losses of the same held-out rows
-    layout    ranks, stages and ZeRO stage that wrote it; nothing reads it back
+    layout    ranks, stages and ZeRO stage that wrote it; no resume reads it, `dsft replay` takes its ranks
     versions  of dsft, torch, deepspeed, transformers
     base      where not all of a model's files is trained: the SHA-256 of each file, by name
     built_from  config, tokenizer and chat template, by `dsft.setup.identity.build_identity`

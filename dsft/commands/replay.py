@@ -23,12 +23,14 @@ from dsft.plan.tables import printed, table
 from dsft.rank.places import RANKS
 from dsft.report.jsonl import STEP, read_metrics
 from dsft.spec.layout import batch_on, layout_of
-from dsft.system.json_file import read_json, read_text, reason_of
+from dsft.system.json_file import read_text, reason_of
 from dsft.system.run_folder import MANIFEST, named_run, step_folders, step_of
 
 SHOWN = 40
 """Rows and layers of a table."""
 FIGURES = ("loss", "grad_norm")
+ROWS = ("row", "tokens", "targets", "loss before", "after", "after, without", "share above the median")
+LAYERS = ("layer", "gradient norm", "share of its square")
 
 
 def replay(
@@ -40,7 +42,11 @@ def replay(
 
     The result is written to OUTPUT_DIR/NAME-step-STEP.json."""
     run, title = named_run(name).resolve(), f"Step {step} of {name} cannot be replayed."
-    records = {int(one[STEP]): one for one in read_metrics(run / "metrics.jsonl") if "train/loss" in one}
+    metrics = run / "metrics.jsonl"
+    try:
+        records = {int(one[STEP]): one for one in read_metrics(metrics) if "train/loss" in one}
+    except OSError as error:
+        raise MissingInputError(f"{metrics} {reason_of(error)}; it has the run's figures.") from None
     saved = [folder for folder in step_folders(run) if (folder / MANIFEST).exists()]
     last = max([*records, *map(step_of, saved)], default=0)
     if not 1 <= step <= last:
@@ -83,48 +89,34 @@ def _made_by(run: Path, checkpoint: Path | None) -> tuple[str, dict[str, int]]:
         return yaml.safe_dump(dict(state["spec"])), {"world_size": 1, **state["layout"]}
     path = run / RANKS
     try:
-        ranks, path = len(read_json(path)), run / "spec.yaml"
-        return read_text(path), {"world_size": ranks}
-    except (OSError, ValueError, TypeError) as error:
-        why = "is no list" if isinstance(error, TypeError) else reason_of(error)
-        raise MissingInputError(
-            f"{path} {why}, and {run} has no checkpoint that says how it was made."
-        ) from None
+        ranks, path = read_text(path).count('"rank"'), run / "spec.yaml"
+        return read_text(path), {"world_size": max(1, ranks)}
+    except (OSError, ValueError) as error:
+        why = f"{path} {reason_of(error)}, and {run} has no checkpoint that says how it was made."
+        raise MissingInputError(why) from None
 
 
 def report(found: Mapping[str, Any], path: Path, blame: bool) -> str:
     """Return the result as text: figures of the step, then tables of its rows and layers. blame: those by
     their share, the largest first."""
-    layout, own = found["layout"], found["own_layout"]
-    is_same = all(layout.get(key) == value for key, value in own.items())
-    text = (
-        f"step {found['step']} of {found['run']}, from {found['checkpoint'] or 'the start of the run'}, on "
-    )
-    text += f"{_words(layout)}{'' if is_same else f'; the run had {_words(own)}, so roundings differ'}"
+    layout, own, start = found["layout"], found["own_layout"], found["checkpoint"] or "the start of the run"
+    text = f"step {found['step']} of {found['run']}, from {start}, on {_words(layout)}"
+    if any(layout.get(key) != value for key, value in own.items()):
+        text += f"; the run had {_words(own)}, so roundings differ"
     if not found["applied"]:
         text += "\nThe gradient was not finite, so the step was skipped."
+    found_rows, found_layers = (
+        sorted(found[name], key=lambda one: -one["share"] if blame else 0) for name in ("rows", "layers")
+    )
     rows = [
         [" ".join(filter(None, (one["row"], one["part"]))), f"{one['tokens']:,}", f"{one['targets']:,}"]
         + [_figure(one[key]) if key in one else "" for key in ("before", "after", "without")]
         + [f"{one['share']:.1%}"]
-        for one in _ordered(found["rows"], blame)
+        for one in found_rows
     ]
-    layers = [
-        [one["layer"], _figure(one["grad_norm"]), f"{one['share']:.1%}"]
-        for one in _ordered(found["layers"], blame)
-    ]
-    row_head = [
-        "row",
-        "tokens",
-        "targets",
-        "loss before",
-        "after",
-        "after, without",
-        "share above the median",
-    ]
-    layer_head = ["layer", "gradient norm", "share of its square"]
+    layers = [[one["layer"], _figure(one["grad_norm"]), f"{one['share']:.1%}"] for one in found_layers]
     parts: list[RenderableType] = [table(["", "loss", "gradient norm"], list(_compared(found)))]
-    for head, lines in ((row_head, rows), (layer_head, layers)):
+    for head, lines in ((ROWS, rows), (LAYERS, layers)):
         parts.append(table(head, lines[:SHOWN]))
         if len(lines) > SHOWN:
             parts.append(f"and {len(lines) - SHOWN:,} more in {path}")
@@ -148,10 +140,6 @@ def _compared(found: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [f"step {found['step']}", *(_figure(found[key]) for key in FIGURES)]
     if found.get("other"):
         yield [f"without {', '.join(found['without'])}", *(_figure(found["other"][key]) for key in FIGURES)]
-
-
-def _ordered(found: Sequence[Mapping[str, Any]], blame: bool) -> Sequence[Mapping[str, Any]]:
-    return sorted(found, key=lambda one: -one["share"]) if blame else found
 
 
 def _figure(value: float | str) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -46,20 +46,18 @@ def replayed(run: Run, asked: Mapping[str, Any]) -> dict[str, Any]:
     asked: `step`; `checkpoint`, to start from; `compared`, a checkpoint with whose inputs these are compared;
     `since` and `end`, the steps after and up to which the run's record has the mean; `without`, rows to leave
     out."""
-    world, start = run.world, None
     with swap_folders(run) as swap:
-        facts = HostFacts(swap=swap, cpu_adam=prepare_ops(run.spec, world, run.log))
-        compared, first = (_opened(run, asked[key]) for key in ("compared", "checkpoint"))
+        facts = HostFacts(swap=swap, cpu_adam=prepare_ops(run.spec, run.world, run.log))
+        compared, start = (_opened(run, asked[key]) for key in ("compared", "checkpoint"))
         inputs = read(replace(run, start=compared))
-        if first is not None:
-            world.first(first.verify)
-            start = first
         run = replace(run, start=start)
-        inputs, model, _task = prepared(run, inputs, facts, longest(run, inputs)[0].shape.numel())
+        if start is not None:
+            run.world.first(start.verify)
+        inputs, model, task = prepared(run, inputs, facts, longest(run, inputs)[0].shape.numel())
         progress = Progress(**start.state["progress"]) if start else Progress()
         if start is not None:
             load(run, model.engine, progress)
-        for line in checks(run, inputs, model, _task):
+        for line in checks(run, inputs, model, task):
             run.log(line)
         found = Replay(run, inputs, model).result(progress, asked)
         layout = asdict(run.layout) | {"zero_stage": run.spec.parallel.zero_stage}
@@ -129,24 +127,20 @@ class Replay:
         fragments, shapes = engine.owned_fragments(), engine.shapes()
         save(run.folder, fragments, shapes, state, run.world, model_files={}, retention=run.spec.checkpoint)
 
-    def _ids(self, batch: GlobalStep, rows: Sequence[str]) -> list[int]:
+    def _ids(self, batch: GlobalStep, rows: Sequence[str]) -> set[int]:
         """Return the examples that begin in these rows. Raises SpecError where there is none in the step, or
         none besides."""
         sources = {id: self.inputs.train.source(id) for id in batch.example_ids}
-        found = []
+        found, problem = set[int](), None
         for row in rows:
-            same = [id for id, source in sources.items() if source == row or source.endswith(f"/{row}")]
+            same = {id for id, source in sources.items() if source == row or source.endswith(f"/{row}")}
+            found |= same
             if not same:
-                message = f"{row} is not among the rows of the step; without --without they are listed"
-                raise SpecError(
-                    "The step cannot be computed without these rows.", [Problem("--without", message)]
-                )
-            found += same
-        if len(set(found)) == len(sources):
-            message = "no row of the step is left; leave out fewer"
-            raise SpecError(
-                "The step cannot be computed without these rows.", [Problem("--without", message)]
-            )
+                problem = f"{row} is not among the rows of the step; without --without they are listed"
+        if len(found) == len(sources):
+            problem = "no row of the step would be left; leave out fewer"
+        if problem is not None:
+            raise SpecError("The step cannot be computed without rows.", [Problem("--without", problem)])
         return found
 
     def _watched(
@@ -160,9 +154,11 @@ class Replay:
             result = self._step(batch, progress)
         after = self._losses(shown)
         main = next(term.count for term in model.objective.terms if term.weight)
-        weights = [data.counts[main][id] / shown.counts[main] for id in before]
+        times = Counter(shown.example_ids)  # a mixture may have a row twice in a step
+        weights = [times[id] * data.counts[main][id] / shown.counts[main] for id in before]
         shares = shares_of_loss(list(before.values()), weights)
-        total = defaultdict[str, float](float)
+        names = (name for of_rank in world.gather(list(model.engine.shapes())) for name in of_rank)
+        total = dict.fromkeys(map(layer_of, names), 0.0)
         for of_rank in world.gather(dict(squares)):
             for name, square in of_rank.items():
                 total[layer_of(name)] += square
