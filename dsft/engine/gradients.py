@@ -22,7 +22,9 @@ combined_scale), and at its lowest scale it raises. `Scaler` changes its scale a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ from deepspeed.runtime.zero import stage3, stage_1_and_2
 from torch import Tensor, nn
 
 from dsft.engine.api import LossScale
-from dsft.engine.state import is_copy
+from dsft.engine.state import StateShard, is_copy
 
 ROW = 1024
 """Number of elements per call of torch's norm: rounds by less than 1e-9 on average."""
@@ -117,6 +119,27 @@ class StepClip:
         squared = norm.square()
         dist.all_reduce(squared, group=self._stages)
         return squared.sqrt()
+
+
+@contextmanager
+def gradient_squares(
+    optimizer: torch.optim.Optimizer, owned: Sequence[tuple[str, StateShard]]
+) -> Iterator[dict[str, float]]:
+    """Yield a dict that an applied step in the block fills: by parameter, the sum of the squares of its
+    gradient as the optimizer gets it, clipped, over the elements that this rank owns."""
+    found: dict[str, float] = {}
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for name, shard in owned:  # ZeRO steps one group after the other; the others have no gradient then
+            if shard.home.grad is not None:
+                parts = shard.of(shard.home.grad).split(2**24)  # in float64 they take twice the memory
+                found[name] = math.fsum(float(part.double().square().sum()) for part in parts)
+
+    hook = optimizer.register_step_pre_hook(before_step)
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 class Scaler:

@@ -39,7 +39,7 @@ from dsft.engine.first_step import (
     sampled_state,
     unchanged,
 )
-from dsft.engine.gradients import Scaler, StepClip, install_norms, install_scaler
+from dsft.engine.gradients import Scaler, StepClip, gradient_squares, install_norms, install_scaler
 from dsft.engine.muon import Muon
 from dsft.engine.nvme import align_gradients
 from dsft.engine.optimizer import RATE, build_optimizer, settings_of
@@ -197,8 +197,9 @@ class TrainingEngine(ABC):
         )
 
     def gradient_squares(self) -> AbstractContextManager[Mapping[str, float]]:
-        layout = self._world.layout
-        return state.gradient_squares(self._engine, self._trained, self._world.shard_rank, layout.shards)
+        rank, shards = self._world.shard_rank, self._world.layout.shards
+        owned = tuple(state.owned_shards(self._engine, self._trained, rank, shards))
+        return gradient_squares(self._deepspeed.optimizer, owned)
 
     def replicated(self) -> Mapping[str, Tensor]:
         return replicated(self._causal_lm, state.master_weights(self._engine, self._trained))

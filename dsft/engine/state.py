@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +74,7 @@ def owned_fragments(
     under the first; one on two pipeline stages only on the first of them. Before the first applied step there
     are no moments, and none are yielded. Raises CheckpointError for an unknown optimizer.
     """
-    for name, shard in _owned_shards(engine, named, shard_rank, shards):
+    for name, shard in owned_shards(engine, named, shard_rank, shards):
         kinds: tuple[Kind, ...] = ("value", *_moments(engine.optimizer, shard.home))
         for kind in kinds:
             read = _reader(engine.optimizer, shard, kind)
@@ -83,28 +82,7 @@ def owned_fragments(
                 yield Fragment(name, kind, shard.start, shard.size, read)
 
 
-@contextmanager
-def gradient_squares(
-    engine: Any, named: Mapping[str, nn.Parameter], shard_rank: int, shards: int
-) -> Iterator[dict[str, float]]:
-    """Yield a dict that an applied step in the block fills: by parameter, the sum of the squares of its
-    gradient as the optimizer gets it, clipped, over the elements that this rank owns."""
-    owned, found = list(_owned_shards(engine, named, shard_rank, shards)), dict[str, float]()
-
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for name, shard in owned:  # ZeRO steps one group after the other; the others have no gradient then
-            if shard.home.grad is not None:
-                parts = shard.of(shard.home.grad).split(2**24)  # in float64 they take twice the memory
-                found[name] = math.fsum(float(part.double().square().sum()) for part in parts)
-
-    hook = _base(engine.optimizer).register_step_pre_hook(before_step)
-    try:
-        yield found
-    finally:
-        hook.remove()
-
-
-def _owned_shards(
+def owned_shards(
     engine: Any, named: Mapping[str, nn.Parameter], shard_rank: int, shards: int
 ) -> Iterator[tuple[str, StateShard]]:
     """Yield the part of each parameter of which this rank owns the state; see `owned_fragments`."""

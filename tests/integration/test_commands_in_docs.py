@@ -39,7 +39,7 @@ ADAPTER = "specs/mydpo.yaml"
 NAMED = {
     "runs/NAME": "runs/mydpo", "SPEC": "specs/mychat.yaml", "NAME": "mychat", "MODEL": "models/Qwen3-8B",
     "CONVERSATIONS": "data/train.jsonl", "PAIRS": "data/pairs.jsonl", "step-100": "step-2", "16000": "270",
-    "data/test.jsonl": "data/train.jsonl",
+    "data/test.jsonl": "data/train.jsonl", "1740": "2", "318": "3",
 }  # fmt: skip
 """Placeholders and sizes of the pages, and the values that this test uses for them."""
 

@@ -242,6 +242,54 @@ def test_of_a_pipeline(tmp_path: Path) -> None:
         assert sorted(one[key] for one in found[name]) == pytest.approx(expected, rel=1e-4)
 
 
+BF16 = "train.precision=bf16"
+SMALL = (
+    "data.eval=[]",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=2",
+    "model={name_or_path: BASE}",
+)
+KINDS: dict[str, tuple[str, ...]] = {
+    "zero-0": (BF16, "parallel.zero_stage=0"),
+    "zero-3-offloaded": (BF16, "parallel.zero_stage=3", "parallel.offload_optimizer.device=cpu"),
+    "adamw-8bit": ("optim.name=adamw_8bit", "parallel.zero_stage=2"),
+    "muon": ("optim.name=muon", "parallel.zero_stage=1"),
+    "split-rows": ("parallel.sequence_parallel=2", "data.packing=true"),
+    "dropout": ("model.from_config.attention_dropout=0.2", "train.neftune_alpha=5"),
+    "joined": ("task=pretrain", "data.packing=true", *SMALL, "data.train=[{path: texts.jsonl}]"),
+    "pairs-packed": ("task=dpo", "dpo={share_prompts: true}", "data.packing=true", *SMALL),
+    "reward": ("task=reward", *SMALL),
+    "kto": ("task=kto", "data.packing=true", *SMALL),
+    "distill": ("task=distill", "distill={reference_model: BASE, top_k: 8}", *SMALL[1:]),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `--without`, which restores the state before the step, the step is still that of the run."""
+    monkeypatch.chdir(tmp_path)
+    write_pairs(tmp_path / "pairs.jsonl")
+    texts = [json.dumps({"text": f"word {n} " * (5 + n % 9)}) for n in range(80)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(texts))
+    base = write_model(tmp_path / "base")
+    rows = (
+        ["data.train=[{path: pairs.jsonl}]"]
+        if {"task=dpo", "task=reward", "task=kto"} & {*KINDS[kind]}
+        else []
+    )
+    steps = ("train.max_steps=3", "train.eval_every=null", "checkpoint.every=2", "checkpoint.keep_last=null")
+    trained(write_spec(tmp_path), *rows, *(one.replace("BASE", str(base)) for one in KINDS[kind]), *steps)
+    run = tmp_path / "runs" / "small"
+    left_out = replay(run, 3)["rows"][1]["row"]
+    found = replay(run, 3, without=[left_out])
+    same_as_recorded(found, run, 3)
+    assert found["other"]["loss"] != found["loss"]
+    losses = [row["before"] for row in found["rows"]]
+    mean = sum(losses) / len(losses) if rows else weighted(found, "before")
+    assert kind == "dropout" or mean == pytest.approx(found["loss"], rel=1e-6)
+
+
 # --- what cannot be replayed ------------------------------------------------------------------------------
 
 
