@@ -54,9 +54,9 @@ class FakeEngine:
     def _never(self, *given: Any, **named: Any) -> Any:
         raise AssertionError("the loop does this through its trainer")
 
-    evaluate = load = owned_fragments = probe = snapshot = replicated = score = set_loss_scale = shapes = (
-        _never
-    )
+    evaluate = gradient_squares = load = owned_fragments = probe = snapshot = replicated = score = (
+        set_loss_scale
+    ) = shapes = _never
 
 
 @dataclass
