@@ -43,14 +43,8 @@ def on_ranks(
         folder.mkdir(parents=True)
         (folder / ASKED).write_text(json.dumps({**asked, "result": RESULT}), encoding="utf-8")
         (folder / SPEC).write_text(dump_spec(spec), encoding="utf-8")
-        argv = [
-            sys.executable,
-            str(SCRIPT),
-            str(folder / SPEC),
-            "--any_ranks",
-            "--action",
-            str(folder / ASKED),
-        ]
+        words = "--any_ranks", "--action", str(folder / ASKED)
+        argv = [sys.executable, str(SCRIPT), str(folder / SPEC), *words]
         code = run(argv, without_rank_variables(os.environ), processes, quiet=quiet)
         if code:
             return code, None

@@ -34,12 +34,8 @@ def evaluated(run: Run, asked: Mapping[str, Any]) -> dict[str, Any]:
         if start is not None:
             run.world.each(lambda: model.engine.load(start.read, 0))
         metrics = task.evaluation(run, inputs, model)(0)
-        return {
-            "target": asked["target"],
-            "checkpoint": checkpoint,
-            "rows": _rows(inputs),
-            "metrics": metrics,
-        }
+        named = {key: asked[key] for key in ("target", "checkpoint")}
+        return {**named, "rows": _rows(inputs), "metrics": metrics}
 
 
 def opened(run: Run, inputs: Inputs, path: Path) -> CheckpointReader:

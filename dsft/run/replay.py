@@ -136,7 +136,7 @@ class Replay:
             same = {id for id, source in sources.items() if source == row or source.endswith(f"/{row}")}
             found |= same
             if not same:
-                problem = f"{row} is not among the rows of the step; without --without they are listed"
+                problem = f"{row} is not among the rows of the step; without this option they are listed"
         if len(found) == len(sources):
             problem = "no row of the step would be left; leave out fewer"
         if problem is not None:
