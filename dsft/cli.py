@@ -522,13 +522,13 @@ def answer(  # noqa: PLR0913, PLR0917  an argument is an option
 def score(
     export: Annotated[
         Path,
-        typer.Argument(metavar="EXPORT", help="Folder of a reward model, or a run (its folder or name)."),
+        typer.Argument(metavar="EXPORT", help="Folder of a reward model or a classifier, or a run's name."),
     ],
     data: Annotated[str, typer.Option(metavar="FILE", help="Rows to score: pairs, conversations or texts.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="File to write, a line of JSON for each row.")],
     batch_size: Annotated[int, typer.Option(min=1, help="Answers in memory at once.")] = 8,
 ) -> None:
-    """Write the rewards that a reward model gives the answers of a file. It is the export of task reward."""
+    """Write the rewards that a reward model gives the answers of a file, or the labels of a classifier."""
     from dsft.commands.score import score as scored
 
     _print(scored(export, data, out, batch_size))

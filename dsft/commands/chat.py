@@ -44,7 +44,7 @@ from dsft.system.run_folder import named_export
 Message = dict[str, str]
 Write = Callable[[str], None]
 HELP = "/reset forgets the conversation, /system TEXT sets the system prompt (and forgets), /exit ends"
-ONLY_SCORES = "gives rewards and generates no text; see dsft score"
+ONLY_SCORES = "gives scores and generates no text; see dsft score"
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")  # of an adapter; peft reads the first there is
 
@@ -186,7 +186,7 @@ def load_model(name: str, dtype: torch.dtype | str = "auto", *, scores: bool = F
     model_files(name)  # raises for files outside of the folder, which transformers would read
     whole = config_around(name)
     if whole is None and has_scores(read_config(name)) is not scores:
-        kind = "generates text and gives no rewards; see dsft chat" if scores else ONLY_SCORES
+        kind = "generates text and gives no scores; see dsft chat" if scores else ONLY_SCORES
         raise MissingInputError(f"{name} is a model that {kind}.")
     loader: Any = AutoModelForCausalLM if whole is None else AutoModelForMultimodalLM
     loader = AutoModelForSequenceClassification if scores else loader

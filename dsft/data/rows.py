@@ -61,11 +61,12 @@ Sample = Text | Conversation
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A converted line: one sample, or the chosen and the rejected one of a pair. label: desirable or not
-    (KTO), of the first sample; the second has the opposite one. None: the row has no label."""
+    """A converted line: one sample, or the chosen and the rejected one of a pair. label: the number of the
+    row's class; for KTO desirable or not, of the first sample, and the second has the opposite one. None: the
+    row has no label."""
 
     samples: tuple[Sample, ...]
-    label: bool | None = None
+    label: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +126,8 @@ class TokenRows(Protocol):
         """(n,) a hash of each row's content before tokenization; rows with equal hashes are duplicates."""
 
     @property
-    def desirable(self) -> NDArray[np.bool_]:
-        """(n,) False: labeled as undesirable (KTO)."""
+    def labels(self) -> NDArray[np.int32]:
+        """(n,) the number of each row's class; for KTO 0, undesirable, or 1. 1 for rows without a label."""
 
     @property
     def digest(self) -> str:
@@ -191,8 +192,8 @@ class Records:
         return self.rows.content[:: self.each]
 
     @property
-    def desirable(self) -> NDArray[np.bool_]:
-        return self.rows.desirable[:: self.each]
+    def labels(self) -> NDArray[np.int32]:
+        return self.rows.labels[:: self.each]
 
     def source(self, record: int) -> str:
         """Return the record's place, "file:line"."""

@@ -116,7 +116,7 @@ def check_split(
     def compare() -> float:
         largest = 0.0
         for split, whole in zip(found, own, strict=True):
-            sums = (split.double().sum(-1) - whole.double().sum(-1)).abs().tolist()
+            sums = (split.double().flatten(1).sum(1) - whole.double().flatten(1).sum(1)).abs().tolist()
             for row, apart in zip(rows, sums, strict=True):
                 apart /= row.target_count
                 if not apart <= rounding(row.target_count, precision):

@@ -38,6 +38,7 @@ from dsft.model.older import can_use_sdpa
 from dsft.model.vocabulary import NewRows
 from dsft.model.whole import text_config
 from dsft.spec.architecture import quantization
+from dsft.spec.document import quote
 from dsft.spec.files import unfit_model
 from dsft.spec.schema import Model
 from dsft.system.hub import hub_obstacle, is_hub_id
@@ -133,33 +134,39 @@ def new_rows(model: Model, facts: TokenFacts) -> NewRows | None:
 
 
 def has_scores(config: PreTrainedConfig) -> bool:
-    """Whether a model with this config gives a score (`ForSequenceClassification`, in its file
+    """Whether a model with this config gives scores (`ForSequenceClassification`, in its file
     `score.weight`), not logits over the vocabulary."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
 def _set_scores(config: PreTrainedConfig, model: Model) -> None:
-    """Make the config one of a model that gives one score, as transformers saves it. Raises SpecError where
-    transformers has no such model, or it is one with several labels."""
+    """Make the config one of a model that gives scores, one for each of the spec's labels or the reward, as
+    transformers saves it. Raises SpecError where transformers has no such model, or it has other scores."""
+    names = model.labels or ("reward",)
     kind: str = config.model_type
     architecture: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if model.name_or_path is not None and config_around(model.name_or_path) is not None:
-        raise _error("model", f"task reward trains no {kind} model inside a multimodal one; choose another")
+        raise _error(
+            "model", f"no scores of a {kind} model inside a multimodal one can be trained; choose another"
+        )
     if architecture is None:
         raise _error(
             "model",
             f"transformers has no class for scores (…ForSequenceClassification) of {kind} models; choose a "
-            "model of another kind for task reward",
+            "model of another kind",
         )
-    if has_scores(config) and config.num_labels != 1:
+    held = tuple((config.id2label or {}).values())
+    unnamed = not model.labels or held == tuple(f"LABEL_{number}" for number in range(len(names)))
+    if has_scores(config) and not (held == names or (unnamed and len(held) == len(names))):
         raise _error(
             "model",
-            f"it is a classifier of {config.num_labels} labels, and a reward model has 1; give the model "
-            "from which it was trained",
+            f"it gives scores of {quote(held)}, and the task trains those of {quote(names)}; give the "
+            "model from which it was trained",
         )
     config.architectures = [architecture.__name__]
-    config.id2label, config.label2id = {0: "reward"}, {"reward": 0}
-    config.problem_type = "regression"  # pipelines of transformers then show the score as it is
+    config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
+    # pipelines of transformers show a regression's score as it is
+    config.problem_type = "single_label_classification" if model.labels else "regression"
 
 
 def _check_kind(config: PreTrainedConfig) -> None:

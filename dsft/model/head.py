@@ -144,8 +144,9 @@ def chunk_on(device: torch.device) -> int:
 
 
 class ScoreHead(Head):
-    """A linear layer of one output, the score of a token. It returns those of the targets, whatever token
-    each of these is, computed in float32."""
+    """A linear layer whose outputs are the scores of a token: one, or N for the labels of a classifier. It
+    returns those of the targets, (B, T) or (B, T, N), whatever token each of these is, computed in
+    float32."""
 
     def _logps(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return F.linear(hidden.float(), self.weight.float()).squeeze(1)

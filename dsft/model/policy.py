@@ -30,8 +30,8 @@ class PolicyOutput(NamedTuple):
     tuples.
 
     logps   (B, T) float32: the log-probability of each target, 0 where there is none; with `Tokens.others`
-            or `Policy.score_top` (B, T, C), as `Head.forward` has it; of a model that gives scores: the score
-            at each target
+            or `Policy.score_top` (B, T, C), as `Head.forward` has it; of a model that gives scores: those at
+            each target, (B, T), or (B, T, N) of N labels
     """
 
     logps: Tensor

@@ -149,7 +149,7 @@ class LoadedModelReader:
 
 
 class WithFreshScore:
-    """`values` of a causal language model, with a fresh layer of a score in place of its output layer."""
+    """`values` of a causal language model, with a fresh layer of scores in place of its output layer."""
 
     def __init__(self, model: PreTrainedModel, values: TensorReader, seed: int) -> None:
         """`model`, on the meta device, gives a score. The layer is drawn from the seed and its name, as
@@ -161,7 +161,7 @@ class WithFreshScore:
         self.unexpected = [name for name in values.unexpected if name not in replaced]
         self._values = values
         shape = tuple(model.get_parameter(SCORE).shape)
-        layer = nn.Linear(shape[1], 1, bias=False, device="meta").to_empty(device="cpu")
+        layer = nn.Linear(shape[1], shape[0], bias=False, device="meta").to_empty(device="cpu")
         with init_scope():
             torch.default_generator.manual_seed(module_seed(seed, "score"))
             initialize_module(NamedModule(layer, "score", model), frozenset())

@@ -65,8 +65,8 @@ def title_of(row: RowView) -> str:
     """Return a one-line description of a row."""
     facts = [f"row {row.number}"] if row.number is not None else []
     facts += [row.source, f"{len(row.tokens):,} tokens", f"{row.trained:,} trained on"]
-    if row.desirable is not None:
-        facts.append("desirable" if row.desirable else "undesirable")
+    if row.label is not None:
+        facts.append(row.label)
     if row.prompt is not None:
         once = ", computed once" if row.shared else ""
         facts.append(f"two answers after a prompt of {row.prompt:,} tokens{once}")

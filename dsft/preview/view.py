@@ -49,7 +49,7 @@ class RowView:
     why       the reason why it is shown
     shared    for a pair: the rejected answer follows only the last token of the prompt
     prompt    for a pair: number of tokens of the prompt; None: not a pair
-    desirable its label, of a task that uses labels
+    label     the name of its label, of a task that uses labels
     """
 
     number: int | None
@@ -60,7 +60,7 @@ class RowView:
     why: str = ""
     shared: bool = False
     prompt: int | None = None
-    desirable: bool | None = None
+    label: str | None = None
 
     @property
     def trained(self) -> int:
@@ -121,7 +121,7 @@ class PreviewData:
             why,
             shared=example.starts is not None,
             prompt=int(np.argmax(example.trained)) if is_pairs else None,
-            desirable=bool(self.train.desirable[index]) if self.train.labels else None,
+            label=self.train.labels[self.train.label_of[index]] if self.train.labels else None,
         )
 
     def micro_batch(self) -> BatchView:
@@ -160,7 +160,8 @@ class PreviewData:
                     if any(read.records.each * row in one.examples.row_ids for one in source):
                         fate = "held out"
                     else:
-                        fate = "left out" if read.records.desirable[row] else "labeled undesirable, left out"
+                        undesirable = not self.train.labels and read.records.labels[row] == 0
+                        fate = "labeled undesirable, left out" if undesirable else "left out"
                     yield self._whole(read.records, row, ", ".join([fate, *kinds_of(source, row, self.spec)]))
 
     def _whole(self, records: Records, row: int, why: str) -> RowView:
@@ -299,7 +300,7 @@ def _row_mapping(row: RowView) -> dict[str, Any]:
         "input_ids": [token.id for token in row.tokens],
         "tokens": [token.text for token in row.tokens],
         "trained": [token.trained for token in row.tokens],
-        **({} if row.desirable is None else {"desirable": row.desirable}),
+        **({} if row.label is None else {"label": row.label}),
     } | ({} if row.prompt is None else {"segments": row.segments, "prompt": row.prompt, "shared": row.shared})
 
 

@@ -120,6 +120,7 @@ def _facts(record: Mapping[str, float]) -> list[str]:
     formats = {
         "train/loss": "loss {:.4f}",
         "train/rewards/accuracies": "accuracy {:.3f}",
+        "train/accuracy": "accuracy {:.3f}",
         "train/rewards/margins": "margin {:.3g}",
         "train/grad_norm": "grad norm {:.3g}",
         "train/learning_rate": "lr {:.3g}",
@@ -127,6 +128,7 @@ def _facts(record: Mapping[str, float]) -> list[str]:
         "eval/loss": "held-out loss {:.4f}",
         "eval/perplexity": "held-out perplexity {:.4g}",
         "eval/rewards/accuracies": "held-out accuracy {:.3f}",
+        "eval/accuracy": "held-out accuracy {:.3f}",
         "eval/rewards/margins": "held-out margin {:.3g}",
     }
     facts = [form.format(record[name]) for name, form in formats.items() if name in record]

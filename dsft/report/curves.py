@@ -23,7 +23,7 @@ Points = tuple[list[int], list[float]]
 SMOOTHED_FROM = 60
 """Number of points from which on the training loss is also shown smoothed."""
 BLUE, RED = "#1f5fa8", "#c0392b"
-REWARDS = ("rewards/margins", "rewards/accuracies", "kl", "kd_loss")
+REWARDS = ("rewards/margins", "rewards/accuracies", "accuracy", "kl", "kd_loss")
 COLORS = (BLUE, "#e07a1f", "#2a9d5c", "#8e44ad", "#b8336a", "#0f8b8d", "#7a5c3e")
 DOTTED: dict[str, Any] = {"marker": "o", "markersize": 4}
 

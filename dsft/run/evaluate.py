@@ -50,7 +50,4 @@ def opened(run: Run, inputs: Inputs, path: Path) -> CheckpointReader:
 
 
 def _rows(inputs: Inputs) -> dict[str, Any]:
-    return {
-        one.name or "held out": {count: int(each.sum()) for count, each in one.data.counts.items()}
-        for one in inputs.held_out
-    }
+    return {one.name or "held out": one.data.count() for one in inputs.held_out}

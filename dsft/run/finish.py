@@ -62,6 +62,7 @@ def outcome(records: list[dict[str, float]]) -> list[str]:
         formats = {
             "eval/perplexity": ", perplexity {:.4g}",
             "eval/rewards/accuracies": ", accuracy {:.3f}",
+            "eval/accuracy": ", accuracy {:.3f}",
             "eval/rewards/margins": ", margin {:.3g}",
         }
         more = "".join(form.format(last[name]) for name, form in formats.items() if name in last)

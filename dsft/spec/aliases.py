@@ -109,6 +109,7 @@ OTHER_NAMES = {
     "kto.desirable_weight": "kto_chosen_weight desirable_weight",
     "kto.undesirable_weight": "kto_rejected_weight undesirable_weight",
     "reward.center_rewards_coefficient": "center_rewards_coefficient",
+    "classify.labels (their names)": "num_labels id2label label_names",
     "distill.reference_model": "teacher_model teacher_model_name_or_path teacher_model_path teacher",
     "distill.temperature": "kd_temperature",
     "distill.top_k": "gkd_logits_topk kd_top_k",
@@ -145,6 +146,7 @@ ALIASES = {
 VALUES: dict[str, dict[str, str]] = {
     "task": {
         "pt": "pretrain", "preference": "dpo", "rm": "reward",
+        **dict.fromkeys(("seq_cls", "classification", "sequence_classification"), "classify"),
         **dict.fromkeys(("kd", "gkd", "distillation"), "distill"),
         **{loss: f"dpo with dpo.loss_type: {loss}" for loss in ("ipo", "simpo", "orpo")},
     },

@@ -27,6 +27,7 @@ NEEDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         for label in ("label", "kto_tag")
         for keys in (("prompt", "completion"), ("messages",), ("conversations",), ("instruction", "output"))
     ),
+    "classify": (("text",), ("messages",), ("conversations",), ("prompt",)),
 }
 """Format -> alternative sets of required keys; a row has one of the sets."""
 _PROMPTED = ("prompt", "system", "tools", "functions")
@@ -38,6 +39,7 @@ MAY_HAVE: Mapping[str, tuple[str, ...]] = {
     "prompt_completion": ("system", "tools", "functions"),
     "preference": (*_PROMPTED, "conversations", "instruction", "input", "history"),
     "kto": (*_PROMPTED, "input", "history"),
+    "classify": ("label", "system", "tools", "functions"),
 }
 
 

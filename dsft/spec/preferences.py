@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from dsft.spec.document import quote
 from dsft.spec.findings import Finding, finding, value_at, value_finding
-from dsft.spec.schema import REFERENCE_FREE, SECTIONS, Distill, Dpo, Kto, Reference, Section, Spec
+from dsft.spec.schema import REFERENCE_FREE, SECTIONS, Classify, Distill, Dpo, Kto, Reference, Section, Spec
 from dsft.spec.task import TASKS
 
 SMOOTHED = ("sigmoid", "robust")
@@ -31,14 +31,7 @@ def preference_findings(spec: Spec) -> Iterator[Finding]:
             tasks = " or ".join(task for task, facts in TASKS.items() if facts.section == name)
             message = f"the section has no effect with task {spec.task}; set task: {tasks}, or leave it out"
             yield finding(name, message, "task")
-    if spec.task_kind.whole and spec.task_kind.answers and spec.data.train_on == "all":
-        why = (
-            "which is the same for both answers"
-            if spec.task_kind.rows > 1
-            else "which is no part of the answer"
-        )
-        message = f"would also train on the prompt, {why}; use assistant or last"
-        yield value_finding(spec, "data.train_on", message, "task")
+    yield from _train_on(spec)
     if spec.task_kind.whole and spec.train.label_smoothing > 0:
         message = f"smooths the next-token loss, not the loss of {spec.task_kind.unit}s; "
         has_own = own is not None and "label_smoothing" in type(own).model_fields
@@ -52,6 +45,8 @@ def preference_findings(spec: Spec) -> Iterator[Finding]:
         yield from _dpo(spec, own)
     if isinstance(own, Distill):
         yield from _distill(spec, own)
+    if isinstance(own, Classify):
+        yield from _classify(spec, own)
     if isinstance(own, Kto) and own.has_baseline and spec.train.global_batch_size == 1:
         message = "has no second row, whose answer loss_type kto needs; raise it, or use apo_zero_unpaired"
         yield value_finding(spec, "train.global_batch_size", message, "kto.loss_type")
@@ -60,6 +55,17 @@ def preference_findings(spec: Spec) -> Iterator[Finding]:
             yield from _adapter(spec, spec.reference)
         else:
             yield from _own_reference(spec, spec.reference)
+
+
+def _train_on(spec: Spec) -> Iterator[Finding]:
+    kind, message = spec.task_kind, ""
+    if kind.train_on and "train_on" in spec.data.model_fields_set:
+        message = f"has no effect with task {spec.task}, which trains on the label of a row; leave it out"
+    elif kind.whole and kind.answers and spec.data.train_on == "all":
+        why = "which is the same for both answers" if kind.rows > 1 else "which is no part of the answer"
+        message = f"would also train on the prompt, {why}; use assistant or last"
+    if message:
+        yield value_finding(spec, "data.train_on", message, "task")
 
 
 def _policy_is_not_its_reference(spec: Spec) -> Iterator[Finding]:
@@ -97,6 +103,12 @@ def _cannot_share(spec: Spec) -> Iterator[Finding]:
         if value not in possible:
             message = f"true needs {key} {needed}, but it is {quote(value)}; change it, or leave this out"
             yield finding(spec.own_key("share_prompts"), message, key)
+
+
+def _classify(spec: Spec, own: Classify) -> Iterator[Finding]:
+    if len(own.labels) < 2 or len(set(own.labels)) < len(own.labels) or "" in own.labels:
+        message = "must be names of at least two different labels, in the order of the model's scores"
+        yield value_finding(spec, "classify.labels", message, "task")
 
 
 def _distill(spec: Spec, own: Distill) -> Iterator[Finding]:

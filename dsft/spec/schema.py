@@ -145,12 +145,18 @@ class Model(Section):
     memory at once; by default so many that a chunk takes at most 1 GiB, or 256 MiB on a CPU."""
 
     _head: Head = PrivateAttr("vocabulary")
+    _labels: tuple[str, ...] = PrivateAttr(())
 
     @property
     def head(self) -> Head:
         """The last layer, which follows from the task of the spec; that of a section on its own is over the
         vocabulary."""
         return self._head
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the scores that the last layer gives, if it is one of scores."""
+        return self._labels
 
     def checkpoints(self, layer: int) -> bool:
         """Return whether the layer of this number is checkpointed; all are for an auto that
@@ -169,7 +175,10 @@ class Source(Section):
     """File, folder, pattern or hub data set (owner/name[:split]); or builtin:quickstart,
     builtin:quickstart-heldout, and for pairs builtin:quickstart-pairs, builtin:quickstart-pairs-heldout."""
     format: (
-        Literal["text", "messages", "alpaca", "sharegpt", "prompt_completion", "preference", "kto"] | None
+        Literal[
+            "text", "messages", "alpaca", "sharegpt", "prompt_completion", "preference", "kto", "classify"
+        ]
+        | None
     ) = None
     """Format of the rows; by default it is detected from their keys and printed."""
     columns: dict[str, str] = Field(default_factory=dict)
@@ -330,6 +339,13 @@ class Reward(Section):
     is auto or sdpa."""
 
 
+class Classify(Section):
+    """Training of a classifier, which gives a row one of several labels."""
+
+    labels: Strings = ()
+    """Names of the labels, in the order of the model's scores; required."""
+
+
 class Distill(Reference):
     """Distillation from a teacher, which is the reference."""
 
@@ -368,7 +384,13 @@ class Distill(Reference):
         return 2 * self.top_k + 1
 
 
-SECTIONS: dict[str, type[Section]] = {"dpo": Dpo, "kto": Kto, "reward": Reward, "distill": Distill}
+SECTIONS: dict[str, type[Section]] = {
+    "dpo": Dpo,
+    "kto": Kto,
+    "reward": Reward,
+    "classify": Classify,
+    "distill": Distill,
+}
 """The sections of tasks, by name: see `TaskFacts.section`."""
 
 
@@ -589,8 +611,8 @@ class Spec(Section):
     """Name of the run and of its folder: at most 100 letters, digits, '.', '_' and '-'."""
     task: TaskName
     """Training task: sft (answers in conversations), pretrain (plain text), dpo (preferences), kto (answers
-    labeled desirable or undesirable), reward (a reward model of preferences) or distill (answers, with a
-    teacher)."""
+    labeled desirable or undesirable), reward (a reward model of preferences), classify (rows with one of
+    several labels) or distill (answers, with a teacher)."""
     model: Model
     """The model to train."""
     data: Data
@@ -601,6 +623,8 @@ class Spec(Section):
     """Settings of task kto; by default the defaults of its keys."""
     reward: Reward | None = None
     """Settings of task reward; by default the defaults of its keys."""
+    classify: Classify | None = None
+    """Settings of task classify, which needs the labels."""
     distill: Distill | None = None
     """Settings of task distill, which needs the teacher in reference_model."""
     parallel: Parallel = Parallel()
@@ -633,6 +657,12 @@ class Spec(Section):
         """The section of the task's own keys, or its defaults if the spec has none; None: a task without."""
         name = self.task_kind.section
         return None if name is None else getattr(self, name) or SECTIONS[name]()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the labels of rows that the loss uses, by their number; empty if it uses none."""
+        own = self.of_task
+        return own.labels if isinstance(own, Classify) else self.task_kind.labels
 
     @property
     def reference(self) -> Reference | None:
@@ -673,8 +703,8 @@ class Spec(Section):
 
     @model_validator(mode="after")
     def _set_head(self) -> Spec:
-        """Tell the model section which last layer the task trains."""
+        """Tell the model section which last layer the task trains, and what it gives."""
         model = self.model.model_copy()
-        model._head = self.task_kind.head
+        model._head, model._labels = self.task_kind.head, self.labels
         self.__dict__["model"] = model
         return self

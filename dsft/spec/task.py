@@ -10,7 +10,8 @@ Kind = Literal["fine-tuning", "pretraining", "preference training"]
 """What a task is like; it decides which learning rates are usual."""
 
 Head = Literal["vocabulary", "score"]
-"""What a model's last layer gives for a token: the log-probability of the next one, or one number, a score.
+"""What a model's last layer gives for a token: the log-probability of the next one, or scores: one number, or
+one for each label.
 dsft.model.head builds both, and dsft.data.sets.dataset marks which tokens they are computed at."""
 
 
@@ -27,8 +28,9 @@ class TaskFacts:
     if_named    formats that are accepted only if the spec names them -> what the task then does
     answers     True if a row is a prompt and an answer, which is never split; False if it is text, which may
                 be
-    labels      whether the loss uses the labels of rows (desirable or not); otherwise undesirable rows are
-                left out
+    labels      names of the labels of rows that the loss uses, by their number; see `Spec.labels`. Without
+                any, undesirable rows are left out
+    train_on    the value of data.train_on that the task needs; None: the spec's
     head        see `Head`. With a score, an answer has one target: its last token, at its own position
     section     the section of the spec that has the task's own keys. If it is a `schema.Reference`, the loss
                 may compare the policy with a frozen reference
@@ -43,7 +45,8 @@ class TaskFacts:
     rows: int = 1
     if_named: Mapping[str, str] = field(default_factory=dict)
     answers: bool = True
-    labels: bool = False
+    labels: tuple[str, ...] = ()
+    train_on: Literal["all"] | None = None
     head: Head = "vocabulary"
     section: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
@@ -98,7 +101,7 @@ TASKS: dict[str, TaskFacts] = {
         "KTO on labeled answers",
         "preference training",
         cut="answers",
-        labels=True,
+        labels=("undesirable", "desirable"),
         section="kto",
         options={
             "loss_type": "loss",
@@ -121,6 +124,16 @@ TASKS: dict[str, TaskFacts] = {
             "label_smoothing": "label smoothing",
         },
     ),
+    "classify": TaskFacts(
+        "row",
+        ("classify",),
+        "cross entropy of each row's label",
+        "fine-tuning",
+        cut="answers",
+        train_on="all",
+        head="score",
+        section="classify",
+    ),
     "distill": replace(
         _ON_ANSWERS,
         objective="distillation on answers",
@@ -137,6 +150,6 @@ TASKS: dict[str, TaskFacts] = {
 
 
 def task_names() -> str:
-    """Return the names of all tasks as a phrase: "sft, pretrain, dpo, kto, reward or distill"."""
+    """Return the names of all tasks as a phrase: "sft, pretrain, dpo, kto, reward, classify or distill"."""
     *most, last = TASKS
     return f"{', '.join(most)} or {last}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dsft.spec.schema import Spec
 from dsft.tasks.api import Task
+from dsft.tasks.classify import Classifier
 from dsft.tasks.distill import Distillation
 from dsft.tasks.kto import LabeledAnswers
 from dsft.tasks.language import LanguageModeling
@@ -12,7 +13,7 @@ from dsft.tasks.reward import RewardModel
 
 TASKS: dict[str, Task] = {
     "sft": LanguageModeling(), "pretrain": LanguageModeling(), "dpo": Preference(), "kto": LabeledAnswers(),
-    "reward": RewardModel(), "distill": Distillation(),
+    "reward": RewardModel(), "classify": Classifier(), "distill": Distillation(),
 }  # fmt: skip
 
 

@@ -61,11 +61,11 @@ def rows_of(model: Path, lines: Sequence[dict[str, str]] = LINES) -> list[tuple[
     return [(ids(line, "chosen"), ids(line, "rejected")) for line in lines]
 
 
-def fresh_score(hidden: int, std: float) -> Tensor:
+def fresh_score(hidden: int, std: float, labels: int = 1) -> Tensor:
     """As docs/reward.md describes it."""
     digest = hashlib.sha256(f"{SEED}/score".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-    return torch.empty(1, hidden).normal_(0.0, std, generator=generator)
+    return torch.empty(labels, hidden).normal_(0.0, std, generator=generator)
 
 
 def opened(folder: Path) -> Any:
@@ -336,7 +336,7 @@ def test_adapter_has_the_score(model: Path, tmp_path: Path) -> None:
     assert "task: reward" in str(found_by_eval(str(run / "export"), ["rows.jsonl"]).spec)
     with pytest.raises(MissingInputError, match="is an adapter; write the whole model with"):
         score(run / "export", "rows.jsonl", tmp_path / "out", 8)
-    with pytest.raises(MissingInputError, match="gives rewards and generates no text; see dsft score"):
+    with pytest.raises(MissingInputError, match="gives scores and generates no text; see dsft score"):
         load(run / "export", Sampling())
 
 
@@ -349,7 +349,7 @@ def test_what_cannot_be_is_refused_by_name(model: Path, runs: Path, tmp_path: Pa
     assert "bad.jsonl:2" in output and '"rejected" is missing' in output and "bad.jsonl:3" in output, output
     with pytest.raises(DataError, match="2 rows cannot be scored"):
         score(runs / "alone" / "export", str(path), tmp_path / "out", 8)
-    with pytest.raises(MissingInputError, match="generates text and gives no rewards"):
+    with pytest.raises(MissingInputError, match="generates text and gives no scores"):
         score(model, str(path), tmp_path / "out", 8)
-    with pytest.raises(MissingInputError, match="gives rewards and generates no text"):
+    with pytest.raises(MissingInputError, match="gives scores and generates no text"):
         load(runs / "alone" / "export", Sampling())

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from dsft.data.rows import Rendered
 from dsft.system.files import TEMPORARY, sync_folder
 
-VERSION = 7
+VERSION = 8
 """Version of the cache. Increase it when the same file, format, chat template and tokenizer give different
 rows, tokens or masks, or when the arrays of a block change: blocks of other versions are not read.
 tests/unit/data/test_data_version.py checks it."""
@@ -44,7 +44,7 @@ ROW = np.dtype(
         ("trained", "<i4"),  # the number of its targets
         ("lines", "<u4"),  # its line number in the block, from 1
         ("ended", "?"),  # as in `Rendered`
-        ("desirable", "?"),  # as in `TokenRows`
+        ("labels", "<i4"),  # as in `TokenRows`
     ]
 )
 _INDEX = "block.json"
@@ -128,7 +128,7 @@ class BlockBuilder:
             name: array(ROW[name].char.replace("?", "B")) for name in ROW.names or ()
         }
 
-    def add(self, rendered: Rendered, *, line: int, content: int, desirable: bool) -> None:
+    def add(self, rendered: Rendered, *, line: int, content: int, label: int) -> None:
         ids = rendered.input_ids
         edges = np.flatnonzero(np.diff(rendered.trained.astype(np.int8), prepend=0, append=0))
         spans = edges.astype("<i4").tobytes()
@@ -143,7 +143,7 @@ class BlockBuilder:
             "trained": int(np.count_nonzero(rendered.trained[1:])),
             "lines": line,
             "ended": rendered.ended,
-            "desirable": desirable,
+            "labels": label,
         }
         for name, value in values.items():
             self._columns[name].append(value)

@@ -143,8 +143,8 @@ def _render(
             continue
         for number, sample in enumerate(samples):
             spelled += [line.number] * sample.spelled
-            desirable = row.label is None or row.label is (number == 0)
-            builder.add(sample, line=line.number, content=line.content, desirable=desirable)
+            label = 1 if row.label is None else 1 - row.label if number else int(row.label)
+            builder.add(sample, line=line.number, content=line.content, label=label)
     return refused
 
 

@@ -41,7 +41,7 @@ class StoredRows:
     trained: NDArray[np.int64]
     ended: NDArray[np.bool_]
     content: NDArray[np.uint64]
-    desirable: NDArray[np.bool_]
+    labels: NDArray[np.int32]
     digest: str
     starts: NDArray[np.int64]
     names: tuple[str, ...]
@@ -120,7 +120,7 @@ _COLUMNS: Mapping[str, Any] = {
     "trained": np.int64,
     "ended": np.bool_,
     "content": np.uint64,
-    "desirable": np.bool_,
+    "labels": np.int32,
     "digests": np.uint64,
 }
 

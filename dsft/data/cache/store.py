@@ -117,9 +117,16 @@ def cache_folder(spec: Spec) -> Path:
 
 
 def tokenized_rows(
-    source: Source, renderer: Renderer, *, task: str, cache: Cache = IN_MEMORY, max_rows: int | None = None
+    source: Source,
+    renderer: Renderer,
+    *,
+    task: str,
+    labels: tuple[str, ...] = (),
+    cache: Cache = IN_MEMORY,
+    max_rows: int | None = None,
 ) -> StoredRows:
     """Return the tokens of all rows of the source, or of the first `max_rows`, from the cache where possible.
+    labels: as in `Format`.
 
     Raises MissingInputError for a missing file, DataError if a file changes while it is read, StorageError if
     the cache cannot be written, WorldError if a worker is killed. Bad rows are listed in the account.
@@ -129,7 +136,7 @@ def tokenized_rows(
     if cache.sample is not None:
         parts, share = sample(files, cache.sample)
         files = tuple(dict.fromkeys(part.file for part in parts))
-    heads = [_head(file, source, task) for file in files]
+    heads = [_head(file, source, task, labels) for file in files]
     jobs = [job for head in heads for job in _jobs(head, renderer, cache, parts)]
     opened: list[tuple[BlockJob, BlockIndex]] = []
     with closing(_BlockStore(source.path, renderer, cache)) as store:
@@ -148,7 +155,7 @@ def tokenized_rows(
 # --- the blocks of a file ---------------------------------------------------------------------------------
 
 
-def _head(file: DataFile, source: Source, task: str) -> FileHead:
+def _head(file: DataFile, source: Source, task: str, labels: tuple[str, ...]) -> FileHead:
     """Detect a file's format from its first rows, which are read at every start, cached or not."""
     rows: list[Line] = []
     bad: list[tuple[int, str]] = []
@@ -165,7 +172,7 @@ def _head(file: DataFile, source: Source, task: str) -> FileHead:
             break
     format = refusal = None
     try:
-        format = formats.choose(source, rows, task) if rows else None
+        format = formats.choose(source, rows, task, labels) if rows else None
     except BadRowError as error:
         refusal = (rows[0].number, str(error))
         bad_rows, bad = bad_rows + 1, [*bad, refusal]
@@ -179,7 +186,7 @@ def check_first_rows(spec: Spec) -> None:
     problems: list[Problem] = []
     for source in (*spec.data.train, *spec.data.eval):
         if not source.path.startswith(BUILTIN_PREFIX) and local_files(source.path) is not None:
-            heads = (_head(file, source, spec.task) for file in data_files(source.path))
+            heads = (_head(file, source, spec.task, spec.labels) for file in data_files(source.path))
             head = next((head for head in heads if head.format or head.account.bad), None)
             if head is None:
                 problems.append(Problem(source.path, "has no rows; name a file with rows"))

@@ -1,4 +1,4 @@
-"""Convert rows of the formats prompt_completion, preference and kto.
+"""Convert rows of the formats prompt_completion, preference, kto and classify.
 
 The prompt is not trained on, unless a message in it has a flag. All functions raise BadRowError.
 """
@@ -23,14 +23,17 @@ from dsft.data.formats.message import (
     turns,
     with_system,
 )
-from dsft.data.formats.values import Fields, boolean, check_keys, is_empty, string
+from dsft.data.formats.values import Fields, boolean, check_keys, is_empty, quoted, string
 from dsft.data.read.json_rows import json_type
 from dsft.data.rows import BadRowError, Conversation, Row, Sample, Text
+from dsft.spec.document import quote
 from dsft.spec.task import TASKS
 
 _LABELS: Mapping[str, bool] = {"true": True, "false": False, "1": True, "0": False}
 """Labels in CSV, in lower case -> value."""
 _PAIR = ("chosen", "rejected")
+SHOWN = 10
+"""Labels that a message lists."""
 _PROMPT_NAMES = ("question", "query", "input")
 """Names of the prompt in files of other tools."""
 
@@ -67,6 +70,35 @@ def kto(fields: Fields) -> Row:
         return Row((_conversation(alpaca_turns(fields), answer, place, _tools(fields)),), label)
     prompt, answer = _last_answer(fields)
     return Row((_conversation(prompt, answer, answer[0].place, _tools(fields)),), label)
+
+
+def classify(fields: Fields, labels: Sequence[str]) -> Row:
+    """Return the row with the number of its label, all of it trained on; the label is not read without
+    `labels`."""
+    label = class_of(fields, labels) if labels else None
+    key = next(one for one in ("text", "messages", "conversations", "prompt") if fields.get(one) is not None)
+    value, name = fields.get(key), fields.name(key)
+    if isinstance(value, str) and key in ("text", "prompt"):
+        return Row((Text(((string(value, name), True),)),), label)
+    dialect = OPENAI if key == "messages" else SHAREGPT
+    given = with_system(fields, turns(value, name, dialect))
+    whole = conversation([turn._replace(trained=True) for turn in given], row_tools(fields), name=name)
+    return Row((whole,), label)
+
+
+def class_of(fields: Fields, labels: Sequence[str]) -> int:
+    """Return the number of the row's label, which is given by its name or, unless a label's name is a whole
+    number, by its number from 0. Raises BadRowError for another value."""
+    value, name = fields.get("label"), fields.name("label")
+    text = str(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else None
+    if text in labels:
+        return labels.index(text)
+    if text is not None and text.isdecimal() and int(text) < len(labels):
+        if not any(label.isdecimal() for label in labels):
+            return int(text)
+    found = "is missing" if value is None else f"is {quote(value, 40)}"
+    shown = quoted(labels[:SHOWN]) + ", …" * (len(labels) > SHOWN)
+    raise BadRowError(f'"{name}" {found}; it must be one of classify.labels: {shown}')
 
 
 def is_desirable(fields: Fields) -> bool:

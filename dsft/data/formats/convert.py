@@ -8,7 +8,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from dsft.data.formats.answers import kto, preference, prompt_completion
+from dsft.data.formats.answers import classify, kto, preference, prompt_completion
 from dsft.data.formats.detect import Format, check_row
 from dsft.data.formats.message import (
     OPENAI,
@@ -36,6 +36,8 @@ def convert(row: Mapping[str, Any], found: Format) -> Row:
     check_row(fields, found)
     if found.name != "text":
         _check_media(row)
+    if found.name == "classify":
+        return classify(fields, found.labels)
     return preference(fields, found.task) if found.name == "preference" else _CONVERT[found.name](fields)
 
 

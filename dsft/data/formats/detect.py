@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsft.data.formats.answers import is_desirable
@@ -38,6 +38,7 @@ class Format:
     by       what decided it: the spec, or the first line that has it
     columns  dsft's name -> the file's name
     task     determines what of a row is trained on
+    labels   the names of the classes of task classify; (): labels of rows are not read
     """
 
     name: str
@@ -45,11 +46,12 @@ class Format:
     by: str
     columns: Mapping[str, str]
     task: str
+    labels: tuple[str, ...] = ()
 
 
-def choose(source: Source, lines: Sequence[Line], task: str) -> Format:
-    """Return the format of a file from its first lines. Raises BadRowError if there is none, or if the task
-    does not take it."""
+def choose(source: Source, lines: Sequence[Line], task: str, labels: tuple[str, ...] = ()) -> Format:
+    """Return the format of a file from its first lines. labels: as in `Format`. Raises BadRowError if there
+    is none, or if the task does not take it."""
     _check_columns(source)
     if source.format is not None:
         found = _named(source.format, lines, source.columns, task)
@@ -61,7 +63,7 @@ def choose(source: Source, lines: Sequence[Line], task: str) -> Format:
         if TASKS[task].labels:
             way_out = f'add a "label" to each row, or {way_out}'
         raise BadRowError(f"the rows are {found.name}, but task {task} takes {', '.join(taken)}; {way_out}")
-    return found
+    return replace(found, labels=labels)
 
 
 def check_row(fields: Fields, found: Format) -> None:
@@ -105,7 +107,7 @@ def _detected(lines: Sequence[Line], columns: Mapping[str, str], task: str) -> F
     """Return the format of the first row that has one; `check_row` holds the other rows to it."""
     rows = [(line.number, Fields(line.row, columns)) for line in lines if line.row is not None]
     for number, fields in rows:
-        fits = _fitting(fields)
+        fits = [name for name in _fitting(fields) if _is_known(name, task)]
         if fits:
             name = _format_for(fits, task)
             unused = [ours for ours in columns if all(ours not in column_names(fit) for fit in fits)]
@@ -117,6 +119,11 @@ def _detected(lines: Sequence[Line], columns: Mapping[str, str], task: str) -> F
             by = f"line {number} is {name}"
             return Format(name, f"detected {name}: {_why(name, fields)}", by, columns, task)
     raise BadRowError(_no_format(rows[0][1], task))
+
+
+def _is_known(name: str, task: str) -> bool:
+    """Return whether rows can be detected to have a format. Those of classify have the keys of others."""
+    return name != "classify" or name in TASKS[task].formats
 
 
 def _fitting(fields: Fields) -> list[str]:
@@ -195,7 +202,9 @@ def _no_format(fields: Fields, task: str) -> str:
     suggestion = _suggestion(row, task)
     if suggestion:
         return f"no format fits the keys {quoted(row)}; did you mean {suggestion}?"
-    formats = "; ".join(f"{name} needs {quoted(needs[0])}" for name, needs in NEEDS.items())
+    formats = "; ".join(
+        f"{name} needs {quoted(needs[0])}" for name, needs in NEEDS.items() if _is_known(name, task)
+    )
     renamed = "rename keys with columns: {name in dsft: name in the file}"
     return f"no format fits the keys {quoted(row)}: {formats}; {renamed}"
 

@@ -52,7 +52,8 @@ def cut_answers(records: Records, ids: Ids, options: CutOptions) -> CutRows:
         first, *others = (rows.read_part(one, start, stop).input_ids for one in row[record].tolist())
         same[record] = all(np.array_equal(first, other) for other in others)
     columns = [ids, small(prompts - kept + headed), small(kept), headed, small(short), small(targets)]
-    columns += [records.desirable[ids]] if options.labels else []
+    if options.labels:  # in the bytes of earlier versions
+        columns.append(records.labels[ids].astype(np.min_scalar_type(options.labels - 1)))
     noted = {
         "truncated": too_long,
         "without_end": (is_cut | ~records.ended[ids]) & ~same,

@@ -30,7 +30,7 @@ class CutOptions:
     max_length     tokens of an example at most; for a pair, of each of its rows
     bos            the tokenizer's beginning-of-text id, kept in front of a truncated row; None: it has none
     share_prompts  the prompt of a pair is computed once for both answers
-    labels         the task uses the labels of records, so they are part of what identifies the examples
+    labels         number of labels that the task uses, which are then a part of what identifies the examples
     pad_id         as in Examples
     """
 
@@ -38,7 +38,7 @@ class CutOptions:
     how: OnTooLong
     bos: int | None
     share_prompts: bool = False
-    labels: bool = False
+    labels: int = 0
     pad_id: int | None = None
 
 

@@ -230,14 +230,14 @@ class Dataset:
     weights  the weight of each source; None: an epoch has every example once
     names    the name of each source in metrics; needed if there are several
     whole    whether whole answers are compared
-    labels   whether the task uses the labels of examples
+    labels   names of the classes that the loss uses, by their number; (): it uses none
     """
 
     parts: tuple[Examples, ...]
     weights: tuple[float, ...] | None = None
     names: tuple[str, ...] = ()
     whole: bool = False
-    labels: bool = False
+    labels: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -301,9 +301,6 @@ class Dataset:
         """The counts that losses are normalized by, name -> (n,) of each example."""
         names = self.parts[0].counts if self.parts else ()
         counts = {name: _joined([part.counts[name] for part in self.parts]) for name in names}
-        if self.labels:
-            counts |= {"desirable": self.desirable.astype(np.int32)}
-            counts |= {"undesirable": 1 - counts["desirable"]}
         return counts
 
     @property
@@ -311,11 +308,20 @@ class Dataset:
         """Number of answers of each example: 2 for preference pairs, else 1."""
         return self.parts[0].targets.shape[1] if self.parts else 1
 
+    def count(self, ids: NDArray[np.int64] | None = None) -> Mapping[str, int]:
+        """Return the counts that losses are normalized by, of the examples `ids` or of all: those of
+        `counts`, and by name the number of examples of each label."""
+        chosen = slice(None) if ids is None else ids
+        found = {name: int(each[chosen].sum()) for name, each in self.counts.items()}
+        if not self.labels:
+            return found
+        of_labels = np.bincount(self.label_of[chosen], minlength=len(self.labels)).tolist()
+        return dict(zip(self.labels, of_labels, strict=True)) | found
+
     @cached_property
-    def desirable(self) -> NDArray[np.bool_]:
+    def label_of(self) -> NDArray[np.int32]:
         """(n,) the label of each example: that of the row in which it begins."""
-        labels = (part.rows.desirable[part.row_ids] for part in self.parts)
-        return np.concatenate([np.zeros(0, np.bool_), *labels])
+        return _joined([part.rows.labels[part.row_ids] for part in self.parts])
 
     @cached_property
     def prompts(self) -> NDArray[np.int32]:

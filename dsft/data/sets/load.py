@@ -77,10 +77,10 @@ def load_data(
     """
     data, share_prompts, kind = spec.data, shares_prompts(spec), spec.task_kind
     bos, pad = tokenizer.bos_token_id, pad_id(tokenizer) if kind.head == "score" else None
-    options = CutOptions(data.max_length, on_too_long(spec), bos, share_prompts, kind.labels, pad)
+    options = CutOptions(data.max_length, on_too_long(spec), bos, share_prompts, len(spec.labels), pad)
     sets = _sets(spec, tokenizer, cache, options)
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
-    how = kind.whole, kind.labels
+    how = kind.whole, spec.labels
     train, *held_out = (
         Dataset(tuple(one.examples for one in sources), None, tuple(one.name for one in sources), *how)
         for sources in sets
@@ -132,15 +132,18 @@ def _sets(
 ) -> list[list[SourceData]]:
     """Return the sets, the training set first, with their rows cut to examples."""
     data, kind = spec.data, spec.task_kind
-    renderer = Renderer(tokenizer, train_on=data.train_on, name=data.chat_template, thinking=data.thinking)
+    train_on = kind.train_on or data.train_on
+    renderer = Renderer(tokenizer, train_on=train_on, name=data.chat_template, thinking=data.thinking)
 
     def records_of(source: Source) -> Records:
         most = None if source.max_rows is None else kind.rows * source.max_rows
-        rows = tokenized_rows(source, renderer, task=spec.task, cache=cache, max_rows=most)
+        rows = tokenized_rows(
+            source, renderer, cache=cache, max_rows=most, task=spec.task, labels=spec.labels
+        )
         return Records(rows, kind.rows, kind.unit)
 
     read = [[records_of(one) for one in sources] for sources in (data.train, data.eval)]
-    divided, cut = divide(data, *read, labels=kind.labels), CUTS[kind.cut]
+    divided, cut = divide(data, *read, labels=bool(spec.labels)), CUTS[kind.cut]
     return [[cut_with(cut, one, options) for one in sources] for sources in divided]
 
 
@@ -210,8 +213,8 @@ def _notes(account: Account) -> Iterator[str]:
 
 def _labels(data: Dataset) -> Iterator[str]:
     if data.labels:
-        desirable = int(data.desirable.sum())
-        yield f"{desirable:,} desirable, {len(data) - desirable:,} undesirable"
+        counts = data.count()
+        yield ", ".join(f"{counts[name]:,} {name}" for name in data.labels)
 
 
 def _first_places(sources: Sequence[SourceData], rows: Sequence[Ids]) -> tuple[str, ...]:

@@ -131,7 +131,7 @@ def divide(
     have records (if none has, the first of them).
 
     train, evaluated: the records of each source of data.train and of data.eval; labels: the task uses labels,
-    so that undesirable records are not left out.
+    so that records of label 0, undesirable ones, are not left out.
     """
     select = partial(_select, labels=labels)
     trained = held_out = select(TRAIN, None, train_names(data.train), data.train, train)
@@ -170,12 +170,12 @@ def _select(
     counts = [len(one.content[: source.max_rows]) for one, source in zip(records, sources, strict=True)]
     content = [one.content[:count] for one, count in zip(records, counts, strict=True)]
     if labels:  # the two answers of a pair have its content
-        content = [one ^ ~other.desirable[: len(one)] for one, other in zip(content, records, strict=True)]
+        content = [one ^ (other.labels[: len(one)] == 0) for one, other in zip(content, records, strict=True)]
     duplicates = np.split(is_duplicate(np.concatenate(content)), np.cumsum(counts)[:-1])
     selected = []
     for name, source, one, count, duplicate in zip(names, sources, records, counts, duplicates, strict=True):
         empty = one.lengths[:count] <= 1
-        undesirable = ~one.desirable[:count] & ~empty & (not labels)
+        undesirable = (one.labels[:count] == 0) & ~empty & (not labels)
         without = (one.trained[:count] == 0) & ~empty & ~undesirable
         left_out = {"empty": _ids(empty), "undesirable": _ids(undesirable), "without_target": _ids(without)}
         ids, noted = _ids(~(empty | undesirable | without)), {"duplicate": _ids(duplicate)}

@@ -86,7 +86,8 @@ class Answers:
     reference    (n, k) float64: the reference's log-probability of each answer, summed over its targets;
                  None: not known
     segments     (T,) int32: packed: the segment, from 0, of each position; set by `to`
-    desirable    (n,) bool: the label of each example (KTO); None: the task uses none
+    labels       (n,) int64: the number of each example's label; for KTO 1 is desirable, 0 is not; None: the
+                 task uses none
     kl           () float64: the divergence of policy and reference, estimated over the whole step (KTO);
                  None: not estimated
     """
@@ -95,7 +96,7 @@ class Answers:
     num_targets: Tensor
     reference: Tensor | None = None
     segments: Tensor | None = None
-    desirable: Tensor | None = None
+    labels: Tensor | None = None
     kl: Tensor | None = None
 
     def to(self, device: torch.device, row: Segments | None) -> Answers:
@@ -104,15 +105,15 @@ class Answers:
         if segments is None and row is not None:
             numbers = torch.arange(len(row.lengths), dtype=torch.int32)
             segments = numbers.repeat_interleave(torch.tensor(row.lengths))
-        others = (self.reference, segments, self.desirable, self.kl)
+        others = (self.reference, segments, self.labels, self.kl)
         moved = (None if one is None else to_device(one, device) for one in others)
         return Answers(self.ids, to_device(self.num_targets, device), *moved)
 
     def first(self, count: int) -> Answers:
         """Return the answers of the first `count` examples."""
-        others = (self.reference, self.desirable)
-        reference, desirable = (None if one is None else one[:count] for one in others)
-        return Answers(self.ids[:count], self.num_targets[:count], reference, None, desirable, self.kl)
+        others = (self.reference, self.labels)
+        reference, labels = (None if one is None else one[:count] for one in others)
+        return Answers(self.ids[:count], self.num_targets[:count], reference, None, labels, self.kl)
 
     def of(self, number: int, columns: slice, segment: int) -> Answers:
         """Return the answers of one example. columns, segment: its tokens and its first segment in the packed
@@ -274,7 +275,7 @@ class GlobalStep:
 
     micro_batches  of this rank; every rank has the same number of them, which may differ between steps
     counts         global over all ranks and micro-batches, known before the first forward pass:
-                   those of `Examples.counts`
+                   those of `Dataset.count`
     num_tokens     global: input tokens without padding
     squared        global: Σ length² over the examples (for pairs, over their rows), the cost of attention
     epoch          epochs of the data after this step

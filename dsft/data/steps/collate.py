@@ -20,7 +20,7 @@ class AnswerIds(NamedTuple):
 
     ids: NDArray[np.int64]
     per_example: int
-    desirable: NDArray[np.bool_] | None = None
+    labels: NDArray[np.int32] | None = None
 
 
 EMPTY_ROW_LENGTH = 2  # tokens of the row of a micro-batch without examples
@@ -102,8 +102,8 @@ def collate_padded(
 def _answers(examples: Sequence[Example], given: AnswerIds) -> Answers:
     counts = [[segment.target_count for segment in _segments(example)] for example in examples]
     num_targets = torch.tensor(counts).long().reshape(len(examples), given.per_example)
-    desirable = None if given.desirable is None else torch.from_numpy(given.desirable)
-    return Answers(torch.from_numpy(given.ids.astype(np.int64)), num_targets, desirable=desirable)
+    labels = None if given.labels is None else torch.from_numpy(given.labels.astype(np.int64))
+    return Answers(torch.from_numpy(given.ids.astype(np.int64)), num_targets, labels=labels)
 
 
 def _segments(example: Example) -> Iterator[Example]:

@@ -54,7 +54,7 @@ class TrainSteps:
             micro_batches=tuple(
                 _read(data, ids, self._batch, self._pad_id, self._neftune_alpha) for ids in assigned
             ),
-            counts=_counts(data, sample.ids),
+            counts=data.count(sample.ids),
             num_tokens=int(data.lengths[sample.ids].sum(dtype=np.int64)),
             epoch=sample.epoch,
             example_ids=tuple(sample.ids.tolist()),
@@ -83,7 +83,7 @@ def evaluation(
 ) -> tuple[Sequence[MicroBatch], Mapping[str, int]]:
     """Return this rank's micro-batches of a held-out set, divided like one step, and the global counts."""
     ids = np.arange(len(dataset))
-    return micro_batches_of(dataset, ids, batch, data_rank, pad_id), _counts(dataset, ids)
+    return micro_batches_of(dataset, ids, batch, data_rank, pad_id), dataset.count(ids)
 
 
 def micro_batches_of(
@@ -99,13 +99,9 @@ def _read(
 ) -> MicroBatch:
     examples = [dataset[which] for which in ids.tolist()]
     collate = collate_padded if batch.tokens_per_micro_batch is None else collate_packed
-    desirable = dataset.desirable[ids] if dataset.labels else None
-    answers = AnswerIds(ids, dataset.answers, desirable) if dataset.whole else None
+    labels = dataset.label_of[ids] if dataset.labels else None
+    answers = AnswerIds(ids, dataset.answers, labels) if dataset.whole else None
     return replace(collate(examples, pad_id, alpha, answers), ids=tuple(ids.tolist()))
-
-
-def _counts(dataset: Dataset, ids: NDArray[np.int64]) -> Mapping[str, int]:
-    return {name: int(counts[ids].sum()) for name, counts in dataset.counts.items()}
 
 
 # --- the micro-batch that takes the most memory ----------------------------------------------------------

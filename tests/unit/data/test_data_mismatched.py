@@ -19,6 +19,7 @@ from dsft.data.steps.steps import TrainSteps, micro_batches_of
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Data, Source
+from dsft.spec.task import TASKS
 from tests.unit.data.token_rows import FakeRows, spec_of
 
 SEED = 3
@@ -41,7 +42,7 @@ def dataset(*sizes: int) -> Dataset:
         options = CutOptions(64, "error", None)
         parts.append(cut_answers(Records(read, 1), np.arange(size, dtype=np.int32), options).examples)
         first += size
-    return Dataset(tuple(parts), None, tuple("abc"[: len(sizes)]), whole=True, labels=True)
+    return Dataset(tuple(parts), None, tuple("abc"[: len(sizes)]), whole=True, labels=TASKS["kto"].labels)
 
 
 def test_each_prompt_gets_the_answer_of_the_example_before_it_in_its_step() -> None:
@@ -116,9 +117,12 @@ def test_labels_are_part_of_what_identifies_the_rows(tmp_path: Path) -> None:
 
 
 def test_counts_of_labels() -> None:
-    counts = dataset(5, 2).counts
-    assert counts["desirable"].tolist() == [1, 0, 1, 0, 1, 0, 1]
-    assert (counts["desirable"] + counts["undesirable"] == 1).all()
+    data = dataset(5, 2)
+    assert data.label_of.tolist() == [1, 0, 1, 0, 1, 0, 1]
+    counts = data.count()
+    assert (counts["desirable"], counts["undesirable"], counts["examples"]) == (4, 3, 7)
+    counts = data.count(np.array([1, 2, 3]))
+    assert (counts["desirable"], counts["undesirable"], counts["examples"]) == (1, 2, 3)
 
 
 def test_pairs_are_split_in_two_rows_with_labels(tmp_path: Path) -> None:
@@ -133,7 +137,7 @@ def test_pairs_are_split_in_two_rows_with_labels(tmp_path: Path) -> None:
     ledger = loaded.sources[0].ledger
     assert (ledger.bad, ledger.duplicate, len(loaded.train) + len(held_out.data)) == (1, 0, 80)
     for one in (loaded.train, held_out.data):
-        assert one.desirable.tolist() == [True, False] * (len(one) // 2)
+        assert one.label_of.tolist() == [1, 0] * (len(one) // 2)
         places = [one.source(n) for n in range(len(one))]
         assert places[::2] == places[1::2], "both answers to a prompt are on the same side"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows[:40], rows[7]]))

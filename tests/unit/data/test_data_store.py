@@ -97,7 +97,7 @@ def test_rows_of_the_cache_equal_those_in_memory(data: Path, tmp_path: Path) -> 
         assert contents(rows) == contents(expected)
         assert rows.account == expected.account
         assert rows.digest == expected.digest
-        for name in ("lengths", "trained", "ended", "content", "desirable"):
+        for name in ("lengths", "trained", "ended", "content", "labels"):
             assert np.array_equal(getattr(rows, name), getattr(expected, name)), name
         some = np.arange(1, len(rows.lengths), 3, dtype=np.int32)  # of many blocks
         counts, spans = rows.spans(some)
@@ -133,7 +133,7 @@ def test_a_block_returns_any_tokens_and_masks(rows: list[list[tuple[int, bool]]]
         for row in rows
     ]
     for i, one in enumerate(given):
-        collected.add(one, line=2 * i + 1, content=2**64 - 1 - i, desirable=not wide)
+        collected.add(one, line=2 * i + 1, content=2**64 - 1 - i, label=int(not wide))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "block")
         save_block(path, collected.block(BlockAccount(9, 1, 1, ((2, "why"),))), "key", 3)

@@ -94,6 +94,18 @@ FORMATS: dict[str, tuple[str, list[Any]]] = {
     ),
     "preference": ("dpo", PAIRS),
     "preference of sft": ("sft", PAIRS),
+    "classify": (
+        "classify",
+        [
+            {"text": WORDS, "label": "odd"},
+            {"messages": TALK[:3], "label": 1, "tools": [TOOL]},
+            {"conversations": [{"from": "human", "value": "a"}], "label": "0"},
+            {"prompt": "a", "label": "calm"},
+            {"prompt": TALK, "label": 0},
+            {"text": "a", "label": 2},
+            {"text": "a"},
+        ],
+    ),
     "kto": ("sft", [{"prompt": "a", "completion": "b", "label": n % 2 == 0} for n in range(4)]),
 }
 LINES = [
@@ -135,11 +147,12 @@ def sentencepiece(path: Path, *, byte_fallback: bool, model_type: int) -> None:
 def digest_of(source: Source, renderer: Renderer, task: str) -> str:
     """A digest of all that a block holds of the source's rows, and of the places of bad ones. Their reasons
     are words, of which older ones do no harm."""
-    rows = tokenized_rows(source, renderer, task=task)
+    rows = tokenized_rows(source, renderer, task=task, labels=("calm", "odd"))
     folder = str(Path(source.path).parent)
     count = range(len(rows.lengths))
     columns = [[rows.read(i).input_ids.tolist(), rows.spans(np.array([i]))[1].tolist()] for i in count]
-    columns += [getattr(rows, name).tolist() for name in ("trained", "ended", "content", "desirable")]
+    columns += [getattr(rows, name).tolist() for name in ("trained", "ended", "content")]
+    columns.append((rows.labels if task == "classify" else rows.labels != 0).tolist())
     read = rows.account
     places = [*(rows.source(i) for i in count), *(place for place, _ in read.bad)]
     text = json.dumps([columns, places, read.blank_lines, read.bad_rows])

@@ -65,8 +65,8 @@ class FakeRows:
         return np.array(found, dtype=np.uint64)
 
     @property
-    def desirable(self) -> NDArray[np.bool_]:
-        return np.array([i not in self.undesirable for i in range(len(self.given))], dtype=np.bool_)
+    def labels(self) -> NDArray[np.int32]:
+        return np.array([i not in self.undesirable for i in range(len(self.given))], dtype=np.int32)
 
     @cached_property
     def digest(self) -> str:

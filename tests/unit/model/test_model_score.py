@@ -150,7 +150,7 @@ def test_what_cannot_give_scores_is_refused(causal: Path) -> None:
     folder = causal.with_name("labels")
     policy.causal_lm.save_pretrained(folder)
     edit_json(folder / "config.json", id2label={"0": "a", "1": "b", "2": "c"})
-    with pytest.raises(SpecError, match="a classifier of 3 labels, and a reward model has 1"):
+    with pytest.raises(SpecError, match=r"gives scores of \['a', 'b', 'c'\], and the task trains those of"):
         built(scored(name_or_path=str(folder)))
     tensors = load_file(causal / "model.safetensors")
     save_file(tensors | {"classifier.weight": torch.zeros(1, 32)}, causal / "model.safetensors")

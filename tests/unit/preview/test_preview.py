@@ -99,7 +99,7 @@ def test_labels(preview: Preview) -> None:
     _, out, _ = preview("--rows", "2", rows=rows, task="kto")
     titles = [line for line in out.splitlines() if line.startswith("row ")]
     assert [title.rpartition(", ")[2] for title in titles[:2]] == ["desirable", "undesirable"]
-    assert "1 desirable, 1 undesirable" in out
+    assert "1 undesirable, 1 desirable" in out
 
 
 def test_pairs(preview: Preview) -> None:
