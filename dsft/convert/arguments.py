@@ -314,6 +314,17 @@ def rewards(draft: Draft) -> None:
     draft.leave("num_labels task_type", "a reward model has one label")
 
 
+def classes(draft: Draft) -> None:
+    """Convert section classify. Labels get the names of transformers' default; rows have their numbers."""
+    kind, count = draft.get("problem_type"), int(draft.number("num_labels"))
+    if kind not in (None, "single_label_classification") or count < 2:
+        key = "num_labels" if count < 2 else "problem_type"
+        raise mistake(key, "task classify needs rows with one of two or more labels")
+    names = [f"LABEL_{number}" for number in range(count)]
+    note = "num_labels; name them as you like, in their order"
+    draft.put("classify.labels", names, f"{note}; problem_type is always this one" if kind else note)
+
+
 def _other_loss(key: str, losses: Sequence[Any], task: str, offered: Sequence[str]) -> SpecError:
     found = ", ".join(map(str, losses))
     return mistake(key, f"{quote(found)} is not offered; task {task} takes one of {', '.join(offered)}")

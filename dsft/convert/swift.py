@@ -24,11 +24,14 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     method = draft.get("rlhf_type")
     if task is None and method not in (None, *_TASKS, *_METHODS):
         raise refuse("rlhf_type", str(method))
-    if draft.get("task_type") not in (None, "causal_lm", *(["seq_cls"] if method == "rm" else [])):
+    if draft.get("task_type") not in (None, "causal_lm", *(["seq_cls"] if method in ("rm", None) else [])):
         raise refuse("task_type", str(draft.get("task_type")))
     other = "pretrain" if draft.get("use_chat_template") is False else "sft"
+    is_classifier = method is None and draft.get("task_type") == "seq_cls"
+    other = "classify" if is_classifier else other
     task = task or _TASKS.get(str(method), "dpo" if method else other)
-    draft.put("task", task, "rlhf_type" if method else f"choose another one with --task {task_names()}")
+    note = "rlhf_type" if method else "task_type" if is_classifier else ""
+    draft.put("task", task, note or f"choose another one with --task {task_names()}")
     kind = arguments.model(draft, TOOL, "tuner_type train_type sft_type")
     draft.comments["model.name_or_path"] = "model; a name of ModelScope may differ on the Hugging Face hub"
     draft.defaults |= {"learning_rate": 1e-4 if kind == "lora" else 1e-5}
@@ -40,6 +43,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
         arguments.labeled_answers(draft, "loss_type")
     elif task == "reward":
         arguments.rewards(draft)
+    elif task == "classify":
+        arguments.classes(draft)
     elif task == "distill":
         distillation(draft, cools=True)
     dtype = draft.get("torch_dtype dtype")

@@ -11,7 +11,7 @@ def summary(spec: Spec) -> str:
     model, parallel, train, optim, cluster = spec.model, spec.parallel, spec.train, spec.optim, spec.cluster
     initialized = f"a new {(model.from_config or {}).get('model_type')}"
     unit = spec.task_kind.unit
-    limited = "a prompt and an answer" if spec.task_kind.whole else "rows"
+    limited = "a prompt and an answer" if spec.task_kind.of_prompts else "rows"
     packed = ", packed" if spec.data.packing else ""
     rows = f"{limited} of at most {spec.data.max_length} tokens{packed}"
     stages = f", {parallel.pipeline_stages} pipeline stages" if parallel.pipeline_stages > 1 else ""

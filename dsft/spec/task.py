@@ -57,6 +57,11 @@ class TaskFacts:
         return self.cut != "rows"
 
     @property
+    def of_prompts(self) -> bool:
+        """Whether an example is a prompt with answers that are trained on."""
+        return self.whole and self.train_on is None
+
+    @property
     def example(self) -> str:
         """What an example is called: "pair", or "example" where it is cut from rows."""
         return self.unit if self.whole else "example"

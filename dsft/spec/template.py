@@ -48,6 +48,13 @@ _PRETRAIN_DATA = """\
   packing: true                      # rows of exactly max_length; false: a row per document
 """
 
+_LABELED_DATA = """\
+  train: [{{path: {text_file}}}]     # rows of {{"text": ..., "label": ...}}; docs/formats.md
+  max_length: 256                    # tokens
+  on_too_long: drop                  # leave longer rows out (dsft preview counts them) | truncate | error
+  packing: true                      # several rows in one, without padding; same loss
+"""
+
 _ANSWERS_DATA = """\
   train: [{{path: "builtin:quickstart-pairs"}}]          # {rows}; docs/formats.md
   eval: [{{path: "builtin:quickstart-pairs-heldout"}}]   # held-out pairs; [] for none
@@ -75,6 +82,11 @@ dpo:                                 # docs/dpo.md
   beta: 0.1                          # strength of the pull towards the reference
   loss_type: sigmoid                 # {" | ".join(get_args(LossType))}
   reference: precomputed             # precomputed | live | adapter (with model.lora)
+""",
+    "classify": """\
+
+classify:                            # docs/classify.md
+  labels: [outdoors, indoors]        # names of the labels, in the order of the model's scores
 """,
     "distill": f"""\
 
@@ -168,6 +180,7 @@ _TEXTS = (
     "Bread needs flour, water, salt and time. Most of the work is waiting.",
     "The ferry leaves at six. In winter it carries the mail, the doctor and the schoolbooks.",
 )
+_LABELS = ("outdoors", "indoors", "indoors", "outdoors")
 
 
 def schema_text() -> str:
@@ -207,8 +220,8 @@ def write_template(
     if lora and not model:
         raise _refuse("--lora", "adapters need a pretrained model; give --model and --data too")
     files = {path: _own_spec(name, task, path, str(model), data, lora) if model else _tiny(name, task, path)}
-    if not model and not TASKS[task].answers:
-        files[_text_file(path)] = "".join(json.dumps({"text": text}) + "\n" for text in _TEXTS)
+    if not model and (rows := _rows(TASKS[task])):
+        files[_text_file(path)] = "".join(json.dumps(row) + "\n" for row in rows)
     for file in files:
         if file.exists() or file.is_symlink():
             raise _refuse("--out", f"{quote(str(file))} already exists and is kept; choose another name")
@@ -245,11 +258,12 @@ def _tiny(name: str, task: str, path: Path) -> str:
     """Return the spec of a tiny model."""
     kind = TASKS[task]
     data = _SFT_DATA
-    if kind.whole:
+    if kind.of_prompts:
         rows = "rows with labels, or pairs" if kind.labels else "rows with prompt, chosen, rejected"
         data = _ANSWERS_DATA.format(rows=rows, packed=_packed(kind))
-    if not kind.answers:
-        data = _PRETRAIN_DATA.format(text_file=json.dumps(str(_text_file(path))))
+    if _rows(kind):
+        data = _PRETRAIN_DATA if kind.kind == "pretraining" else _LABELED_DATA
+        data = data.format(text_file=json.dumps(str(_text_file(path))))
     return _filled(
         name, task, path, _TINY_MODEL, data, _TINY_BATCH.format(examples=kind.examples), rate="1e-3",
         about_rate=f"for a pretrained model: about {_RATES[kind.kind][0]}", warmup="0.1 ", every="50",
@@ -267,7 +281,7 @@ def _own_spec(name: str, task: str, path: Path, model: str, data: Sequence[str],
     own_data = _OWN_DATA.format(
         sources="\n".join(f"    - {{path: {_quoted(source)}}}" for source in data),
         max_length=_max_length(model),
-        of=" of a prompt and one answer" if kind.whole else "",
+        of=" of a prompt and one answer" if kind.of_prompts else "",
         too_long=_TOO_LONG if kind.answers else "",
         packing=f"several {_packed(kind)} in one row, without padding; same loss"
         if kind.answers
@@ -308,6 +322,13 @@ def _max_length(model: str) -> int:
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _rows(kind: TaskFacts) -> list[dict[str, str]]:
+    """Return the rows for a tiny model that are written beside the spec; none if dsft has some of its own."""
+    labels = [{"label": label} for label in _LABELS] if kind.section == "classify" else [{}] * len(_TEXTS)
+    has_own = kind.answers and kind.section != "classify"
+    return [] if has_own else [{"text": text} | label for text, label in zip(_TEXTS, labels, strict=True)]
 
 
 def _text_file(path: Path) -> Path:

@@ -305,6 +305,15 @@ def test_reward(config: dict[str, Any], found: str) -> None:
         assert (spec.data.on_too_long, spec.optim.learning_rate) == ("drop", 1e-4)
 
 
+def test_classifier() -> None:
+    config = {**SWIFT, "task_type": "seq_cls", "num_labels": 3, "problem_type": "single_label_classification"}
+    spec, _ = converted(config)
+    assert (spec.task, spec.labels) == ("classify", ("LABEL_0", "LABEL_1", "LABEL_2"))
+    for wrong in ({"num_labels": 1}, {"problem_type": "multi_label_classification"}):
+        with pytest.raises(SpecError, match="needs rows with one of two or more labels"):
+            converted({**config, **wrong})
+
+
 @pytest.mark.parametrize(
     ("config", "distill"),
     [
@@ -559,7 +568,7 @@ def test_deepspeed() -> None:
         ({"rl": "kto", "base_model": "a/b", "datasets": []}, "rl: 'kto' of Axolotl is not converted"),
         ({"kd_trainer": True, "base_model": "a/b", "datasets": []}, "kd_trainer: Axolotl reads a teacher's"),
         ({"rlhf_type": "grpo", "model": "a/b", "tuner_type": "lora"}, "rlhf_type: 'grpo'"),
-        ({"model": "a", "dataset": "b.json", "task_type": "seq_cls", "tuner_type": "lora"}, "task_type"),
+        ({"model": "a", "dataset": "b.json", "task_type": "seq_cls", "tuner_type": "lora"}, "num_labels"),
         ({"stage": "sft", "template": "x", "dataset": "nothing"}, "'nothing' is not in dataset_info"),
         ({"stage": "sft", "template": "x", "dataset": "elsewhere"}, "a hub that dsft does not read"),
         ({"stage": "sft", "template": "x", "dataset": "a", "dataset_dir": "no"}, "it with --dataset-info"),

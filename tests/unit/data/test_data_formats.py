@@ -246,6 +246,28 @@ def sample_text(sample: Text | Conversation) -> Any:
 # --- the formats ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("labels", "value", "number"),
+    [
+        (("a", "b"), "b", 1), (("a", "b"), 1, 1), (("a", "b"), "1", 1), (("a", "b"), 2, None),
+        (("a", "b"), -1, None), (("a", "b"), True, None), (("a", "b"), None, None), (("a", "b"), 1.0, None),
+        (("1", "2"), 1, 0), (("1", "2"), "2", 1), (("1", "2"), 0, None), (("a", "1"), 0, None),
+    ],
+)  # fmt: skip
+def test_the_number_of_a_label(labels: tuple[str, ...], value: object, number: int | None) -> None:
+    """Where a label is called as a whole number, numbers are names."""
+    row = {"text": "red", "kind": value}
+    line = Line(1, row)
+    found = choose(Source(path="a", columns={"label": "kind"}), [line], "classify", labels)
+    if number is not None:
+        assert convert(row, found) == Row((Text((("red", True),)),), number)
+        return
+    with pytest.raises(
+        BadRowError, match=f'"kind" is .*; it must be one of classify.labels: "{labels[0]}", "'
+    ):
+        convert(row, found)
+
+
 def test_texts_are_whole_or_a_prompt_and_what_is_trained_on() -> None:
     assert meant({"text": "a"}, "pretrain") == Row((Text((("a", True),)),))
     assert meant({"prompt": "a", "completion": "b"}) == Row((Text((("a", False), ("b", True))),))

@@ -107,7 +107,7 @@ def test_no_files(dsft, write: Write) -> None:  # noqa: ANN001
     assert dsft("validate", path, "--no-files")[0] == 0
 
 
-@pytest.mark.parametrize("task", ["sft", "pretrain", "dpo", "kto", "distill"])
+@pytest.mark.parametrize("task", ["sft", "pretrain", "dpo", "kto", "classify", "distill"])
 def test_what_init_writes_is_valid_and_has_its_schema_beside_it(dsft, write: Write, task: str) -> None:  # noqa: ANN001
     write()
     code, out, _ = dsft("init", "fresh", "--task", task)
@@ -139,7 +139,7 @@ def test_init_keeps_a_schema_that_is_not_its_own(dsft, write: Write) -> None:  #
     [
         (["--task", "sft"], 1e-5), (["--task", "sft", "--lora"], 1e-4), (["--task", "pretrain"], 1e-5),
         (["--task", "dpo"], 5e-7), (["--task", "dpo", "--lora"], 5e-6), (["--task", "kto"], 5e-7),
-        (["--task", "distill"], 1e-5),
+        (["--task", "classify"], 1e-5), (["--task", "distill"], 1e-5),
     ],
 )  # fmt: skip
 def test_init_for_the_users_own_model_and_data(dsft, write: Write, words: list[str], rate: float) -> None:  # noqa: ANN001

@@ -79,7 +79,8 @@ def test_values_of_keys_that_mean_something_else() -> None:
         "dsft does not offer QLoRA by other keys than model.quantize"
     )
     assert suggestion("", "adapter", "lora") == "did you mean model.lora?"
-    assert "; the tasks are sft, pretrain, dpo, kto, reward, classify or distill" in suggestion("", "stage", "ppo")
+    tasks = "; the tasks are sft, pretrain, dpo, kto, reward, classify or distill"
+    assert tasks in suggestion("", "stage", "ppo")
     assert feature_of_value("optim.name", "paged-adamw-8bit") is feature_of_key("galore_rank") is not None
     assert feature_of_value("optim.name", "adamw") is None and feature_of_value("task", "dpo") is None
 

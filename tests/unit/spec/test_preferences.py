@@ -144,6 +144,22 @@ def test_of_rewards_is_refused(key: str, words: str, changes: dict[str, Any]) ->
         told(task="reward", reward={"reference_model": "a/b"})
 
 
+@pytest.mark.parametrize(
+    ("key", "words", "changes"),
+    [
+        ("classify.labels", "at least two different labels", {"classify": None}),
+        ("classify.labels", "at least two different labels", {"classify": {"labels": ["a", "b", "a"]}}),
+        ("data.train_on", "trains on the label of a row; leave it out", {"data": {"train_on": "last"}}),
+        ("train.label_smoothing", "leave it out", {"train": {"label_smoothing": 0.1}}),
+        ("data.on_too_long", "a row of task classify cannot be", {"data": {"on_too_long": "split"}}),
+    ],
+)
+def test_of_classifiers_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
+    findings = told(task="classify", **{"classify": {"labels": ["a", "b"]}, **changes})
+    assert list(findings) == [key] and words in findings[key]
+    assert told(task="classify", classify={"labels": ["a", "b"]}, train={"neftune_alpha": 5.0}) == {}
+
+
 def test_a_step_of_one_row_on_one_rank_has_no_mismatched_answer() -> None:
     spec = minimal_spec("kto", train={"micro_batch_size": 1})
     assert batch_on(spec, Layout(2, 1)).global_batch_size == 2
