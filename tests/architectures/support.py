@@ -71,12 +71,12 @@ TASK_OPTIONS = tuple(
     for names, keys in (
         ([name for name, task in TASKS.items() if task.section is None], {}),
         ([name for name, task in TASKS.items() if task.rows == 2 and task.head == "vocabulary"], {}),
-        ([name for name, task in TASKS.items() if task.head == "score"], {}),
+        (["reward"], {}),
         (["distill"], {"distill.reference_model": "teacher"}),
     )
 )
-"""Tasks by their loss: of the next token, of pairs, of scores, and with a teacher; kto has runs of its own.
-Engines see no other difference."""
+"""Tasks by their loss: of the next token, of pairs, of scores, and with a teacher; kto and classify have runs
+of their own. Engines see no other difference."""
 TRAINED = (option("all weights", {}), option("LoRA", {"model.lora": {}}))
 OPTIONS = (
     *(option(f"ZeRO {stage}", {"parallel.zero_stage": stage}) for stage in range(4)),
