@@ -35,6 +35,8 @@ SHORT = ["train.max_steps=2", "train.precision=fp32", "train.global_batch_size=4
 """What a training command of a page gets in addition; with an adapter, as docs/lora.md has one: ADAPTER. Of
 the long conversations 256 tokens would be nothing but answers: 2,048."""
 ADAPTER = "specs/mydpo.yaml"
+TINY = "specs/topics.yaml"
+"""A spec of a tiny model, which `dsft init` writes, and which trains as it is."""
 
 NAMED = {
     "runs/NAME": "runs/mydpo", "SPEC": "specs/mychat.yaml", "NAME": "mychat", "MODEL": "models/Qwen3-8B",
@@ -87,6 +89,8 @@ class Typed:
     @property
     def arguments(self) -> list[str]:
         """Return what follows the command's name."""
+        if TINY in self.words:
+            return list(self.words[2:])
         short = [one.replace("256", "2048") if "name=long-chats" in self.words else one for one in SHORT]
         more = [*short, *(["model.lora={rank: 2}"] if ADAPTER in self.words else [])] if self.trains else []
         return [*self.words[2:], *more]
