@@ -52,7 +52,9 @@ def _adapted(spec: Spec) -> dict[str, tuple[str, ...]]:
     if lora is None:
         return {}
     targets = () if isinstance(lora.target_modules, str) else lora.target_modules
-    return {"model.lora.target_modules": targets, "model.lora.modules_to_save": lora.modules_to_save}
+    scores = {"score"} if spec.model.head == "score" else set()  # of a class without a layer of that name
+    saved = tuple(name for name in lora.modules_to_save if name not in scores)
+    return {"model.lora.target_modules": targets, "model.lora.modules_to_save": saved}
 
 
 def model_types() -> list[str]:

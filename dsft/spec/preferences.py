@@ -59,7 +59,7 @@ def preference_findings(spec: Spec) -> Iterator[Finding]:
 
 def _train_on(spec: Spec) -> Iterator[Finding]:
     kind, message = spec.task_kind, ""
-    if kind.train_on and "train_on" in spec.data.model_fields_set:
+    if kind.train_on and spec.data.train_on == "last":
         message = f"has no effect with task {spec.task}, which trains on the label of a row; leave it out"
     elif kind.whole and kind.answers and spec.data.train_on == "all":
         why = "which is the same for both answers" if kind.rows > 1 else "which is no part of the answer"

@@ -14,6 +14,7 @@ import pytest
 from dsft.commands import evaluate as command
 from dsft.commands import on_ranks
 from dsft.errors import DsftError, MissingInputError, SpecError
+from tests.integration import test_classify
 from tests.integration.runs import records, run_forked, trained, write_model, write_spec
 from tests.integration.test_preference import write_pairs
 
@@ -117,6 +118,19 @@ def test_of_pairs_with_an_adapter(base: Path, tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     with pytest.raises(AssertionError, match="damaged"):
         command.evaluate(str(run), (), (), 1, as_json=False)
+
+
+def test_of_a_classifier(base: Path, tmp_path: Path) -> None:
+    """By its run, and by the folder of its adapter, which does not have the labels."""
+    trained(test_classify.write_spec(tmp_path, base, "labels"), test_classify.LORA, nproc=1)
+    run, rows = tmp_path / "runs" / "labels", [str(tmp_path / "rows.jsonl")]
+    found = result(run)["metrics"]
+    same(found, run, test_classify.STEPS)
+    labels = f"classify.labels=[{', '.join(test_classify.LABELS)}]"
+    out = "task=classify", labels, f"output_dir={tmp_path}", "name=of", "train.precision=fp32"
+    assert command.evaluate(str(run / "export"), out, rows, 1, as_json=False) == 0
+    again = json.loads((tmp_path / "of-eval.json").read_text(encoding="utf-8"))["metrics"]
+    assert again == pytest.approx(found, rel=1e-6)
 
 
 @pytest.mark.long
