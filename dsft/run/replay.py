@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -194,7 +195,7 @@ class Replay:
         batches = step.micro_batches
         for scored, micro_batch in zip(self.model.engine.score(batches, sums), batches, strict=False):
             for id, values in zip(micro_batch.ids, scored.tolist(), strict=True):
-                scales = objective.scales({name: int(count[id]) for name, count in data.counts.items()})
+                scales = objective.scales(data.count(np.array([id])))
                 mine[id] = math.fsum(scale * value for scale, value in zip(scales, values, strict=True))
         everyones = world.gather(mine if world.sequence_rank == 0 else {})
         return {id: loss for of_rank in everyones for id, loss in of_rank.items()}

@@ -260,6 +260,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "pairs-packed": ("task=dpo", "dpo={share_prompts: true}", "data.packing=true", *SMALL),
     "reward": ("task=reward", *SMALL),
     "kto": ("task=kto", "data.packing=true", *SMALL),
+    "classify": ("task=classify", "classify.labels=[even, odd]", "data.packing=true", *SMALL)
+    + ("data.train=[{path: texts.jsonl}]",),
     "distill": ("task=distill", "distill={reference_model: BASE, top_k: 8}", *SMALL[1:]),
 }
 
@@ -270,7 +272,7 @@ def test_every_kind_of_run(kind: str, tmp_path: Path, monkeypatch: pytest.Monkey
     """With `--without`, which restores the state before the step, the step is still that of the run."""
     monkeypatch.chdir(tmp_path)
     write_pairs(tmp_path / "pairs.jsonl")
-    texts = [json.dumps({"text": f"word {n} " * (5 + n % 9)}) for n in range(80)]
+    texts = [json.dumps({"text": f"word {n} " * (5 + n % 9), "label": n % 2}) for n in range(80)]
     (tmp_path / "texts.jsonl").write_text("\n".join(texts))
     base = write_model(tmp_path / "base")
     rows = (

@@ -119,11 +119,9 @@ class Answers:
         """Return the answers of one example. columns, segment: its tokens and its first segment in the packed
         row, whose segments have been counted."""
         mine = slice(number, number + 1)
-        reference, desirable = (
-            None if one is None else one[mine] for one in (self.reference, self.desirable)
-        )
+        reference, labels = (None if one is None else one[mine] for one in (self.reference, self.labels))
         segments = None if self.segments is None else self.segments[columns] - segment
-        return Answers(self.ids[mine], self.num_targets[mine], reference, segments, desirable, self.kl)
+        return Answers(self.ids[mine], self.num_targets[mine], reference, segments, labels, self.kl)
 
 
 @dataclass(frozen=True)
