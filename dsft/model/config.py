@@ -147,7 +147,7 @@ def _set_scores(config: PreTrainedConfig, model: Model) -> None:
     architecture: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if model.name_or_path is not None and config_around(model.name_or_path) is not None:
         raise _error(
-            "model", f"no scores of a {kind} model inside a multimodal one can be trained; choose another"
+            "model", f"a {kind} model inside a multimodal one is not trained to give scores; choose another"
         )
     if architecture is None:
         raise _error(

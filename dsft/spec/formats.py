@@ -39,7 +39,7 @@ MAY_HAVE: Mapping[str, tuple[str, ...]] = {
     "prompt_completion": ("system", "tools", "functions"),
     "preference": (*_PROMPTED, "conversations", "instruction", "input", "history"),
     "kto": (*_PROMPTED, "input", "history"),
-    "classify": ("label", "system", "tools", "functions"),
+    "classify": ("label", "completion", "system", "tools", "functions"),
 }
 
 

@@ -385,12 +385,8 @@ class Distill(Reference):
 
 
 SECTIONS: dict[str, type[Section]] = {
-    "dpo": Dpo,
-    "kto": Kto,
-    "reward": Reward,
-    "classify": Classify,
-    "distill": Distill,
-}
+    "dpo": Dpo, "kto": Kto, "reward": Reward, "classify": Classify, "distill": Distill,
+}  # fmt: skip
 """The sections of tasks, by name: see `TaskFacts.section`."""
 
 

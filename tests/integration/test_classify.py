@@ -217,8 +217,14 @@ def test_training_goes_on_with_a_classifier_of_the_same_labels(runs: Path, tmp_p
 
 
 def test_wrong_rows_are_refused_by_their_place(model: Path, tmp_path: Path) -> None:
-    bad = [LINES[0], {"text": "a", "label": "quiet"}, {"text": "a", "label": 3}, {"text": "a"}]
+    bad: list[dict[str, Any]] = [
+        LINES[0],
+        {"text": "a", "label": "quiet"},
+        {"text": "a", "label": 3},
+        {"text": "a"},
+    ]
     bad += [{"text": "a", "label": True}, {"label": "odd"}, {"messages": [], "label": 1}]
+    bad += [{"text": None, "label": 1}]
     refused = train(write_spec(tmp_path, model, "bad", bad), nproc=1)
     output = refused.stdout + refused.stderr
     assert refused.returncode != 0 and "Traceback" not in output
@@ -229,6 +235,8 @@ def test_wrong_rows_are_refused_by_their_place(model: Path, tmp_path: Path) -> N
         4: f'"label" is missing; {rule}',
         5: f'"label" is true; {rule}',
         6: '"text" is missing; the row has "label"',
+        7: '"messages" is an empty list; it must have messages',
+        8: '"text" is null; it must be a string',
     }.items():
         assert f"rows.jsonl:{line}: {message}" in output, output
     with pytest.raises(MissingInputError, match="generates text and gives no scores"):
@@ -240,7 +248,7 @@ CHAT = [{"role": "user", "content": "red fox"}, {"role": "assistant", "content":
 
 def test_rows_of_other_forms_and_names(model: Path, tmp_path: Path) -> None:
     """Without an assistant's turn, with renamed columns, in CSV, truncated."""
-    other = [{"messages": CHAT[:1], "mood": 0}, {"messages": CHAT, "mood": "loud"}]
+    other: list[dict[str, Any]] = [{"messages": CHAT[:1], "mood": 0}, {"messages": CHAT, "mood": "loud"}]
     talks = write_rows(tmp_path / "talks.jsonl", other)
     table = tmp_path / "table.csv"
     table.write_text("sentence,mood\n" + "red fox,1\n" + f"{'lazy dog ' * 40},calm\n")

@@ -76,9 +76,12 @@ def classify(fields: Fields, labels: Sequence[str]) -> Row:
     """Return the row with the number of its label, all of it trained on; the label is not read without
     `labels`."""
     label = class_of(fields, labels) if labels else None
-    key = next(one for one in ("text", "messages", "conversations", "prompt") if fields.get(one) is not None)
+    keys = (one for one in ("messages", "conversations", "prompt") if fields.get(one) is not None)
+    key = "text" if fields.get("text") is not None else next(keys, "text")
     value, name = fields.get(key), fields.name(key)
-    if isinstance(value, str) and key in ("text", "prompt"):
+    if key == "prompt" and fields.get("completion") is not None:
+        return Row((_completed(fields),), label)
+    if key == "text" or (key == "prompt" and isinstance(value, str)):
         return Row((Text(((string(value, name), True),)),), label)
     dialect = OPENAI if key == "messages" else SHAREGPT
     given = with_system(fields, turns(value, name, dialect))

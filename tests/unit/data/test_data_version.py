@@ -102,6 +102,8 @@ FORMATS: dict[str, tuple[str, list[Any]]] = {
             {"conversations": [{"from": "human", "value": "a"}], "label": "0"},
             {"prompt": "a", "label": "calm"},
             {"prompt": TALK, "label": 0},
+            {"prompt": "a", "completion": WORDS, "label": 0},
+            {"prompt": [user("a")], "completion": [answer("b")], "label": 0},
             {"text": "a", "label": 2},
             {"text": "a"},
         ],
