@@ -271,6 +271,22 @@ def preview(  # noqa: PLR0913, PLR0917  an argument is an option
     )
 
 
+@command(LOOK, "dsft prove specs/mychat.yaml")
+def prove(
+    spec: SpecPath,
+    overrides: Overrides = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of processes; by default 2, or the fewest of the layout."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a small run in the spec's mode with a plain PyTorch loop, and print a certificate."""
+    from dsft.prove.command import prove as proved
+
+    raise typer.Exit(proved(spec, overrides or (), processes, as_json=as_json))
+
+
 @command(CLUSTER, "dsft generate specs/mychat.yaml --check")
 def generate(
     spec: SpecPath,

@@ -1,0 +1,216 @@
+"""Make a spec small: the same model class with few, narrow layers and random weights, a few of its rows, and
+three steps, in the same mode of training."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from dsft.data.sets.load import on_too_long
+from dsft.errors import Problem, SpecError, brief
+from dsft.model.config import from_config, resolve_config, token_facts
+from dsft.model.lora import own_names
+from dsft.model.quantize import load_bitsandbytes
+from dsft.model.weights import DTYPES
+from dsft.spec.schema import Lora, Model, Spec
+
+STEPS, SAVED = 3, 2
+"""Steps of the run, and the step after which it saves a checkpoint to resume from."""
+ROWS, LENGTH, EPS = 64, 512, 1e-4
+"""Most rows of a source and tokens of a row; least `eps` of AdamW, so that it does not amplify the rounding
+of gradients near 0."""
+RATE = {"adamw": 1e-3, "sgd": 0.1}
+"""Learning rates, so that the weights change by more than their rounding."""
+NOISE = 0.05
+"""Standard deviation of what is added to every weight, so that no bias is 0 and no norm 1."""
+
+_KEPT = {
+    "data": {"train", "packing", "train_on", "thinking", "on_bad_row", "chat_template"},
+    "train": {"precision", "tf32", "reduce_dtype", "max_grad_norm", "seed", "label_smoothing"},
+    "optim": {"name", "weight_decay", "betas", "momentum"},
+}
+"""Keys that the small run has from the spec; those that are not here have their defaults."""
+_WIDTH, _WIDEST = 64, 256
+_LARGEST = {
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 128),
+    **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 32),
+    **dict.fromkeys(("moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "sliding_window"), 32),
+    "word_embed_proj_dim": _WIDTH, "hidden_size_per_layer_input": 16, "laurel_rank": 8,
+    "linear_num_key_heads": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+}  # fmt: skip
+"""Key of a config -> the largest value in the small one."""
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+_TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
+_LISTED = ("full_attn_idxs", "mlp_only_layers")
+"""Keys that list layers by their numbers."""
+_DROPOUT = ("dropout", "pdrop", "jitter_noise")
+
+
+def small_spec(spec: Spec, model: Path, adapter: Path | None, folder: Path, ranks: int) -> dict[str, Any]:
+    """Return the values of the small run's spec. model, adapter: folders of `build`; folder: for its runs;
+    ranks: data-parallel ones, or groups that split rows."""
+    micro, lora, own = min(spec.train.micro_batch_size or 1, 2), spec.model.lora, spec.of_task
+    values = spec.model_dump(mode="json", include={"task": True, "model": True, "parallel": True, **_KEPT})
+    values |= {"name": "run", "output_dir": str(folder), "wandb": {"mode": "disabled"}}
+    values["checkpoint"] = {"every": SAVED, "keep_last": None, "resume": "never"}
+    values["parallel"] |= {"pipeline_cut": "parameters"}
+    values["model"] |= {
+        **dict.fromkeys(("from_config", "tokenizer")),
+        "name_or_path": str(model),
+        "add_tokens": [],
+    }
+    if lora is not None:
+        values["model"]["lora"] |= {"path": str(adapter), "dropout": 0.0}
+    values["data"] |= {
+        "max_length": min(spec.data.max_length, LENGTH), "num_workers": 0, "cache_dir": str(folder / "data"),
+        "on_too_long": "truncate" if on_too_long(spec) == "error" else spec.data.on_too_long,
+    }  # fmt: skip
+    for source in values["data"]["train"]:
+        source["max_rows"] = min(source["max_rows"] or ROWS, ROWS)
+    size = (4 if spec.data.packing else 2) * ranks * micro  # several micro-batches, also packed
+    values["train"] |= {"global_batch_size": size, "micro_batch_size": micro, "max_steps": STEPS}
+    values["optim"]["learning_rate"] = RATE[spec.optim.name]
+    if spec.optim.name == "adamw":
+        values["optim"]["eps"] = max(spec.optim.eps, EPS)
+    if own is not None:
+        reset = {"reference_model", "reference_store"} & type(own).model_fields.keys()
+        values[str(spec.task_kind.section)] = own.model_dump(mode="json") | dict.fromkeys(reset)
+    return values
+
+
+def build(spec: Spec, tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[Path, Path | None]:
+    """Write the small model, with its tokenizer, and where the spec has adapters one of them, and return
+    their folders. Raises SpecError where the model's class refuses the small config."""
+    model = spec.model.model_copy(update={"attention": "auto"})
+    model._head = spec.model.head
+    torch.manual_seed(spec.train.seed)
+    small = small_model(resolve_config(model, token_facts(tokenizer)), spec.parallel.pipeline_stages)
+    saved: Any = small.to(dtype=DTYPES[spec.train.precision])  # type: ignore[call-arg]
+    saved.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    if spec.model.lora is not None:
+        _write_adapter(spec.model, spec.model.lora, small, folder / "adapter")
+    return folder / "model", None if spec.model.lora is None else folder / "adapter"
+
+
+def _write_adapter(model: Model, lora: Lora, causal_lm: PreTrainedModel, folder: Path) -> None:
+    """Write an adapter with the spec's settings and random values, as peft makes it."""
+    load_bitsandbytes()
+    from peft import LoraConfig, get_peft_model
+
+    targets = lora.target_modules
+    config = LoraConfig(
+        task_type="SEQ_CLS" if model.head == "score" else "CAUSAL_LM", r=lora.rank,
+        lora_alpha=lora.alpha, use_rslora=lora.use_rslora, use_dora=lora.use_dora,  # type: ignore[arg-type]
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        modules_to_save=list(lora.modules_to_save) or None,
+    )  # fmt: skip
+    try:
+        with own_names():
+            adapted: Any = get_peft_model(copy.deepcopy(causal_lm), config)
+    except ValueError as error:
+        message = f"peft cannot make these adapters: {brief(error)}; leave them out for the comparison"
+        raise refused("model.lora", message) from None
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_B." in name:
+                parameter.add_(NOISE * torch.randn_like(parameter))
+    adapted.save_pretrained(folder)
+
+
+def small_model(config: PreTrainedConfig, stages: int) -> PreTrainedModel:
+    """Return a model of the same class with random weights and narrow layers: two for each of `stages` and
+    one of each kind. The heads that share keys stay, and where the hidden size need not follow from it the
+    size of a head. Raises SpecError where the class refuses it."""
+    reason = ""
+    for is_free in (True, False):
+        try:
+            causal_lm = from_config(
+                type(config).from_dict(_narrow(config, stages, is_free)), dtype=torch.float32
+            )
+            with torch.no_grad():
+                causal_lm(input_ids=torch.zeros(1, 8, dtype=torch.long))
+                for parameter in causal_lm.parameters():
+                    parameter.add_(NOISE * torch.randn_like(parameter))
+        except Exception as error:  # whatever a class does with odd values
+            reason = brief(error)
+        else:
+            return causal_lm
+    kind = config.model_type
+    message = f"a small {kind} model cannot be made ({reason}); use dsft prove with another model"
+    raise refused("model", message)
+
+
+def _narrow(config: PreTrainedConfig, stages: int, is_free: bool) -> dict[str, Any]:
+    values = config.to_dict()
+
+    def name(key: str) -> str:
+        return config.attribute_map.get(key, key)
+
+    heads, width = values[name("num_attention_heads")], values[name("hidden_size")]
+    keys = [key for key in ("num_key_value_heads", "num_kv_heads") if values.get(key)]
+    shared = heads // values[keys[0]] if keys else 1
+    few = min(heads // shared, 2)
+    size = values.get("head_dim") or width // heads
+    is_free = is_free and "head_dim" in values
+    if not is_free:
+        size = max(16, min(size, _WIDEST // (few * shared)) // 8 * 8)
+    step = math.lcm(few * shared, 8)
+    values |= {name("num_attention_heads"): few * shared, **dict.fromkeys(keys, few)}
+    values[name("hidden_size")] = -(-_WIDTH // step) * step if is_free else few * shared * size
+    values |= {"head_dim": size} if "head_dim" in values else {}
+    if values.get("linear_num_key_heads"):
+        times = values["linear_num_value_heads"] // values["linear_num_key_heads"]
+        values["linear_num_value_heads"] = 2 * times
+    top_k = max([values[key] for key in _TOP_K if isinstance(values.get(key), int)], default=1)
+    for key, limit in (_LARGEST | dict.fromkeys(_EXPERTS, max(4, 2 * top_k))).items():
+        value = values.get(name(key))
+        if isinstance(value, int) and not isinstance(value, bool):
+            values[name(key)] = min(value, limit)
+        elif isinstance(value, list) and all(isinstance(one, int) for one in value):
+            values[name(key)] = [min(one, limit) for one in value]
+    _keep_layers(values, name("num_hidden_layers"), stages)
+    rates = [key for key, one in values.items() if isinstance(one, float) and key.endswith(_DROPOUT)]
+    return values | dict.fromkeys(rates, 0.0)
+
+
+def _keep_layers(values: dict[str, Any], key: str, stages: int) -> None:
+    """Keep the first layer of each kind and as many more as are needed, in `values` of a config."""
+    count, sharing = values[key], values.get("num_kv_shared_layers") or 0
+    lists = {
+        name: one
+        for name, one in values.items()
+        if isinstance(one, list) and len(one) == count > 1 and name not in _LISTED
+    }
+    dense = values.get("first_k_dense_replace") or values.get("num_dense_layers") or 0
+    listed = [values.get(name) or () for name in _LISTED]
+    kinds = [
+        repr([layer < dense, layer < count - sharing, [layer in one for one in listed]])
+        + repr([one[layer] for one in lists.values()])
+        for layer in range(count)
+    ]
+    chosen = {kinds.index(kind) for kind in kinds}
+    for layer in range(count):
+        if len(chosen) < 2 * stages:
+            chosen.add(layer)
+    kept = sorted(chosen)
+    values[key] = len(kept)
+    values |= {name: [one[layer] for layer in kept] for name, one in lists.items()}
+    for name in _LISTED:
+        if values.get(name) is not None:
+            values[name] = [kept.index(layer) for layer in values[name] if layer in kept]
+    if values.get("per_layer_config"):
+        own = {int(layer): one for layer, one in values["per_layer_config"].items()}
+        values["per_layer_config"] = {kept.index(layer): one for layer, one in own.items() if layer in kept}
+    if sharing:
+        values["num_kv_shared_layers"] = sum(layer >= count - sharing for layer in kept)
+
+
+def refused(where: str, message: str) -> SpecError:
+    return SpecError("This spec cannot be proved.", [Problem(where, message)])
