@@ -86,7 +86,7 @@ def what_next(
             readers = f"of {over}, not for peft's own loader"
         lines = [f"adapter: {export}, {readers}; the whole model: dsft export {checkpoint} OUT --merged"]
     if spec.model.head == "score":
-        lines.append(f"score answers: dsft score {export if lora is None else 'OUT'} --data FILE --out FILE")
+        lines.append(f"score rows: dsft score {export if lora is None else 'OUT'} --data FILE --out FILE")
     elif spec.task_kind.answers and (lora is None or base is not None):
         lines.append(f"talk to it: dsft chat {export}")
     return lines
