@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsft.errors import DsftError
+from dsft.errors import DsftError, Problem, SpecError
 from dsft.plan.build import build_plan
 from dsft.plan.show import as_mapping
 from dsft.preview.count import durations
 from dsft.report.jsonl import kept, parse_record
-from dsft.spec.load import load_spec
+from dsft.spec.load import load_spec as load
 from dsft.spec.schema import Spec
 from dsft.system.process import die_with
 from dsft.system.run_folder import newest_checkpoint, step_of
@@ -33,6 +33,11 @@ TICK = 0.2  # seconds between two looks at the metrics
 _COMMAND = "from dsft.cli import main; main()"
 
 
+def load_spec(path: Path | str, *overrides: str) -> Spec:
+    """Return the checked spec. Raises SpecError with all mistakes, MissingInputError if it cannot be read."""
+    return load(path, overrides)
+
+
 def plan(
     path: Path | str, *overrides: str, processes: int | None = None, like: str | None = None
 ) -> dict[str, Any]:
@@ -41,7 +46,8 @@ def plan(
 
     processes: their number, for a spec without a cluster. like: a run whose speed is taken. Raises DsftError.
     """
-    made = build_plan(load_spec(path, overrides, check_files=False), processes)
+    _check(processes)
+    made = build_plan(load(path, overrides, check_files=False), processes)
     return as_mapping(made, durations(like)(made))
 
 
@@ -58,7 +64,8 @@ def train(
 
     Raises DsftError, whose exit_code is that of the command, if the run does not reach its end.
     """
-    spec = load_spec(path, overrides)
+    _check(processes)
+    spec = load(path, overrides)
     folder = Path(spec.output_dir, spec.name)
     records = _NewRecords(folder)
     argv = [sys.executable, "-c", _COMMAND, "train", str(path), *overrides]
@@ -68,15 +75,20 @@ def train(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         start_new_session=True, preexec_fn=lambda: die_with(parent),
     )  # fmt: skip
-    message = f"the run failed; its logs are in {folder / 'logs'}"
+    message, continues = f"the run failed; its logs are in {folder / 'logs'}", False
     try:
         for line in _lines(process):
-            message = line[len("error: ") :].strip() if line.startswith("error: ") else message
+            if line.startswith("error: "):
+                message, continues = line.removeprefix("error: ").rstrip(), True
+            elif line and continues:  # the lines of a message after its first are indented
+                continues = line.startswith("  ")
+                message += f"\n{line.rstrip()}" * continues
             print(line, end="")
             for record in records.read():
                 if on_record is not None:
                     on_record(record)
     except BaseException:
+        print("stopping: the run saves a checkpoint first")
         process.send_signal(signal.SIGINT)
         process.wait()
         raise
@@ -85,6 +97,12 @@ def train(
         error.exit_code = process.returncode
         raise error
     return folder
+
+
+def _check(processes: int | None) -> None:
+    if processes is not None and (not isinstance(processes, int) or processes < 1):
+        problem = Problem("processes", f"{processes!r} is no integer from 1; leave it out for the default")
+        raise SpecError("The arguments cannot be used.", [problem])
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[str]:

@@ -170,7 +170,8 @@ def convert(
     """Convert the config or the command of another tool into a spec."""
     from dsft.convert.command import convert_file, listed
 
-    source = Path(file[0]) if len(file) == 1 else shlex.join(file)
+    is_file = len(file) == 1 and (" " not in file[0] or Path(file[0]).exists())
+    source = Path(file[0]) if is_file else file[0] if len(file) == 1 else shlex.join(file)
     done = convert_file(source, tool, task, model, data, dataset_info, out)
     _print(f"wrote {done.path} from a config of {done.title}: {done.carried} keys carried over")
     if done.left:
@@ -236,6 +237,8 @@ def plan(  # noqa: PLR0913, PLR0917  an argument is an option
     from dsft.plan.show import print_plan
     from dsft.preview.count import durations
 
+    if compare and like is not None:
+        raise typer.BadParameter("--compare has estimates of all layouts, and no run's speed; leave one out")
     ways = {"as_json": as_json, "explain": explain, "comparing": compare}
     print_plan(spec, overrides or (), **ways, world_size=processes, measure=durations(like))
 

@@ -53,10 +53,15 @@ _READERS = ("transformers", "tokenizers")
 
 
 def check_same_run(
-    checkpoint: CheckpointReader, spec: Spec, batch: BatchSizes, data: Mapping[str, Mapping[str, Any]] | None
+    checkpoint: CheckpointReader,
+    spec: Spec,
+    batch: BatchSizes,
+    data: Mapping[str, Mapping[str, Any]] | None,
+    to: str = "resume",
 ) -> None:
     """Check that the spec, the batch size and the data are those of the checkpoint's run. `data`: what is
-    trained and evaluated on, as in `CheckpointState`; None where it has not been read yet.
+    trained and evaluated on, as in `CheckpointState`; None where it has not been read yet. to: what is
+    refused, `resume` or `replay`.
 
     Raises CheckpointError naming every key that differs, with both values.
     """
@@ -78,10 +83,10 @@ def check_same_run(
     other = list(other_rows(checkpoint.state["data"], data, f"{spec.task_kind.unit}s")) if data else []
     ways += ["put the rows back as they were"] if other else []
     if differing_keys or other:
+        otherwise = "; for a new run, choose another name" if to == "resume" else ""
         raise CheckpointError(
-            f"cannot resume from {checkpoint.path}, because this run differs: "
-            f"{'; '.join([*differing_keys, *other])}. To resume, {' and '.join(ways)}; for a new run, choose "
-            "another name."
+            f"cannot {to} from {checkpoint.path}, because this run differs: "
+            f"{'; '.join([*differing_keys, *other])}. To {to}, {' and '.join(ways)}{otherwise}."
         )
 
 

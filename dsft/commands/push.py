@@ -55,9 +55,8 @@ def push(folder: Path, repo: str, revision: str | None, *, public: bool) -> str:
     if not (folder / CARD).exists():
         added.append(CommitOperationAdd(CARD, _card(folder, origin, repo).encode()))
     if (obstacle := hub_obstacle()) is not None:
-        raise MissingInputError(
-            f"nothing can be pushed: {obstacle}; set HF_ENDPOINT to a mirror that takes uploads."
-        )
+        way_out = "set HF_ENDPOINT to a mirror that takes uploads, or unset HF_HUB_OFFLINE if it is set"
+        raise MissingInputError(f"nothing can be pushed: {obstacle}; {way_out}.")
     token = get_token()
     if token is None:
         raise MissingInputError(

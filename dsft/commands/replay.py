@@ -61,11 +61,15 @@ def replay(
     sizes = ("global_batch_size", "micro_batch_size", "accumulation_steps")
     given = (batch.global_batch_size, batch.micro_batch_size, "null")
     words += [f"train.{size}={value}" for size, value in zip(sizes, given, strict=True)]
+    length = spec.train.max_steps, spec.train.num_train_epochs
     spec = spec_of(text, [*words, *overrides], title)
+    if (spec.train.max_steps, spec.train.num_train_epochs) != length:
+        what = "the number of steps decides the learning rates; leave max_steps and num_train_epochs out"
+        raise SpecError(title, [Problem("train", what)])
     ranks = processes or min(own["world_size"], torch.cuda.device_count() or own["world_size"])
     batch = batch_on(spec, layout_of(spec.parallel, ranks))
     if compared is not None:
-        check_same_run(CheckpointReader.open(compared), spec, batch, None)
+        check_same_run(CheckpointReader.open(compared), spec, batch, None, "replay")
     end = min((one for one in records if one >= step), default=step)
     since = max((one for one in records if one < end), default=0)
     asked = {
@@ -82,8 +86,8 @@ def replay(
 
 
 def _made_by(run: Path, checkpoint: Path | None) -> tuple[str, dict[str, int]]:
-    """Return the spec of the start that made the step, and its layout, as `CheckpointState` has it; where no
-    checkpoint is kept those of the run's last start. Raises MissingInputError."""
+    """Return the spec of the start that wrote the checkpoint, and its layout, as `CheckpointState` has it;
+    where none is kept those of the run's last start. Raises MissingInputError."""
     if checkpoint is not None:
         state = CheckpointReader.open(checkpoint).state
         return yaml.safe_dump(dict(state["spec"])), {"world_size": 1, **state["layout"]}

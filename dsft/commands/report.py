@@ -250,7 +250,7 @@ def answers_in(path: Path) -> Table:
         raise MissingInputError(f"{path} {reason_of(error)}") from None
     except ValueError:
         raise MissingInputError(wrong) from None
-    if not all({"source", "prompt", "answer"} <= row.keys() for row in rows):
+    if not rows or not all({"source", "prompt", "answer"} <= row.keys() for row in rows):
         raise MissingInputError(wrong)
     names = ("source", "prompt", "answer", "reference")
     return _table(names, [[_shown(row.get(name)) for name in names] for row in rows])
@@ -303,7 +303,7 @@ def _starts(run: RunFolder) -> Sequence[tuple[datetime, str]]:
     with suppress(OSError, ValueError):
         for line in read_text(run.folder / "command.txt", LARGEST).splitlines():
             time, _, command = line.partition("  ")
-            found.append((datetime.fromisoformat(time), command))
+            found.append((datetime.fromisoformat(time).astimezone(UTC), command))
     return found
 
 

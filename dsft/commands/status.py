@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from dsft.errors import printable
+from dsft.errors import MissingInputError, printable
 from dsft.plan.tables import printed, table
 from dsft.report.jsonl import STEP, parse_record
 from dsft.system.json_file import open_file, read_json
@@ -79,8 +79,12 @@ def print_status(run: str | None, *, as_json: bool) -> None:
     """Print the run's status, or a table of the runs in a folder, by default runs/. Raises MissingInputError
     if there is no such run."""
     runs = runs_below(Path(run or "runs"))
+    if not runs and run is None:
+        raise MissingInputError(
+            "there is no run in runs/ of the current folder; name another folder of runs."
+        )
     if not runs:
-        status = status_of(named_run(run or "runs"))
+        status = status_of(named_run(str(run)))
         print(json.dumps(asdict(status), indent=2) if as_json else printable("\n".join(lines(status))))
         return
     found = [status_of(folder) for folder in sorted(runs, key=_last_change, reverse=True)]

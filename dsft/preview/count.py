@@ -26,7 +26,7 @@ from dsft.spec.batch import BatchSizes
 from dsft.spec.listing import NoDataFileError, local_files
 from dsft.spec.schema import Spec
 from dsft.spec.sources import hub_data
-from dsft.system.hub import is_hub_id, use_cache_only
+from dsft.system.hub import cache_only, is_hub_id
 
 FEW_BYTES = 1 << 20  # of data files of which all rows are counted
 SAMPLE_BYTES = 1 << 20  # of rows of which a sample consists
@@ -70,22 +70,21 @@ def _load(spec: Spec) -> tuple[RunData, bool]:
     files = [file for path in paths if path not in of_hub for file in data_files(path) if file.path]
     if of_hub and not folder.is_dir():
         raise NotSampledError(f"{of_hub[0]} is a data set of the hub, and not tokenized yet")
-    if of_hub or is_hub_id(spec.model.tokenizer or spec.model.name_or_path or "."):
-        use_cache_only()
-    tokenizer, _ = open_tokenizer(spec.model)
-    choose_template(tokenizer, data.chat_template, data.thinking)
-    if folder.is_dir():
-        try:
-            return load_data(spec, tokenizer, Cache(folder, tokenizes=False), refuse=False), False
-        except (NotCachedError, MissingInputError):  # the latter of the hub's, as files were found before
-            pass
-    if of_hub:
-        raise NotSampledError(f"{of_hub[0]} is a data set of the hub, and not tokenized yet")
-    if sum(Path(file.path).stat().st_size for file in files) <= FEW_BYTES:
-        return load_data(spec, tokenizer, IN_MEMORY, refuse=False), False
-    whole = data.model_copy(update={"eval_fraction": None, "eval_count": None})
-    cache = Cache(sample=SAMPLE_BYTES // len(paths))
-    return load_data(spec.model_copy(update={"data": whole}), tokenizer, cache, refuse=False), True
+    with cache_only(bool(of_hub) or is_hub_id(spec.model.tokenizer or spec.model.name_or_path or ".")):
+        tokenizer, _ = open_tokenizer(spec.model)
+        choose_template(tokenizer, data.chat_template, data.thinking)
+        if folder.is_dir():
+            try:
+                return load_data(spec, tokenizer, Cache(folder, tokenizes=False), refuse=False), False
+            except (NotCachedError, MissingInputError):  # the latter of the hub's, as files were found before
+                pass
+        if of_hub:
+            raise NotSampledError(f"{of_hub[0]} is a data set of the hub, and not tokenized yet")
+        if sum(Path(file.path).stat().st_size for file in files) <= FEW_BYTES:
+            return load_data(spec, tokenizer, IN_MEMORY, refuse=False), False
+        whole = data.model_copy(update={"eval_fraction": None, "eval_count": None})
+        cache = Cache(sample=SAMPLE_BYTES // len(paths))
+        return load_data(spec.model_copy(update={"data": whole}), tokenizer, cache, refuse=False), True
 
 
 def _rows(spec: Spec, batch: BatchSizes, loaded: RunData, *, sampled: bool) -> Rows:

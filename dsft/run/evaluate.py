@@ -34,7 +34,7 @@ def evaluated(run: Run, asked: Mapping[str, Any]) -> dict[str, Any]:
         if start is not None:
             run.world.each(lambda: model.engine.load(start.read, 0))
         metrics = task.evaluation(run, inputs, model)(0)
-        named = {key: asked[key] for key in ("target", "checkpoint")}
+        named = {"target": asked["target"], "checkpoint": checkpoint, "task": run.spec.task}
         return {**named, "rows": _rows(inputs), "metrics": metrics}
 
 

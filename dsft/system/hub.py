@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -42,3 +44,21 @@ def use_cache_only() -> None:
 
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True
+
+
+@contextmanager
+def cache_only(wanted: bool) -> Iterator[None]:
+    """Use the hub's cache alone during the block, if that is `wanted`."""
+    from huggingface_hub import constants
+
+    before, was_set = os.environ.get("HF_HUB_OFFLINE"), constants.HF_HUB_OFFLINE
+    if wanted:
+        use_cache_only()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = was_set
+        if before is None:
+            os.environ.pop("HF_HUB_OFFLINE", None)
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before

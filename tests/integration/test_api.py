@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dsft.api import DsftError, Record, plan, train
+from dsft.api import DsftError, Record, load_spec, plan, train
 from dsft.report.jsonl import STEP, read_metrics
 from tests.integration.runs import write_spec
 
@@ -15,6 +15,11 @@ def test_train_with_a_callback(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     spec = write_spec(tmp_path)
     metrics = tmp_path / "runs/small/metrics.jsonl"
     assert plan(spec, "train.micro_batch_size=6", processes=2)["batch"]["accumulation_steps"] == 1
+
+    assert load_spec(spec, "train.seed=7").train.seed == 7
+    for wrong in (0, -1, 2.5):
+        with pytest.raises(DsftError, match="processes: .* is no integer from 1"):
+            plan(spec, processes=wrong)  # type: ignore[arg-type]
 
     seen: list[Record] = []
 
@@ -42,3 +47,5 @@ def test_train_with_a_callback(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         train(spec, "model.from_config.hidden_size=64", processes=1)
     assert failed.value.exit_code == 76
     assert "error: rank 0" in capfd.readouterr().out
+    with pytest.raises(DsftError, match=r"(?s)rows are longer than data.max_length 20:\n  .*on_too_long"):
+        train(spec, "name=other", "data.max_length=20", processes=1)

@@ -303,7 +303,9 @@ def test_every_kind_of_run(kind: str, tmp_path: Path, monkeypatch: pytest.Monkey
         (1, lambda run: shutil.rmtree(run), (), MissingInputError, "neither the folder of a run"),
         (1, lambda run: forget(run), (), MissingInputError, "ranks.json cannot be read"),
         (5, lambda run: damage(run), (), AssertionError, "the checkpoint is damaged"),
-        (5, None, ("data.max_length=24",), CheckpointError, "data.max_length was 256, now 24"),
+        (5, None, ("data.max_length=24",), CheckpointError, "cannot replay from RUN/checkpoints/step-"),
+        (5, None, ("data.max_length=24",), CheckpointError, "data.max_length was 256, now 24. To replay"),
+        (5, None, ("train.max_steps=9",), SpecError, "train: the number of steps decides the learning rates"),
         (5, None, ("train.micro_batch_size=4",), SpecError, "nearest values of global_batch_size"),
     ],
 )  # fmt: skip

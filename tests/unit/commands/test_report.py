@@ -77,7 +77,7 @@ def test_head_of_a_run() -> None:
     ranks = [{"rank": rank, "host": "gpu1", "device": "NVIDIA H100"} for rank in range(2)]
     folder = run("one", [1.0], spec=spec, ranks=ranks)
     starts = (
-        "2026-11-25T10:00:00+00:00  dsft/train.py one.yaml",
+        "2026-11-25T10:00:00  dsft/train.py one.yaml",
         "2026-11-25T11:00:00+00:00  dsft/train.py two.yaml",
     )
     (folder / "command.txt").write_text("".join(f"{start}\n" for start in starts))
@@ -106,7 +106,7 @@ def test_answers_of_a_file() -> None:
     text = Path("runs/one/report.html").read_text()
     assert "system: Be short.\nuser: &lt;b&gt;2 + 2?&lt;/b&gt;</td><td>4</td><td>Four.</td>" in text
     assert "Answers: answers.jsonl" in text and text.count("<td>x.jsonl:") == 50
-    for content in ("[1]", '{"prompt": "a"}', "not JSON", "\udc80"):
+    for content in ("", "[1]", '{"prompt": "a"}', "not JSON", "\udc80"):
         Path("other.jsonl").write_text(content, errors="surrogateescape")
         with pytest.raises(MissingInputError, match=r"other\.jsonl is no file that dsft answer wrote"):
             report.write_report(["one"], [], None, Path("other.jsonl"))

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from dsft.cli import app
 from dsft.convert.arguments import Tool
 from dsft.convert.command import TOOLS, Converted, convert_file, listed
 from dsft.errors import MissingInputError, SpecError
@@ -690,6 +692,12 @@ def test_options_of_a_command_replace_those_of_its_config(command: str) -> None:
     assert "Converted from the command of LLaMA-Factory" in done.path.read_text()
     with pytest.raises(MissingInputError, match=r"'other\.yaml' cannot be read"):
         convert_file(command.replace("lf.yaml", "other.yaml"), out=Path("other.yaml"))
+
+
+def test_one_word_with_blanks_is_a_command() -> None:
+    Path("lf.yaml").write_text(yaml.safe_dump({**LLAMA_FACTORY, "dataset": "identity"}))
+    done = CliRunner().invoke(app, ["convert", "--out", "spec.yaml", "--", "llamafactory-cli train lf.yaml"])
+    assert done.exit_code == 0 and "from a config of LLaMA-Factory" in done.output
 
 
 def test_files_that_are_no_config() -> None:

@@ -157,7 +157,7 @@ def test_what_cannot_be_read_is_named(
     data: str, model: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("dsft.data.read.sample.MOST_READ", 1000)
     write(tmp_path / "a.jsonl", texts(10))
     write(tmp_path / "huge.csv", texts(3000))
@@ -169,6 +169,7 @@ def test_what_cannot_be_read_is_named(
     )
     found = count_rows(spec, batch_on(spec, layout_of(spec.parallel, 1)))
     assert isinstance(found, str) and says in found
+    assert "HF_HUB_OFFLINE" not in os.environ  # what a notebook does afterwards may ask the hub
 
 
 # --- steps and hours --------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def test_hours_of_a_small_model_are_not_estimated() -> None:
 def finished(tmp_path: Path, spec: Spec) -> Path:
     """A run on two devices whose first step took longer: then 1,000 tokens in 2 seconds, and 3,000 in 2."""
     run = tmp_path / "done"
-    run.mkdir()
+    run.mkdir(parents=True)
     (run / "spec.yaml").write_text(json.dumps(spec.model_dump(mode="json")))
     records = [(1, 100.0, 10.0), (2, 500.0, 2.0), (3, 1500.0, 2.0)]
     (run / "metrics.jsonl").write_text(
@@ -266,7 +267,17 @@ def test_the_speed_of_a_run(tmp_path: Path) -> None:
         f"1,000 tokens/s that {run} measured on 2" in text and "scaled" not in text and "differs" not in text
     )
 
+    # what it measured before it was resumed on fewer devices does not count
+    with (run / "metrics.jsonl").open("a") as file:
+        json.dump(
+            {"train/global_step": 4, "train/loss": 1.0, "perf/step_time": 3.0}
+            | dict.fromkeys(("perf/tokens_per_second", "perf/tokens_per_second_per_gpu"), 700.0),
+            file,
+        )
+        file.write("\n")
     other = plan_of(4, max_steps=10, precision="fp32")
+    assert measured_speed(str(run), other.spec).tokens_per_second == pytest.approx(700.0)
+    run = finished(tmp_path / "again", plan.spec)
     measured = measured_speed(str(run), other.spec)
     assert measured.differs == ("parallel.zero_stage", "train.precision")
     found = duration(other, ROWS, measured)
