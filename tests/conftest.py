@@ -24,7 +24,9 @@ LAUNCHED = {"architectures", "integration", "lab", "parity", "standin"}
 """Folders of tests that start several processes."""
 LONGEST = (
     "parity/test_parity.py", "lab/test_supervised_faults.py", "lab/test_ways_in.py",
-    "integration/test_quantize.py", "integration/test_reference.py", "integration/test_lora.py",
+    "integration/test_commands_in_docs.py", "integration/test_quantize.py", "integration/test_prove.py",
+    "integration/test_reference.py", "integration/test_lora.py", "integration/test_evaluate.py",
+    "integration/test_replay.py", "integration/test_answer.py", "integration/test_classify.py",
     "integration/test_launchers.py", "architectures/test_architectures.py", "integration/test_stopped.py",
     "integration/test_killed.py", "parity/test_state.py", "standin/test_jobs.py", "standin/test_memory.py",
     "integration/test_resume.py", "standin/test_attention.py", "lab/test_typed_faults.py",

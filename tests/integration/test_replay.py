@@ -121,8 +121,9 @@ def bad_row(run: Path, step: int) -> str:
 
 @pytest.mark.parametrize("step", [LONG, SHIFTED])
 def test_a_bad_row_is_blamed_and_the_step_is_that_of_the_run(
-    crashed: Path, step: int, capsys: pytest.CaptureFixture[str]
+    crashed: Path, step: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "250")  # so that no path is wrapped
     found = replay(crashed, step)
     same_as_recorded(found, crashed, step)
     assert found["checkpoint"] is None if step == LONG else found["checkpoint"].endswith("step-4")
