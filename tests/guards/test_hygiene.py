@@ -70,8 +70,10 @@ MACHINE = re.compile(
             r"files\." + r"pythonhosted",
             r"\bhttps?://pypi" + r"\.",
             r"(?<![\d.])(10|192\.168)" + r"\.\d+\.\d+\.\d+:\d+/simple",
+            r"^[<>]" + r"{7} ",  # of a merge that was not finished
         ]
-    )
+    ),
+    re.MULTILINE,
 )
 
 
