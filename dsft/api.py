@@ -87,7 +87,7 @@ def train(
             for record in records.read():
                 if on_record is not None:
                     on_record(record)
-    except BaseException:
+    except BaseException:  # a KeyboardInterrupt too; raised again when the run has saved
         print("stopping: the run saves a checkpoint first")
         process.send_signal(signal.SIGINT)
         process.wait()
