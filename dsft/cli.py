@@ -194,6 +194,7 @@ def validate(
     ] = False,
 ) -> None:
     """Check a spec and the first rows of its data, without GPU and network, and list all mistakes."""
+    from dsft.report.packages import missing_packages
     from dsft.spec.cluster import cluster_batch
     from dsft.spec.load import load_spec
     from dsft.spec.rules import warnings
@@ -207,7 +208,7 @@ def validate(
         from dsft.data.cache.store import check_first_rows
 
         check_first_rows(checked)
-    for warning in warnings(checked, check_files=not no_files):
+    for warning in (*warnings(checked, check_files=not no_files), *missing_packages(checked)):
         _print(f"warning: {warning}", error=True)
     _print(f"valid: {spec}")
     _print(summary(checked))
@@ -395,7 +396,8 @@ def report(
         typer.Option(metavar="TEXT", help="Question for the base model and the export; may be repeated."),
     ] = None,
     answers: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What dsft answer wrote: show its first rows.")
+        Path | None,
+        typer.Option(metavar="FILE", help="What dsft answer wrote; by default RUN/answers.jsonl."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Page to write; by default RUN/report.html.")
@@ -510,13 +512,19 @@ def push(
     _print(pushed(folder, repo, revision, public=public))
 
 
-@command(AFTER, "dsft answer mychat --data data/test.jsonl --out answers.jsonl")
+@command(AFTER, "dsft answer mychat --data data/test.jsonl")
 def answer(  # noqa: PLR0913, PLR0917  an argument is an option
     export: Annotated[
         Path, typer.Argument(metavar="EXPORT", help="Folder of a model, or a run (its folder or name).")
     ],
-    data: Annotated[str, typer.Option(metavar="FILE", help="Rows with prompts: conversations or pairs.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write, a line of JSON for each row.")],
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Rows with prompts; by default the held-out ones of a run's spec."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="JSONL file to write; by default answers.jsonl in a run's folder."),
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt of rows that have none.")] = None,
     temperature: Annotated[
         float, typer.Option(min=0.0, help="Sampling temperature; 0 always takes the most likely token.")
@@ -531,10 +539,12 @@ def answer(  # noqa: PLR0913, PLR0917  an argument is an option
 ) -> None:
     """Generate answers to the rows of a file. The same command continues after a stop."""
     from dsft.commands.answer import answer as answered
+    from dsft.commands.answer import defaults
     from dsft.commands.chat import Sampling
 
+    rows, file = defaults(export, data, out)
     sampling = Sampling(temperature, top_p, max_new_tokens, seed)
-    _print(answered(export, data, out, sampling, system, batch_size, processes))
+    _print(answered(export, rows, file, sampling, system, batch_size, processes))
 
 
 @command(AFTER, "dsft score myreward --data answers.jsonl --out rewards.jsonl")

@@ -25,12 +25,13 @@ from dsft.data.formats.detect import Format, choose
 from dsft.data.read.files import DataFile, data_files, file_digest, file_lines
 from dsft.data.render.template import prepare_messages, template_of
 from dsft.data.rows import BadRowError, Conversation, Message, data_error
-from dsft.errors import Problem, StorageError
+from dsft.errors import MissingInputError, Problem, StorageError
 from dsft.rank.start import run_ranks
 from dsft.remote import without_rank_variables
+from dsft.spec.load import load_spec
 from dsft.spec.schema import Source
 from dsft.system.files import atomic_write, write_error
-from dsft.system.run_folder import named_export
+from dsft.system.run_folder import ANSWERS, named_export, named_run
 
 HEAD_ROWS = 100
 TASKS = ("sft", "dpo", "kto")
@@ -47,6 +48,21 @@ class Prompt:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
     reference: str | None
+
+
+def defaults(name: Path, data: str | None, out: Path | None) -> tuple[str, Path]:
+    """Return `data` and `out`, by default the first of data.eval in a run's spec, and answers.jsonl of its
+    folder, where `dsft report` finds it. Raises MissingInputError where there is no run or no data.eval."""
+    if data is not None and out is not None:
+        return data, out
+    try:
+        run = named_run(str(name))
+    except MissingInputError:
+        raise MissingInputError(f"{name} is no run, so give --data FILE and --out FILE.") from None
+    held_out = () if data else load_spec(run / "spec.yaml", check_files=False).data.eval
+    if not data and not held_out:
+        raise MissingInputError(f"the spec of {run} has no data.eval to answer; give --data FILE.")
+    return data or held_out[0].path, out or run / ANSWERS
 
 
 def answer(

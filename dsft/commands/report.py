@@ -32,7 +32,7 @@ from dsft.spec.differences import flatten
 from dsft.spec.document import read_document
 from dsft.system.json_file import open_file, parse_json, read_text, reason_of
 from dsft.system.redact import one_line
-from dsft.system.run_folder import named_run
+from dsft.system.run_folder import ANSWERS, named_run
 
 PAGE = "report.html"
 _ANSWER_TOKENS = 200
@@ -74,8 +74,8 @@ def write_report(
     names: Sequence[str], prompts: Sequence[str], out: Path | None, answers: Path | None = None
 ) -> Path:
     """Write the page and return its path, by default report.html in the folder of the first run. answers: a
-    file of `dsft answer`. Raises MissingInputError if a run or the file does not exist, StorageError if the
-    page cannot be written."""
+    file of `dsft answer`, by default those in the runs' folders. Raises MissingInputError if a run or the
+    file does not exist, StorageError if the page cannot be written."""
     folders = list({folder.resolve(): folder for folder in map(named_run, names)}.values())
     last = [folder.resolve().name for folder in folders]
     runs = [
@@ -85,8 +85,10 @@ def write_report(
     path = out or runs[0].folder / PAGE
     check_page(path, "--out", "dsft report")
     found = [Section(f"Answers: {run.name}", _answers(run, prompts), "text") for run in runs if prompts]
-    if answers is not None:
-        found.append(Section(f"Answers: {answers.name}", answers_in(answers), "text"))
+    files = {answers.name: answers} if answers else {run.name: run.folder / ANSWERS for run in runs}
+    for name, file in files.items():
+        if answers or file.exists():
+            found.append(Section(f"Answers: {name}", answers_in(file), "text"))
     text = page(runs, found)
     write_page(path, text, "--out")
     return path

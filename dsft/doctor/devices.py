@@ -107,7 +107,7 @@ def _cores(probed: ProbeResults, host: str, part: Mapping[str, Any]) -> Iterator
     if gpus and not part.get("forced"):
         yield CheckResult(
             CHECK, host, "warning", f"{len(gpus)} GPU(s), but torch is built without CUDA",
-            "the run would train on the CPU", "install torch with CUDA: scripts/install",
+            "the run would train on the CPU", "install torch with CUDA (docs/install.md)",
         )  # fmt: skip
     accelerator = probed.needs.spec.accelerator
     if accelerator is not None and accelerator.name.lower() != "cpu":

@@ -45,9 +45,9 @@ _PROGRAM: tuple[tuple[str, str, str], ...] = (
      "its dsft is missing or is another version",
      "install the same dsft there, at the same path"),
     (r"ModuleNotFoundError: No module named '?([\w.]+)", "its Python lacks a package ({0})",
-     "install the same packages there: scripts/install"),
+     "install the same packages there (docs/install.md)"),
     (r"SyntaxError|ImportError", "its Python or its packages are other versions ({last})",
-     "make the environment the same: scripts/install"),
+     "make the environment the same (docs/install.md)"),
 )  # fmt: skip
 
 

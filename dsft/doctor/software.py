@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsft.doctor.results import CheckResult, passed
 from dsft.engine.toolchain import package_file
+from dsft.report.packages import SINKS, missing, packages
 from dsft.system.software import decisive_versions, outside, version_of
 
 if TYPE_CHECKING:
@@ -26,11 +27,13 @@ NEEDED = ("torch", "deepspeed", "transformers")
 
 
 def look() -> dict[str, Any]:
-    """Return versions (name -> version, None if not installed) and the path of this Python (executable)."""
+    """Return versions (name -> version, None if not installed), the path of this Python (executable), and
+    which packages of SINKS are absent."""
     versions = decisive_versions() | {name: version_of(name) for name in ALSO}
     versions["CUDA of torch"] = cuda_of_torch()
     versions["NCCL"] = next(filter(None, map(version_of, NCCL)), None)
-    return {"versions": versions, "executable": sys.executable}
+    absent = [name for name in SINKS if version_of(name) is None]
+    return {"versions": versions, "executable": sys.executable, "absent": absent}
 
 
 def cuda_of_torch() -> str | None:
@@ -70,20 +73,25 @@ def check(probed: ProbeResults) -> Iterator[CheckResult]:
         yield CheckResult(
             CHECK, None, "warning" if name in MILD or len(kinds) == 1 else "failure",
             f"{name} differs: {values}", why,
-            "install the same on every host (scripts/install), or use one environment on a shared disk",
+            "install the same on every host (docs/install.md), or use one environment on a shared disk",
         )  # fmt: skip
     for name in NEEDED:
         if name not in different and "none" in found.get(name, {}).values():
             yield CheckResult(
                 CHECK, None, "failure", f"{name} is not installed", "no run works without it",
-                "install it: scripts/install",
+                "install it (docs/install.md)",
             )  # fmt: skip
+    for host, part in probed.part("software"):
+        if host == probed.needs.first:  # rank 0 records
+            for name in set(packages(probed.needs.spec)).intersection(part["absent"]):
+                what, _, way = missing(name).partition("; ")
+                yield CheckResult(CHECK, host, "failure", what, "the run would stop at its start", way)
     if found and not different:
         alike = {name: next(iter(by_host.values())) for name, by_host in found.items()}
         for line in outside({name: version for name, version in alike.items() if version != "none"}):
             yield CheckResult(
                 CHECK, None, "warning", line, "dsft was not tested with it",
-                "install a supported version: scripts/install",
+                "install a supported version (docs/install.md)",
             )  # fmt: skip
         shown = ("python", "torch", "deepspeed", "transformers")
         summary = ", ".join(f"{name} {alike[name]}" for name in shown if name in alike)

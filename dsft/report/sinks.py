@@ -8,7 +8,6 @@ metrics.jsonl has everything in any case. Their packages are imported only where
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import queue
@@ -18,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from dsft.errors import MissingInputError
 from dsft.report.console import Console
 from dsft.report.jsonl import STEP, MetricsFile, Record, cut_margins
 from dsft.report.wandb_run import FINISH_SECONDS, WandbSink, mode_of, section_of
@@ -80,18 +78,6 @@ class BackgroundSink:
     def _log(self, text: str) -> None:
         if not self._abandoned:  # after close the run's outputs are closed too
             self._report(text)
-
-
-def check_installed(spec: Spec) -> None:
-    """Raise MissingInputError for a sink that the spec asks for and whose package is not installed."""
-    records = spec.wandb is not None and mode_of(spec.wandb, os.environ) != "disabled"
-    asked = {"tensorboard": spec.tensorboard, "swanlab": spec.swanlab is not None, "wandb": records}
-    for package, is_set in asked.items():
-        if is_set and importlib.util.find_spec(package) is None:
-            raise MissingInputError(
-                f"{package} is set in the spec, but the package {package} is not installed; "
-                f"pip install {package}, or remove the key."
-            )
 
 
 class Report:

@@ -35,8 +35,8 @@ from dsft.rank.stopping import Stopping
 from dsft.reference.precomputed import micro_batch_size, precompute
 from dsft.report.folder import check_folder
 from dsft.report.jsonl import STEP, read_metrics
+from dsft.report.packages import check_installed
 from dsft.report.profile import traced_step
-from dsft.report.sinks import check_installed
 from dsft.run.build import build, describe
 from dsft.run.finish import finish
 from dsft.run.loop import Progress

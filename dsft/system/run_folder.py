@@ -18,6 +18,7 @@ CHECKPOINTS = "checkpoints"
 MANIFEST = "MANIFEST.json"
 LATEST = "latest"
 BEST = "best"
+ANSWERS = "answers.jsonl"  # of dsft answer
 STEP = re.compile(r"step-(\d+)")
 _PARTS = ("logs", "metrics.jsonl", "spec.yaml", LOCK, CHECKPOINTS)
 _MODEL_FILES = ("config.json", "adapter_config.json")

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dsft.commands import answer as command
 from dsft.commands.chat import Sampling, load
-from dsft.errors import DataError, StorageError
+from dsft.errors import DataError, MissingInputError, StorageError
 from tests.integration.runs import trained, write_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -139,3 +140,21 @@ def test_what_cannot_be_answered(export: Path, data: Path, tmp_path: Path) -> No
     (tmp_path / "there.jsonl").touch()
     with pytest.raises(StorageError, match="exists; remove it"):
         answers(export, data, tmp_path / "there.jsonl")
+
+
+def test_by_default_the_held_out_rows_of_a_run_are_answered_into_its_folder(
+    export: Path, tmp_path: Path
+) -> None:
+    run = export.parent
+    data, out = command.defaults(run, None, None)
+    assert (data, out) == ("builtin:quickstart-heldout", run / "answers.jsonl")
+    command.answer(run, data, out, Sampling(0.0, 1.0, 1, 0), None, 64, 1)
+    sources = [json.loads(line)["source"] for line in out.read_text().splitlines()]
+    assert sources == [f"{data}:{number}" for number in range(1, 56)]
+    with pytest.raises(MissingInputError, match=r"export is no run, so give --data FILE and --out FILE"):
+        command.defaults(export, None, tmp_path / "out.jsonl")
+    values = yaml.safe_load((run / "spec.yaml").read_text())
+    without = {"data": values["data"] | {"eval": []}, "train": values["train"] | {"eval_every": None}}
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(values | without))
+    with pytest.raises(MissingInputError, match=r"the spec of .* has no data\.eval to answer"):
+        command.defaults(tmp_path, None, None)

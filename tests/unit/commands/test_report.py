@@ -106,6 +106,10 @@ def test_answers_of_a_file() -> None:
     text = Path("runs/one/report.html").read_text()
     assert "system: Be short.\nuser: &lt;b&gt;2 + 2?&lt;/b&gt;</td><td>4</td><td>Four.</td>" in text
     assert "Answers: answers.jsonl" in text and text.count("<td>x.jsonl:") == 50
+    assert "Answers" not in report.write_report(["one"], [], None).read_text()
+    Path("answers.jsonl").rename("runs/one/answers.jsonl")  # where dsft answer writes it by default
+    text = report.write_report(["one"], [], None).read_text()
+    assert "Answers: one" in text and text.count("<td>x.jsonl:") == 50
     for content in ("", "[1]", '{"prompt": "a"}', "not JSON", "\udc80"):
         Path("other.jsonl").write_text(content, errors="surrogateescape")
         with pytest.raises(MissingInputError, match=r"other\.jsonl is no file that dsft answer wrote"):

@@ -37,7 +37,8 @@ def host(name: str, address: str) -> dict[str, Any]:
         "on_cpu": False,
         "devices": {"gpus": gpus(8), "fault": None, "cores": 64, "forced": None},
         "software": {"versions": {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8",
-                                  "transformers": "5.23.0", "NCCL": "2.28.9", "peft": "0.21.2"}},
+                                  "transformers": "5.23.0", "NCCL": "2.28.9", "peft": "0.21.2"},
+                     "absent": []},
         "listening": {"free": 40000, **({"port": None} if name == "node1" else {})},
         "network": {"interfaces": interfaces, "named": None, "hostname": name, "resolved": resolved},
         "storage": {"folders": {"output_dir": folder, "TORCH_EXTENSIONS_DIR": folder}, "shm": shm(64)},
@@ -188,6 +189,15 @@ def test_unsupported_version_is_a_warning(facts: Facts) -> None:
     assert [line for line in faults(seen(facts)) if "transformers" in line] == [
         "warning versions None: transformers 4.57.0 is outside of the supported range >=5.17,<6"
     ]
+
+
+def test_absent_package_of_a_sink_matters_on_the_host_of_rank_0(facts: Facts) -> None:
+    facts["node2"]["software"]["absent"] = ["wandb"]
+    asked = ("wandb.mode=offline",)
+    assert not any("wandb" in line for line in faults(seen(facts, asked)))
+    facts["node1"]["software"]["absent"] = ["wandb", "swanlab"]
+    message = "wandb is set in the spec, but the package wandb is not installed"
+    assert f"failure versions node1: {message}" in faults(seen(facts, asked))
 
 
 def test_failed_connection_and_folder_that_is_not_shared(facts: Facts) -> None:

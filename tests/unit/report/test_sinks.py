@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsft.errors import MissingInputError
-from dsft.report.sinks import BackgroundSink, check_installed, open_sinks
+from dsft.report.packages import check_installed
+from dsft.report.sinks import BackgroundSink, open_sinks
 from dsft.spec.schema import Spec
 from tests.specs import minimal_spec
 
@@ -24,7 +25,7 @@ SECRET = "sk-0123456789abcdef0123456789abcdef"
 
 
 def needs(package: str) -> Any:
-    missing = importlib.util.find_spec(package) is None
+    missing = find_spec(package) is None
     return pytest.mark.skipif(missing, reason=f"{package}, an extra, is not installed")
 
 
@@ -74,7 +75,7 @@ def test_swanlab_records_offline_and_keeps_no_secret(tmp_path: Path, monkeypatch
 
 
 def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch: Any) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("dsft.report.packages.find_spec", lambda name: None)
     with pytest.raises(MissingInputError, match=r"pip install tensorboard"):
         check_installed(spec(tensorboard=True))
     with pytest.raises(MissingInputError, match=r"pip install swanlab"):

@@ -80,6 +80,14 @@ def test_validate_prints_warnings_and_the_batch_of_a_cluster(dsft, write: Write)
     assert "global_batch_size 24 = micro_batch_size 2 × accumulation_steps 4 × data-parallel ranks 3" in out
 
 
+def test_validate_warns_of_an_absent_package(dsft, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+    monkeypatch.setattr("dsft.report.packages.find_spec", lambda name: None)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert dsft("validate", str(write()), "--no-files")[2] == ""
+    code, _, err = dsft("validate", str(write()), "wandb.mode=offline", "--no-files")
+    assert code == 0 and err.startswith("warning: wandb is set in the spec, but the package wandb is not")
+
+
 def test_validate_tells_mistakes_on_standard_error(dsft, write: Write) -> None:  # noqa: ANN001
     code, out, err = dsft("validate", str(write()), "train.sede=1", "train.seed=x")
     assert (code, out) == (2, "")
