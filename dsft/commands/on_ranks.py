@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ from dsft.reference.start import SCRIPT
 from dsft.remote import without_rank_variables
 from dsft.spec.load import dump_spec, load_spec
 from dsft.spec.schema import Spec
-from dsft.system.files import write_error
+from dsft.system.files import temporary_folder
 from dsft.system.json_file import read_json
 
 ASKED, RESULT, SPEC = "asked.json", "result.json", "asked.yaml"
@@ -39,8 +38,7 @@ def on_ranks(
     The ranks work in a folder of their own in the spec's output_dir, which is removed at the end."""
     spec = spec.model_copy(update={"name": f"{asked['action']}-{secrets.token_hex(4)}"})
     folder = Path(spec.output_dir, spec.name)
-    try:
-        folder.mkdir(parents=True)
+    with temporary_folder(folder):
         (folder / ASKED).write_text(json.dumps({**asked, "result": RESULT}), encoding="utf-8")
         (folder / SPEC).write_text(dump_spec(spec), encoding="utf-8")
         words = "--any_ranks", "--action", str(folder / ASKED)
@@ -50,10 +48,6 @@ def on_ranks(
             return code, None
         (folder / RESULT).replace(result)
         return 0, read_json(result)
-    except OSError as error:
-        raise write_error(folder, error) from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str], ranks: int, *, quiet: bool) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,6 +50,18 @@ def is_own(path: Path, mark: bytes) -> bool:
             return file.read(len(mark)) in (b"", mark)
     except OSError:
         return False
+
+
+@contextmanager
+def temporary_folder(path: Path) -> Iterator[None]:
+    """Make a folder that is removed when the block ends. Raises StorageError for an OSError of the block."""
+    try:
+        path.mkdir(parents=True)
+        yield
+    except OSError as error:
+        raise write_error(path, error) from None
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:

@@ -17,7 +17,7 @@ from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import named_template
 from dsft.data.tokenizer.load import byte_level_tokenizer, num_ids
 from dsft.errors import DsftError, SpecError
-from dsft.prove import command
+from dsft.prove import command, runs
 from dsft.prove.rows import expected_row
 from dsft.prove.small import small_model
 from dsft.spec.files import CHAT_TEMPLATES
@@ -54,7 +54,7 @@ def proved(
         assert done.returncode == 0, done.stderr[-3000:]
         return done.returncode
 
-    monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(runs, "run", run)
     if any(one.startswith("task=") for one in overrides):
         overrides = (*overrides, f"data.train=[{{path: {spec.parent / 'pairs.jsonl'}}}]")
     code = command.prove(spec, overrides, None, as_json=False)
@@ -167,7 +167,7 @@ def test_what_cannot_be_proved(keys: list[str], message: str, spec: Path) -> Non
 def test_a_run_that_fails_ends_with_its_exit_code(
     spec: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(command, "run", lambda *_: 69)
+    monkeypatch.setattr(runs, "run", lambda *_: 69)
     with pytest.raises(DsftError, match="nothing is proved") as raised:
         command.prove(spec, (), None, as_json=False)
     assert raised.value.exit_code == 69

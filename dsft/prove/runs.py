@@ -1,0 +1,167 @@
+"""Make the runs of `dsft prove` in a folder: a small model of the spec's class is trained in the spec's own
+mode, from a checkpoint in another layout, and in fp32 where that is not the mode's precision. Then the plain
+loop takes the rows of the same steps."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from dsft.checkpoint.read import CheckpointReader
+from dsft.data.render.template import choose_template
+from dsft.data.sets.dataset import Dataset
+from dsft.data.sets.load import load_data
+from dsft.data.steps.steps import TrainSteps
+from dsft.data.tokenizer.load import open_tokenizer
+from dsft.errors import DsftError
+from dsft.model.lora import own_names
+from dsft.prove import plain
+from dsft.prove.rows import rows_of
+from dsft.prove.small import SAVED, STEPS, build, small_spec
+from dsft.rank.start import run_ranks
+from dsft.reference.start import SCRIPT
+from dsft.remote import without_rank_variables
+from dsft.report.jsonl import STEP, read_metrics
+from dsft.spec.layout import Layout, batch_on, layout_of
+from dsft.spec.load import load_spec
+from dsft.spec.schema import Spec
+from dsft.system.run_folder import step_folder
+
+LOSSES = {"sft": "next_token", "pretrain": "next_token", "reward": "reward"}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run that has ended. records: by step; final: its last checkpoint."""
+
+    records: Mapping[int, Mapping[str, float]]
+    final: CheckpointReader
+
+    def outcome(self, start: Mapping[str, Tensor]) -> plain.Outcome:
+        """Return it as what is expected of another. start: the values before all steps."""
+        steps = [self.records[step] for step in range(1, STEPS + 1)]
+        losses, norms = ([one[key] for one in steps] for key in ("train/loss", "train/grad_norm"))
+        weights = {name: value_of(self.final, name) for name in self.final.shapes if name in start}
+        return plain.Outcome(losses, norms, dict(start), weights)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is to be compared.
+
+    mode       the small spec of the run, and its layout
+    resumed    those of the run that was resumed
+    model      folder of the model that all start from
+    tokenizer  the spec's own
+    data       the rows
+    ids        the examples of each step
+    run        the run, resumed: the one in another layout, exact: the one in fp32 where the others are not
+    loop       the plain loop
+    """
+
+    mode: tuple[Spec, Layout]
+    resumed_in: tuple[Spec, Layout]
+    model: Path
+    tokenizer: PreTrainedTokenizerBase
+    data: Dataset
+    ids: Sequence[Sequence[int]]
+    run: Ran
+    resumed: Ran
+    exact: Ran | None
+    loop: plain.Outcome
+
+
+def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
+    """Make the model, the runs and the loop. processes: by default 2, or the fewest of the layout. Raises
+    DsftError, of a run that fails with its exit code."""
+    together = spec.parallel.pipeline_stages * spec.parallel.sequence_parallel
+    alone = together > 1 or torch.cuda.device_count() == 1
+    layout, other = layout_of(spec.parallel, processes or (together if alone else 2)), Layout(1, 1, 1)
+    tokenizer, _ = open_tokenizer(spec.model)
+    choose_template(tokenizer, spec.data.chat_template, spec.data.thinking)
+    model, adapter = build(spec, tokenizer, folder)
+    values = small_spec(spec, model, adapter, folder, layout.data_parallel)
+    data = load_data(_loaded(folder, values), tokenizer).train
+    values["data"]["max_length"] = max(2, int(data.widths.max()))  # so that more micro-batches are packed
+    small = _loaded(folder, values)
+    data = load_data(small, tokenizer).train
+    steps = TrainSteps(data, batch_on(small, layout), 0, small.train.seed, 0)
+    ids = [steps.step(number).example_ids for number in range(STEPS)]
+    run = _trained(folder, "run", layout)
+    again = _loaded(folder, values | _resumed(values, small, layout, folder))
+    resumed, exact = _trained(folder, "again", other), None
+    if spec.train.precision != "fp32":
+        train = values["train"] | {"precision": "fp32", "reduce_dtype": None}
+        of_model = values["model"] | {"attention": "auto"}
+        _loaded(folder, values | {"name": "exact", "train": train, "model": of_model})
+        exact = _trained(folder, "exact", layout)
+    with own_names() if adapter else nullcontext():
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        loaded = plain.load(model, adapter, scores=spec.task_kind.head == "score", device=device)
+    loop = plain.train(loaded, [list(_examples(data, of_step)) for of_step in ids], _recipe(small))
+    return Proof((small, layout), (again, other), model, tokenizer, data, ids, run, resumed, exact, loop)
+
+
+def _resumed(values: Mapping[str, Any], small: Spec, layout: Layout, folder: Path) -> dict[str, Any]:
+    """Return the keys of the run that is resumed: in one process or, where the first run has one, at another
+    ZeRO stage without offload."""
+    parallel: dict[str, Any] = {"pipeline_stages": 1, "sequence_parallel": 1}
+    if layout.world_size == 1:
+        parallel |= {"offload_parameters": {}, "offload_optimizer": {}}
+        parallel |= {"zero_stage": 2 if small.parallel.zero_stage == 1 else 1}
+    checkpoint = values["checkpoint"] | {"resume": str(step_folder(folder / "run", SAVED))}
+    return {"name": "again", "parallel": values["parallel"] | parallel, "checkpoint": checkpoint}
+
+
+def _loaded(folder: Path, values: Mapping[str, Any]) -> Spec:
+    path = folder / f"{values['name']}.yaml"
+    path.write_text(yaml.safe_dump(dict(values)), encoding="utf-8")
+    return load_spec(path)
+
+
+def _trained(folder: Path, name: str, layout: Layout) -> Ran:
+    """Train a spec of the folder. Raises DsftError if the ranks fail, which have printed why."""
+    argv = [sys.executable, str(SCRIPT), str(folder / f"{name}.yaml"), "--any_ranks"]
+    with (folder / f"{name}.log").open("wb") as log:
+        code = run(argv, without_rank_variables(os.environ), layout.world_size, log.fileno())
+    if code:
+        error = DsftError("the small run failed, so nothing is proved")
+        error.exit_code = code
+        raise error
+    records = read_metrics(folder / name / "metrics.jsonl")
+    by_step = {int(one[STEP]): one for one in records if "train/loss" in one}
+    return Ran(by_step, CheckpointReader.open(step_folder(folder / name, STEPS)))
+
+
+def run(argv: Sequence[str], environ: Mapping[str, str], ranks: int, stdout: int) -> int:
+    print(f"training on {ranks} process{'es' * (ranks > 1)} …", file=sys.stderr, flush=True)
+    return run_ranks(argv, environ, ranks, "nothing is proved.", stdout)
+
+
+def _examples(data: Dataset, ids: Sequence[int]) -> Iterator[plain.Rows]:
+    """Yield each pair as one example, and of other examples each segment as one of its own."""
+    for rows in (rows_of(data[id]) for id in ids):
+        yield from [rows] if data.answers > 1 else [(row,) for row in rows]
+
+
+def _recipe(small: Spec) -> plain.Recipe:
+    keys = small.of_task.model_dump(mode="json") if small.of_task else {}
+    optim, rate, train = small.optim.model_dump(mode="json"), small.optim.learning_rate, small.train
+    rates = [rate * (1 - step / STEPS) for step in range(STEPS)]
+    loss, patterns = LOSSES.get(small.task) or keys["loss_type"], small.model.trainable or ("*",)
+    return plain.Recipe(loss, keys, train.label_smoothing, optim, train.max_grad_norm, rates, patterns)
+
+
+def value_of(reader: CheckpointReader, name: str) -> Tensor:
+    shape = torch.Size(reader.shapes[name])
+    return reader.read(name, "value", 0, shape.numel()).view(shape)
