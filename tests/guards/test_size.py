@@ -9,13 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = sorted((ROOT / "dsft").rglob("*.py"))
 
-ALL = 54_067
+ALL = 54_190
 """Lines of dsft/. Whoever adds more than that raises the number, and says in the commit what for."""
 
 OF_A_FILE, LONG_FILES = (
     400,
     {
-        "dsft/cli.py": 661,
+        "dsft/cli.py": 671,
         "dsft/spec/schema.py": 706,
     },
 )
