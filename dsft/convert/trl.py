@@ -9,6 +9,7 @@ from dsft.convert.distill import distillation
 from dsft.convert.draft import Draft, hub_path, is_file_name
 from dsft.convert.values import flag
 from dsft.spec.task import task_names
+from dsft.system.json_file import read_text
 
 _PREFERENCES = (
     "beta", "precompute_ref_log_probs", "ref_model_mixup_alpha", "sync_ref_model", "max_prompt_length",
@@ -40,7 +41,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
         rate = {"dpo": 1e-6, "kto": 1e-6, "reward": 1e-4}.get(task, 2e-5)
         draft.defaults |= {**_OF_TRL, "learning_rate": rate, "beta": 0.1}
     draft.put("task", task, f"choose another one with --task {task_names()}")
-    if trl and draft.get("router_aux_loss_coef") is None:
+    if trl and draft.get("router_aux_loss_coef") is None and _may_be_mixture(draft.get("model_name_or_path")):
         draft.left["router_aux_loss_coef"] = f"on by default in TRL, for mixtures: {arguments.BALANCE}"
     arguments.model(draft, TOOL)
     if draft.is_on("use_peft"):
@@ -58,6 +59,14 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     elif task == "distill":
         distillation(draft, cools=False)
     arguments.training(draft, "bf16" if trl and draft.given.get("bf16") is None else "fp32")
+
+
+def _may_be_mixture(model: object) -> bool:
+    """Return False where the config.json of a model's folder names no experts."""
+    try:
+        return "expert" in read_text(Path(str(model), "config.json"))
+    except (OSError, ValueError):
+        return True  # as of a model on the hub
 
 
 def _data(draft: Draft) -> None:

@@ -500,7 +500,10 @@ def test_the_balance_loss_of_transformers_is_named() -> None:
         assert "model.experts.balance: global_batch with balance_weight" in done.left[name]
         assert ("on by default in TRL" in done.left[name]) == (config is TRL)
         assert name in done.path.read_text() and spec.model.experts.balance == "none"
-    for config in (LLAMA_FACTORY, SWIFT, AXOLOTL, {**TRL, "router_aux_loss_coef": 0.0}):
+    Path("dense").mkdir()
+    Path("dense/config.json").write_text('{"model_type": "llama"}')
+    dense = {**TRL, "model_name_or_path": "dense"}
+    for config in (LLAMA_FACTORY, SWIFT, AXOLOTL, {**TRL, "router_aux_loss_coef": 0.0}, dense):
         assert "balance" not in str(converted(config)[1].left)
 
 
