@@ -76,7 +76,7 @@ def score(folder: Path, data: str, out: Path, batch_size: int) -> str:
         means = (f"{name} {mean:.4g}" for name, mean in zip(names, scored.mean(0), strict=True))
         text = f", mean {', '.join(means)}"
     if len(scored) and labels:
-        text = without or quality(scored.argmax(1), records.labels[is_scored], len(labels))
+        text = without or quality(scored.argmax(1), records.values("label")[is_scored], len(labels))
     if left := len(scores) - len(scored):
         text += f"; null for answers of {left:,} {records.unit}s, longer than the model's positions"
     return f"{out}: {len(scored):,} of {len(scores):,} {records.unit}s scored{text}"

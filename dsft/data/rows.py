@@ -4,9 +4,9 @@ Records."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,14 +59,32 @@ class Conversation:
 Sample = Text | Conversation
 
 
+class RowField(NamedTuple):
+    """A number that a row has beside its tokens, from its format to the objective.
+
+    column   its name in a block of the cache
+    dtype    its numpy type there; micro-batches have int64 or float64
+    missing  the number of rows that have none
+    """
+
+    column: str
+    dtype: str
+    missing: float = 0
+
+
+FIELDS: Mapping[str, RowField] = {
+    "label": RowField("labels", "<i4", 1),  # the number of the row's class; for KTO 1, desirable, or 0
+}
+"""The fields of rows. Those of `TaskFacts.fields` reach the micro-batches of a task, in `Answers.values`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A converted line: one sample, or the chosen and the rejected one of a pair. label: the number of the
-    row's class; for KTO desirable or not, of the first sample, and the second has the opposite one. None: the
-    row has no label."""
+    """A converted line: one sample, or the chosen and the rejected one of a pair. values: by the names of
+    FIELDS, those that the row has, a number for each sample."""
 
     samples: tuple[Sample, ...]
-    label: int | None = None
+    values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +144,8 @@ class TokenRows(Protocol):
         """(n,) a hash of each row's content before tokenization; rows with equal hashes are duplicates."""
 
     @property
-    def labels(self) -> NDArray[np.int32]:
-        """(n,) the number of each row's class; for KTO 0, undesirable, or 1. 1 for rows without a label."""
+    def values(self) -> Mapping[str, NDArray[Any]]:
+        """By the names of FIELDS, `label` and those of the task: (n,) the number of each row."""
 
     @property
     def digest(self) -> str:
@@ -191,9 +209,9 @@ class Records:
         """(n,) a hash of each record's content."""
         return self.rows.content[:: self.each]
 
-    @property
-    def labels(self) -> NDArray[np.int32]:
-        return self.rows.labels[:: self.each]
+    def values(self, name: str) -> NDArray[Any]:
+        """Return a field of the first row of each record, (n,)."""
+        return self.rows.values[name][:: self.each]
 
     def source(self, record: int) -> str:
         """Return the record's place, "file:line"."""

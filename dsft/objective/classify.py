@@ -23,9 +23,9 @@ def classification() -> Objective:
 def _sums(scores: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return both sums, from scores (B, T, N), which a row has at its one target."""
     answers, length = micro_batch.answers, scores.shape[1]
-    assert answers is not None and answers.labels is not None, "a micro-batch of rows with labels"
+    assert answers is not None, "a micro-batch of rows with labels"
     places = target_rows(micro_batch.tokens.targets, micro_batch.num_targets)
     rows = places // length if answers.segments is None else answers.segments[places]
-    found, labels = scores.flatten(0, 1).index_select(0, places).double(), answers.labels[rows]
+    found, labels = scores.flatten(0, 1).index_select(0, places).double(), answers.values["label"][rows]
     right = (found.detach().argmax(1) == labels).double().sum()
     return F.cross_entropy(found, labels, reduction="sum"), right

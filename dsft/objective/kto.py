@@ -43,10 +43,10 @@ def kto(own: Kto) -> Objective:
 
     def sums(logps: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
         answers, policy = micro_batch.answers, answer_logps(logps, micro_batch)[:, 0]
-        assert answers is not None and answers.labels is not None, "a micro-batch of labeled answers"
+        assert answers is not None, "a micro-batch of labeled answers"
         if answers.reference is None or (own.has_baseline and answers.kl is None):
             raise ValueError(f"{own.loss_type} needs the reference's log-probabilities and the divergence")
-        desirable = answers.labels[: len(policy)].bool()
+        desirable = answers.values["label"][: len(policy)].bool()
         ratios = policy - answers.reference[: len(policy), 0]
         baseline = answers.kl if own.has_baseline and answers.kl is not None else ratios.new_zeros(())
         weight = torch.full_like(ratios, own.undesirable_weight).masked_fill(desirable, own.desirable_weight)

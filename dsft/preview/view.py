@@ -121,7 +121,7 @@ class PreviewData:
             why,
             shared=example.starts is not None,
             prompt=int(np.argmax(example.trained)) if is_pairs else None,
-            label=self.train.labels[self.train.label_of[index]] if self.train.labels else None,
+            label=self.train.labels[self.train.values["label"][index]] if self.train.labels else None,
         )
 
     def micro_batch(self) -> BatchView:
@@ -160,7 +160,7 @@ class PreviewData:
                     if any(read.records.each * row in one.examples.row_ids for one in source):
                         fate = "held out"
                     else:
-                        undesirable = not self.train.labels and read.records.labels[row] == 0
+                        undesirable = not self.train.labels and read.records.values("label")[row] == 0
                         fate = "labeled undesirable, left out" if undesirable else "left out"
                     yield self._whole(read.records, row, ", ".join([fate, *kinds_of(source, row, self.spec)]))
 

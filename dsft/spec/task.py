@@ -30,6 +30,7 @@ class TaskFacts:
                 be
     labels      names of the labels of rows that the loss uses, by their number; see `Spec.labels`. Without
                 any, undesirable rows are left out
+    fields      fields of a row beside its label, by name, that the loss uses: of `dsft.data.rows.FIELDS`
     train_on    the value of data.train_on that the task needs; None: the spec's
     head        see `Head`. With a score, an answer has one target: its last token, at its own position
     section     the section of the spec that has the task's own keys. If it is a `schema.Reference`, the loss
@@ -46,6 +47,7 @@ class TaskFacts:
     if_named: Mapping[str, str] = field(default_factory=dict)
     answers: bool = True
     labels: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
     train_on: Literal["all"] | None = None
     head: Head = "vocabulary"
     section: str | None = None

@@ -1,8 +1,8 @@
 """Read and write token blocks: the tokens of one part of a data file, cached in one folder that is either
 complete or absent.
 
-rows.npy    ROW (n,)    what is stored of each row
-spans.npy   <i4 (S, 2)  start and stop of each run of targets, counted from the row's first token
+rows.npy    row_type (n,)   what is stored of each row, and its fields
+spans.npy   <i4 (S, 2)      start and stop of each run of targets, counted from the row's first token
 tokens.npy  <u2 or <i4 (T,)
 block.json  the block's key and index, its `BlockAccount`, and a checksum of all but the values of the tokens,
             verified when the block is opened
@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,29 +25,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.rows import Rendered
+from dsft.data.rows import FIELDS, Rendered
 from dsft.system.files import TEMPORARY, sync_folder
 
 VERSION = 8
 """Version of the cache. Increase it when the same file, format, chat template and tokenizer give different
 rows, tokens or masks, or when the arrays of a block change: blocks of other versions are not read.
 tests/unit/data/test_data_version.py checks it."""
-ROW = np.dtype(
-    [
-        ("ends", "<i8"),  # where the row's tokens end in `tokens`
-        ("span_ends", "<i8"),  # where its spans end in `spans`
-        ("content", "<u8"),  # a hash of its content
-        (
-            "digests",
-            "<u8",
-        ),  # a hash of its tokens and spans, of which a run's fingerprint of its data is made
-        ("trained", "<i4"),  # the number of its targets
-        ("lines", "<u4"),  # its line number in the block, from 1
-        ("ended", "?"),  # as in `Rendered`
-        ("labels", "<i4"),  # as in `TokenRows`
-    ]
-)
+_COLUMNS = {
+    "ends": "<i8",  # where the row's tokens end in `tokens`
+    "span_ends": "<i8",  # where its spans end in `spans`
+    "content": "<u8",  # a hash of its content
+    "digests": "<u8",  # a hash of its tokens and spans, of which a run's fingerprint of its data is made
+    "trained": "<i4",  # the number of its targets
+    "lines": "<u4",  # its line number in the block, from 1
+    "ended": "?",  # as in `Rendered`
+}
 _INDEX = "block.json"
+
+
+def row_type(fields: Sequence[str]) -> np.dtype[Any]:
+    """Return the type of the rows of a block that stores these of FIELDS."""
+    own = ((FIELDS[name].column, FIELDS[name].dtype) for name in fields)
+    return np.dtype([*_COLUMNS.items(), *own])
 
 
 class DamagedBlockError(Exception):
@@ -74,7 +74,7 @@ class BlockAccount:
 
 @dataclass(frozen=True)
 class TokenBlock:
-    """A block in memory, or memory-mapped. arrays: `spans`, `tokens` and each field of ROW."""
+    """A block in memory, or memory-mapped. arrays: `spans`, `tokens` and each column of `row_type`."""
 
     account: BlockAccount
     arrays: Mapping[str, NDArray[Any]]
@@ -120,22 +120,24 @@ class TokenBlock:
 
 
 class BlockBuilder:
-    """Collects the rows of a block in memory while it is tokenized. dtype: of the tokens, <u2 or <i4."""
+    """Collects the rows of a block in memory while it is tokenized. dtype: of the tokens, <u2 or <i4; fields:
+    names of FIELDS that are stored."""
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, fields: Sequence[str]) -> None:
         self._dtype, self._tokens, self._spans = dtype, bytearray(), bytearray()
+        self._fields, self._type = fields, row_type(fields)
         self._columns: dict[str, array[Any]] = {
-            name: array(ROW[name].char.replace("?", "B")) for name in ROW.names or ()
+            name: array(self._type[name].char.replace("?", "B")) for name in self._type.names or ()
         }
 
-    def add(self, rendered: Rendered, *, line: int, content: int, label: int) -> None:
+    def add(self, rendered: Rendered, *, line: int, content: int, own: Mapping[str, float]) -> None:
         ids = rendered.input_ids
         edges = np.flatnonzero(np.diff(rendered.trained.astype(np.int8), prepend=0, append=0))
         spans = edges.astype("<i4").tobytes()
         self._tokens += ids.astype(self._dtype).tobytes()
         self._spans += spans
         digest = hashlib.blake2b(ids.astype("<i4", copy=False).tobytes() + spans, digest_size=8).digest()
-        values = {
+        values: dict[str, float] = {
             "ends": len(self._tokens) // np.dtype(self._dtype).itemsize,
             "span_ends": len(self._spans) // 8,
             "content": content,
@@ -143,13 +145,13 @@ class BlockBuilder:
             "trained": int(np.count_nonzero(rendered.trained[1:])),
             "lines": line,
             "ended": rendered.ended,
-            "labels": label,
         }
+        values |= {FIELDS[name].column: own.get(name, FIELDS[name].missing) for name in self._fields}
         for name, value in values.items():
             self._columns[name].append(value)
 
     def block(self, account: BlockAccount) -> TokenBlock:
-        columns = {name: np.array(values, ROW[name]) for name, values in self._columns.items()}
+        columns = {name: np.array(values, self._type[name]) for name, values in self._columns.items()}
         spans = np.frombuffer(self._spans, "<i4").reshape(-1, 2)
         return TokenBlock(
             account, columns | {"spans": spans, "tokens": np.frombuffer(self._tokens, self._dtype)}
@@ -162,9 +164,10 @@ class BlockBuilder:
 def save_block(path: Path, block: TokenBlock, key: str, index: int) -> None:
     """Write block `index` of `key` to a temporary folder, fsync it and rename it. Raises OSError."""
     aside = path.with_name(path.name + TEMPORARY)
-    rows = np.empty(len(block), ROW)
-    for name in ROW.names or ():
-        rows[name] = block.arrays[name]
+    of_rows = {name: values for name, values in block.arrays.items() if name not in ("spans", "tokens")}
+    rows = np.empty(len(block), [(name, values.dtype) for name, values in of_rows.items()])
+    for name, values in of_rows.items():
+        rows[name] = values
     about = [key, index, asdict(block.account)]
     arrays = {"rows": rows, "spans": block.arrays["spans"], "tokens": block.arrays["tokens"]}
     try:
@@ -191,9 +194,11 @@ def remove_block(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def open_block(path: Path, key: str | None = None, index: int = 0) -> TokenBlock:
+def open_block(
+    path: Path, key: str | None = None, index: int = 0, fields: Sequence[str] = ("label",)
+) -> TokenBlock:
     """Memory-map a block. key, index: that it must have, with all but the values of its tokens as they were
-    written; None for a block that this process has verified.
+    written; None for a block that this process has verified. fields: those of its rows.
 
     Raises FileNotFoundError if it does not exist, DamagedBlockError if it is incomplete or not block `index`
     of `key`, OSError if it cannot be read.
@@ -207,7 +212,7 @@ def open_block(path: Path, key: str | None = None, index: int = 0) -> TokenBlock
             raise DamagedBlockError("its checksum does not match its index")
         bad, spelled = tuple(map(tuple, about[2]["bad"])), tuple(about[2]["spelled"])
         account = BlockAccount(**about[2] | {"bad": bad, "spelled": spelled})
-        columns = {name: rows[name] for name in ROW.names or ()}
+        columns = {name: rows[name] for name in row_type(fields).names or ()}
     except (OSError, DamagedBlockError):
         raise
     except Exception:  # errors of numpy and json for damaged files have no common class

@@ -71,7 +71,7 @@ def tokenize_block(job: BlockJob, renderer: Renderer, dtype: str) -> TokenBlock:
     lines = blank = bad_rows = 0
     bad: list[tuple[int, str]] = []
     spelled: list[int] = []
-    builder = BlockBuilder(dtype)
+    builder = BlockBuilder(dtype, job.format.fields)
     for batch in _batches(read_block(job.block), job.format):
         lines = max([lines, *(line.number for line in batch)])
         blank += sum(line.row is None and line.mistake is None for line in batch)
@@ -143,8 +143,8 @@ def _render(
             continue
         for number, sample in enumerate(samples):
             spelled += [line.number] * sample.spelled
-            label = 1 if row.label is None else 1 - row.label if number else int(row.label)
-            builder.add(sample, line=line.number, content=line.content, label=label)
+            own = {name: values[number] for name, values in row.values.items()}
+            builder.add(sample, line=line.number, content=line.content, own=own)
     return refused
 
 

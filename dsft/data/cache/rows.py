@@ -20,7 +20,7 @@ from dsft.data import formats
 from dsft.data.cache.block import BlockAccount, DamagedBlockError, TokenBlock, open_block
 from dsft.data.cache.build import MAX_BAD, BlockJob
 from dsft.data.read.files import DataFile, file_notes
-from dsft.data.rows import PLACES, Account, Rendered, printable
+from dsft.data.rows import FIELDS, PLACES, Account, Rendered, printable
 from dsft.errors import DamagedDataError
 
 _MAPPED = 16  # blocks (of about 16 MB) that are memory-mapped at a time
@@ -41,7 +41,7 @@ class StoredRows:
     trained: NDArray[np.int64]
     ended: NDArray[np.bool_]
     content: NDArray[np.uint64]
-    labels: NDArray[np.int32]
+    values: Mapping[str, NDArray[Any]]
     digest: str
     starts: NDArray[np.int64]
     names: tuple[str, ...]
@@ -120,7 +120,6 @@ _COLUMNS: Mapping[str, Any] = {
     "trained": np.int64,
     "ended": np.bool_,
     "content": np.uint64,
-    "labels": np.int32,
     "digests": np.uint64,
 }
 
@@ -137,7 +136,9 @@ class BlockIndex:
     @classmethod
     def of(cls, block: TokenBlock, place: Path | TokenBlock) -> BlockIndex:
         arrays = {**block.arrays, "lengths": block.lengths}
-        return cls(block.account, {name: np.array(arrays[name]) for name in _COLUMNS}, place, block.num_bytes)
+        own = (one.column for one in FIELDS.values() if one.column in arrays)
+        columns = {name: np.array(arrays[name]) for name in (*_COLUMNS, *own)}
+        return cls(block.account, columns, place, block.num_bytes)
 
     def __len__(self) -> int:
         return len(self.columns["lengths"])
@@ -159,13 +160,17 @@ def join_blocks(
     heads: Sequence[FileHead],
     opened: Sequence[tuple[BlockJob, BlockIndex]],
     max_rows: int | None,
-    share: float = 1.0,
+    share: float,
+    fields: Sequence[str],
 ) -> StoredRows:
-    """Concatenate the blocks and keep the first `max_rows` rows. share: of the source's rows."""
-    columns = {
-        name: np.concatenate([np.zeros(0, dtype), *(index.columns[name] for _, index in opened)])[:max_rows]
-        for name, dtype in _COLUMNS.items()
-    }
+    """Concatenate the blocks and keep the first `max_rows` rows. share: of the source's rows; fields: those
+    that the blocks have."""
+
+    def joined(name: str, dtype: Any) -> NDArray[Any]:
+        columns = (index.columns[name] for _, index in opened)
+        return np.concatenate([np.zeros(0, dtype), *columns])[:max_rows]
+
+    columns = {name: joined(name, dtype) for name, dtype in _COLUMNS.items()}
     digest = hashlib.sha256(columns["lengths"].astype("<i8", copy=False).data)
     digest.update(columns.pop("digests").astype("<u8", copy=False).data)
     starts = np.minimum(np.cumsum([0, *(len(index) for _, index in opened)]), len(columns["lengths"]))
@@ -180,6 +185,7 @@ def join_blocks(
     return StoredRows(
         account=replace(_account(heads, accounts), share=share),
         **columns,
+        values={name: joined(FIELDS[name].column, FIELDS[name].dtype) for name in fields},
         digest=digest.hexdigest(),
         starts=starts,
         names=tuple(job.block.file.name for job, _ in opened),

@@ -30,6 +30,7 @@ from dsft.errors import DataError, Problem, StorageError
 from dsft.spec.listing import local_files
 from dsft.spec.schema import Source, Spec
 from dsft.spec.sources import BUILTIN_PREFIX
+from dsft.spec.task import TASKS
 from dsft.system.digest import FileState, known_digest
 from dsft.system.files import TEMPORARY
 from dsft.system.host import cores
@@ -144,7 +145,7 @@ def tokenized_rows(
             opened += zip(wave, store.open(wave), strict=True)
             if max_rows is not None and sum(len(index) for _, index in opened) >= max_rows:
                 break
-    rows = join_blocks(heads, opened, max_rows, share)
+    rows = join_blocks(heads, opened, max_rows, share, formats.fields_of(task))
     if cache.folder is not None:
         num_bytes, seconds = sum(index.num_bytes for _, index in opened), time.monotonic() - began
         counts = len(rows.lengths), len(opened), store.num_tokenized
@@ -227,7 +228,8 @@ def _jobs(head: FileHead, renderer: Renderer, cache: Cache, sampled: Sequence[Bl
     # Everything that determines the content of a block, including where the file is cut into blocks.
     cuts = [[part.start, part.stop] for part in parts]
     of_format = {name: value for name, value in vars(head.format).items() if name not in ("reason", "by")}
-    inputs = json.dumps([VERSION, content, cuts, of_format, renderer.digest], sort_keys=True)
+    own = TASKS[head.format.task].fields
+    inputs = json.dumps([VERSION, content, cuts, of_format, renderer.digest, *own], sort_keys=True)
     key = hashlib.sha256(inputs.encode()).hexdigest()
     folder = cache.folder / key[:32]
     return [BlockJob(part, head.format, content, key, folder / f"block-{part.index:05}") for part in parts]
@@ -326,7 +328,8 @@ class _BlockStore:
 def _open(job: BlockJob) -> BlockIndex | DamagedBlockError | None:
     """Return the block's index, the reason why its file cannot be used, or None if there is no file."""
     try:
-        return BlockIndex.of(open_block(job.path, job.key, job.block.index), job.path)
+        block = open_block(job.path, job.key, job.block.index, job.format.fields)
+        return BlockIndex.of(block, job.path)
     except DamagedBlockError as error:
         return error
     except (FileNotFoundError, NotADirectoryError):

@@ -57,11 +57,11 @@ def preference(fields: Fields, task: str = "dpo") -> Row:
         pair = _pair(fields, task)
     if pair[0] == pair[1]:
         raise BadRowError("the chosen and the rejected answer are the same, so the pair has no preference")
-    return Row(pair, label=True) if TASKS[task].labels else Row(pair[: TASKS[task].rows])
+    return Row(pair, {"label": (True, False)}) if TASKS[task].labels else Row(pair[: TASKS[task].rows])
 
 
 def kto(fields: Fields) -> Row:
-    label = is_desirable(fields)
+    label = {"label": (is_desirable(fields),)}
     if fields.get("completion") is not None or fields.get("prompt") is not None:
         return Row((_completed(fields),), label)
     if fields.get("output") is not None or fields.get("instruction") is not None:
@@ -75,7 +75,7 @@ def kto(fields: Fields) -> Row:
 def classify(fields: Fields, labels: Sequence[str]) -> Row:
     """Return the row with the number of its label, all of it trained on; the label is not read without
     `labels`."""
-    label = class_of(fields, labels) if labels else None
+    label = {"label": (class_of(fields, labels),)} if labels else {}
     keys = (one for one in ("messages", "conversations", "prompt") if fields.get(one) is not None)
     key = "text" if fields.get("text") is not None else next(keys, "text")
     value, name = fields.get(key), fields.name(key)

@@ -85,7 +85,7 @@ def content_hash(row: Row) -> int:
 
     It is the same on every machine and for any order of the keys of messages, tools and arguments.
     """
-    pieces = [f"label {row.label}"]
+    pieces = [f"label {row.values['label'][0] if 'label' in row.values else None}"]
     for sample in row.samples:
         if not isinstance(sample, Conversation):
             pieces.append("".join([text for text, _ in sample.parts]))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.rows import Records, TokenRows
+from dsft.data.rows import FIELDS, Records, TokenRows
 from dsft.data.sets.cut import CutOptions, CutRows, small, spans_of
 from dsft.data.sets.dataset import Examples, Ids, digest_of
 from dsft.data.sets.stream import Stream
@@ -53,7 +53,9 @@ def cut_answers(records: Records, ids: Ids, options: CutOptions) -> CutRows:
         same[record] = all(np.array_equal(first, other) for other in others)
     columns = [ids, small(prompts - kept + headed), small(kept), headed, small(short), small(targets)]
     if options.labels:  # in the bytes of earlier versions
-        columns.append(records.labels[ids].astype(np.min_scalar_type(options.labels - 1)))
+        columns.append(records.values("label")[ids].astype(np.min_scalar_type(options.labels - 1)))
+    used = {name: records.values(name)[ids] for name in options.fields}
+    columns += [one for name, one in used.items() if (one != FIELDS[name].missing).any()]
     noted = {
         "truncated": too_long,
         "without_end": (is_cut | ~records.ended[ids]) & ~same,
@@ -80,7 +82,7 @@ def _examples(
     headed   (m,) whether the rows' first token (bos) is put in front
     answers  (m, k) tokens of each answer
     targets  (m, k) targets of each answer
-    labels   (m,) of a task that uses them
+    …        (m,) the label, and each other field, of a task that uses them
     """
     ids, start, prompts, headed, answers, targets, *_ = columns
     scored = [] if pad_id is None else [np.array(pad_id)]

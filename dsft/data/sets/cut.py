@@ -31,6 +31,7 @@ class CutOptions:
     bos            the tokenizer's beginning-of-text id, kept in front of a truncated row; None: it has none
     share_prompts  the prompt of a pair is computed once for both answers
     labels         number of labels that the task uses, which are then a part of what identifies the examples
+    fields         other fields of rows that the task uses; those that some row has are a part of it, too
     pad_id         as in Examples
     """
 
@@ -39,6 +40,7 @@ class CutOptions:
     bos: int | None
     share_prompts: bool = False
     labels: int = 0
+    fields: tuple[str, ...] = ()
     pad_id: int | None = None
 
 

@@ -231,6 +231,7 @@ class Dataset:
     names    the name of each source in metrics; needed if there are several
     whole    whether whole answers are compared
     labels   names of the classes that the loss uses, by their number; (): it uses none
+    fields   names of other fields of rows that the loss uses
     """
 
     parts: tuple[Examples, ...]
@@ -238,6 +239,7 @@ class Dataset:
     names: tuple[str, ...] = ()
     whole: bool = False
     labels: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return self.ends[-1]
@@ -315,13 +317,16 @@ class Dataset:
         found = {name: int(each[chosen].sum()) for name, each in self.counts.items()}
         if not self.labels:
             return found
-        of_labels = np.bincount(self.label_of[chosen], minlength=len(self.labels)).tolist()
+        of_labels = np.bincount(self.values["label"][chosen], minlength=len(self.labels)).tolist()
         return dict(zip(self.labels, of_labels, strict=True)) | found
 
     @cached_property
-    def label_of(self) -> NDArray[np.int32]:
-        """(n,) the label of each example: that of the row in which it begins."""
-        return _joined([part.rows.labels[part.row_ids] for part in self.parts])
+    def values(self) -> Mapping[str, NDArray[Any]]:
+        """The fields of rows that the loss uses, name -> (n,) of the row in which each example begins."""
+        names = (*(("label",) if self.labels else ()), *self.fields)
+        return {
+            name: _joined([part.rows.values[name][part.row_ids] for part in self.parts]) for name in names
+        }
 
     @cached_property
     def prompts(self) -> NDArray[np.int32]:
@@ -335,5 +340,5 @@ class Dataset:
         return hashlib.sha256("".join(part.digest for part in self.parts).encode()).hexdigest()
 
 
-def _joined(arrays: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate([*arrays, np.zeros(0, np.int32)])
+def _joined(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays or [np.zeros(0, np.int32)])

@@ -77,10 +77,11 @@ def load_data(
     """
     data, share_prompts, kind = spec.data, shares_prompts(spec), spec.task_kind
     bos, pad = tokenizer.bos_token_id, pad_id(tokenizer) if kind.head == "score" else None
-    options = CutOptions(data.max_length, on_too_long(spec), bos, share_prompts, len(spec.labels), pad)
+    fields = len(spec.labels), kind.fields
+    options = CutOptions(data.max_length, on_too_long(spec), bos, share_prompts, *fields, pad)
     sets = _sets(spec, tokenizer, cache, options)
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
-    how = kind.whole, spec.labels
+    how = kind.whole, spec.labels, kind.fields
     train, *held_out = (
         Dataset(tuple(one.examples for one in sources), None, tuple(one.name for one in sources), *how)
         for sources in sets

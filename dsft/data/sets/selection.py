@@ -170,12 +170,13 @@ def _select(
     counts = [len(one.content[: source.max_rows]) for one, source in zip(records, sources, strict=True)]
     content = [one.content[:count] for one, count in zip(records, counts, strict=True)]
     if labels:  # the two answers of a pair have its content
-        content = [one ^ (other.labels[: len(one)] == 0) for one, other in zip(content, records, strict=True)]
+        labels_of = (one.values("label")[:count] for one, count in zip(records, counts, strict=True))
+        content = [one ^ (label == 0) for one, label in zip(content, labels_of, strict=True)]
     duplicates = np.split(is_duplicate(np.concatenate(content)), np.cumsum(counts)[:-1])
     selected = []
     for name, source, one, count, duplicate in zip(names, sources, records, counts, duplicates, strict=True):
         empty = one.lengths[:count] <= 1
-        undesirable = (one.labels[:count] == 0) & ~empty & (not labels)
+        undesirable = (one.values("label")[:count] == 0) & ~empty & (not labels)
         without = (one.trained[:count] == 0) & ~empty & ~undesirable
         left_out = {"empty": _ids(empty), "undesirable": _ids(undesirable), "without_target": _ids(without)}
         ids, noted = _ids(~(empty | undesirable | without)), {"duplicate": _ids(duplicate)}

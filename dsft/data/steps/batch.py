@@ -86,18 +86,28 @@ class Answers:
     reference    (n, k) float64: the reference's log-probability of each answer, summed over its targets;
                  None: not known
     segments     (T,) int32: packed: the segment, from 0, of each position; set by `to`
-    labels       (n,) int64: the number of each example's label; for KTO 1 is desirable, 0 is not; None: the
-                 task uses none
     kl           () float64: the divergence of policy and reference, estimated over the whole step (KTO);
                  None: not estimated
+    values       by name, (n,) int64 or float64: the fields of the examples' rows that the loss uses; see
+                 `dsft.data.rows.FIELDS`
     """
 
     ids: Tensor
     num_targets: Tensor
     reference: Tensor | None = None
     segments: Tensor | None = None
-    labels: Tensor | None = None
     kl: Tensor | None = None
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Answers:
+        """Return the answers with `function` applied to each tensor that has a row for each example."""
+        return replace(
+            self,
+            ids=function(self.ids),
+            num_targets=function(self.num_targets),
+            reference=None if self.reference is None else function(self.reference),
+            values={name: function(tensor) for name, tensor in self.values.items()},
+        )
 
     def to(self, device: torch.device, row: Segments | None) -> Answers:
         """Copy all but `ids` to `device`. row: the packed row's segments; None: the rows are padded."""
@@ -105,23 +115,19 @@ class Answers:
         if segments is None and row is not None:
             numbers = torch.arange(len(row.lengths), dtype=torch.int32)
             segments = numbers.repeat_interleave(torch.tensor(row.lengths))
-        others = (self.reference, segments, self.labels, self.kl)
-        moved = (None if one is None else to_device(one, device) for one in others)
-        return Answers(self.ids, to_device(self.num_targets, device), *moved)
+        segments, kl = (None if one is None else to_device(one, device) for one in (segments, self.kl))
+        moved = self.map(lambda tensor: to_device(tensor, device))
+        return replace(moved, ids=self.ids, segments=segments, kl=kl)
 
     def first(self, count: int) -> Answers:
         """Return the answers of the first `count` examples."""
-        others = (self.reference, self.labels)
-        reference, labels = (None if one is None else one[:count] for one in others)
-        return Answers(self.ids[:count], self.num_targets[:count], reference, None, labels, self.kl)
+        return replace(self.map(itemgetter(slice(count))), segments=None)
 
     def of(self, number: int, columns: slice, segment: int) -> Answers:
         """Return the answers of one example. columns, segment: its tokens and its first segment in the packed
         row, whose segments have been counted."""
-        mine = slice(number, number + 1)
-        reference, labels = (None if one is None else one[mine] for one in (self.reference, self.labels))
         segments = None if self.segments is None else self.segments[columns] - segment
-        return Answers(self.ids[mine], self.num_targets[mine], reference, segments, labels, self.kl)
+        return replace(self.map(itemgetter(slice(number, number + 1))), segments=segments)
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,11 @@ class MicroBatch:
         """The number of targets; None until `to` has counted them."""
         return None if self.targets_before is None else int(self.targets_before[-1])
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """Return the micro-batch with `function` applied to each tensor (B, T, …)."""
+        teacher = None if self.teacher is None else function(self.teacher)
+        return replace(self, tokens=self.tokens.map(function), teacher=teacher)
+
     def to(self, device: torch.device) -> MicroBatch:
         """Copy to `device`, to a GPU asynchronously through pinned memory. Compute borders, the number of
         targets and the answers' segments."""
@@ -164,13 +175,11 @@ class MicroBatch:
         if before is None:
             is_target = (self.tokens.targets != NO_TARGET).flatten().numpy()
             before = np.cumsum(np.concatenate(([0], is_target)), dtype=np.int64)
-        return MicroBatch(
-            self.tokens.map(lambda tensor: to_device(tensor, device)),
-            self.segments and self.segments.to(device),
-            self.answers and self.answers.to(device, self.segments),
-            before,
-            self.ids,
-            None if self.teacher is None else to_device(self.teacher, device),
+        return replace(
+            self.map(lambda tensor: to_device(tensor, device)),
+            segments=self.segments and self.segments.to(device),
+            answers=self.answers and self.answers.to(device, self.segments),
+            targets_before=before,
         )
 
     def first(self, length: int) -> MicroBatch:
@@ -181,9 +190,8 @@ class MicroBatch:
             segments = segments.first(length)
             if answers is not None:
                 answers = answers.first(len(segments.lengths) // answers.num_targets.shape[1])
-        teacher = None if self.teacher is None else self.teacher[:, :length]
-        tokens = self.tokens.map(lambda tensor: tensor[:, :length])
-        return MicroBatch(tokens, segments, answers, teacher=teacher)
+        short = self.map(lambda tensor: tensor[:, :length])
+        return replace(short, segments=segments, answers=answers, targets_before=None, ids=())
 
     def examples(self, lengths: Sequence[int]) -> Iterator[tuple[slice, slice, MicroBatch]]:
         """Yield each example alone, with its rows and its columns, for sums over its targets. lengths: tokens
@@ -201,9 +209,9 @@ class MicroBatch:
             answers = self.answers and self.answers.of(
                 number, columns, first - len(own.lengths if own else ())
             )
-            tokens = self.tokens.map(itemgetter((rows, columns)))
-            teacher = None if self.teacher is None else self.teacher[rows, columns]
-            yield rows, columns, MicroBatch(tokens, own, answers, None, (self.ids[number],), teacher)
+            mine = self.map(itemgetter((rows, columns)))
+            ids = (self.ids[number],)
+            yield rows, columns, replace(mine, segments=own, answers=answers, targets_before=None, ids=ids)
 
 
 def borders_of(lengths: Sequence[int], starts: Sequence[int] | None = None) -> Borders:

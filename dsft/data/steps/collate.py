@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,12 +15,12 @@ from dsft.data.steps.batch import NO_TARGET, Answers, MicroBatch, Segments, Toke
 
 
 class AnswerIds(NamedTuple):
-    """Which examples of the dataset a micro-batch has, (n,), how many answers each of them has, and their
-    labels, (n,), if the task uses them."""
+    """Which examples of the dataset a micro-batch has, (n,), how many answers each of them has, and the
+    fields of their rows that the loss uses, (n,) each."""
 
     ids: NDArray[np.int64]
     per_example: int
-    labels: NDArray[np.int32] | None = None
+    values: Mapping[str, NDArray[Any]] = {}
 
 
 EMPTY_ROW_LENGTH = 2  # tokens of the row of a micro-batch without examples
@@ -102,8 +102,11 @@ def collate_padded(
 def _answers(examples: Sequence[Example], given: AnswerIds) -> Answers:
     counts = [[segment.target_count for segment in _segments(example)] for example in examples]
     num_targets = torch.tensor(counts).long().reshape(len(examples), given.per_example)
-    labels = None if given.labels is None else torch.from_numpy(given.labels.astype(np.int64))
-    return Answers(torch.from_numpy(given.ids.astype(np.int64)), num_targets, labels=labels)
+    ids, *values = (
+        torch.from_numpy(one.astype(np.float64 if one.dtype.kind == "f" else np.int64))
+        for one in (given.ids, *given.values.values())
+    )
+    return Answers(ids, num_targets, values=dict(zip(given.values, values, strict=True)))
 
 
 def _segments(example: Example) -> Iterator[Example]:

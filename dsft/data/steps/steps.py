@@ -99,8 +99,8 @@ def _read(
 ) -> MicroBatch:
     examples = [dataset[which] for which in ids.tolist()]
     collate = collate_padded if batch.tokens_per_micro_batch is None else collate_packed
-    labels = dataset.label_of[ids] if dataset.labels else None
-    answers = AnswerIds(ids, dataset.answers, labels) if dataset.whole else None
+    values = {name: column[ids] for name, column in dataset.values.items()}
+    answers = AnswerIds(ids, dataset.answers, values) if dataset.whole else None
     return replace(collate(examples, pad_id, alpha, answers), ids=tuple(ids.tolist()))
 
 

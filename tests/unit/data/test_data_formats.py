@@ -235,7 +235,7 @@ def test_any_change_gives_a_row_or_a_reason(messages: list[dict[str, Any]], data
         except BadRowError as error:
             assert str(error)
         else:
-            json.dumps([result.label, [sample_text(sample) for sample in result.samples]]).encode()
+            json.dumps([dict(result.values), [sample_text(sample) for sample in result.samples]]).encode()
             assert content_hash(result) == content_hash(result)
 
 
@@ -260,7 +260,7 @@ def test_the_number_of_a_label(labels: tuple[str, ...], value: object, number: i
     line = Line(1, row)
     found = choose(Source(path="a", columns={"label": "kind"}), [line], "classify", labels)
     if number is not None:
-        assert convert(row, found) == Row((Text((("red", True),)),), number)
+        assert convert(row, found) == Row((Text((("red", True),)),), {"label": (number,)})
         return
     with pytest.raises(
         BadRowError, match=f'"kind" is .*; it must be one of classify.labels: "{labels[0]}", "'
@@ -283,7 +283,7 @@ def test_texts_are_whole_or_a_prompt_and_what_is_trained_on() -> None:
 )
 def test_labels(label: object, is_desirable: bool) -> None:
     row = {"prompt": "a", "completion": "b", "label": label}
-    assert meant(row, name="kto").label is is_desirable
+    assert meant(row, name="kto").values == {"label": (is_desirable,)}
 
 
 def test_what_is_labelled_is_the_last_answer_alone() -> None:
@@ -291,7 +291,7 @@ def test_what_is_labelled_is_the_last_answer_alone() -> None:
         shown("user", "a"), shown("assistant", "b"), shown("user", "c"), shown("assistant", "d"), label=False
     )
     kept = meant(row, name="kto")
-    assert kept.label is False
+    assert kept.values == {"label": (False,)}
     assert talk(row, name="kto").trained == (False, False, False, None)
     assert talk(row, name="messages").trained == ()
 

@@ -118,7 +118,7 @@ def test_labels_are_part_of_what_identifies_the_rows(tmp_path: Path) -> None:
 
 def test_counts_of_labels() -> None:
     data = dataset(5, 2)
-    assert data.label_of.tolist() == [1, 0, 1, 0, 1, 0, 1]
+    assert data.values["label"].tolist() == [1, 0, 1, 0, 1, 0, 1]
     counts = data.count()
     assert (counts["desirable"], counts["undesirable"], counts["examples"]) == (4, 3, 7)
     counts = data.count(np.array([1, 2, 3]))
@@ -137,7 +137,7 @@ def test_pairs_are_split_in_two_rows_with_labels(tmp_path: Path) -> None:
     ledger = loaded.sources[0].ledger
     assert (ledger.bad, ledger.duplicate, len(loaded.train) + len(held_out.data)) == (1, 0, 80)
     for one in (loaded.train, held_out.data):
-        assert one.label_of.tolist() == [1, 0] * (len(one) // 2)
+        assert one.values["label"].tolist() == [1, 0] * (len(one) // 2)
         places = [one.source(n) for n in range(len(one))]
         assert places[::2] == places[1::2], "both answers to a prompt are on the same side"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows[:40], rows[7]]))

@@ -275,7 +275,7 @@ def test_an_example_finds_what_its_row_is_labeled(how: OnTooLong) -> None:
     rows = [(range(n), [True] * n) for n in (3, 20, 4, 12)]
     source = FakeRows(rows, undesirable=frozenset({1, 2}))
     made = cut_of(source, 7, how).examples
-    labels = source.labels[made.row_ids].tolist()
+    labels = source.values["label"][made.row_ids].tolist()
     assert labels == [made.source(index) not in ("a:1", "a:2") for index in range(len(made))]
     assert len(set(labels)) == 2
 

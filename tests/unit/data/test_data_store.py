@@ -97,7 +97,8 @@ def test_rows_of_the_cache_equal_those_in_memory(data: Path, tmp_path: Path) -> 
         assert contents(rows) == contents(expected)
         assert rows.account == expected.account
         assert rows.digest == expected.digest
-        for name in ("lengths", "trained", "ended", "content", "labels"):
+        assert np.array_equal(rows.values["label"], expected.values["label"])
+        for name in ("lengths", "trained", "ended", "content"):
             assert np.array_equal(getattr(rows, name), getattr(expected, name)), name
         some = np.arange(1, len(rows.lengths), 3, dtype=np.int32)  # of many blocks
         counts, spans = rows.spans(some)
@@ -125,7 +126,7 @@ rendered = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_siz
 @settings(max_examples=60, deadline=None)
 def test_a_block_returns_any_tokens_and_masks(rows: list[list[tuple[int, bool]]], wide: bool) -> None:
     limit = 2**31 if wide else 2**16
-    collected = BlockBuilder("<i4" if wide else "<u2")
+    collected = BlockBuilder("<i4" if wide else "<u2", ("label",))
     given = [
         Rendered(
             np.array([t % limit for t, _ in row], np.int32), np.array([m for _, m in row], np.bool_), wide
@@ -133,7 +134,7 @@ def test_a_block_returns_any_tokens_and_masks(rows: list[list[tuple[int, bool]]]
         for row in rows
     ]
     for i, one in enumerate(given):
-        collected.add(one, line=2 * i + 1, content=2**64 - 1 - i, label=int(not wide))
+        collected.add(one, line=2 * i + 1, content=2**64 - 1 - i, own={"label": i} if wide else {})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "block")
         save_block(path, collected.block(BlockAccount(9, 1, 1, ((2, "why"),))), "key", 3)
@@ -147,6 +148,7 @@ def test_a_block_returns_any_tokens_and_masks(rows: list[list[tuple[int, bool]]]
         assert (back.ended, block.line(i)) == (wide, 2 * i + 1)
     assert block.arrays["trained"].tolist() == [int(one.trained[1:].sum()) for one in given]
     assert block.arrays["content"].tolist() == [2**64 - 1 - i for i in range(len(given))]
+    assert block.arrays["labels"].tolist() == [i if wide else 1 for i in range(len(given))]
     assert tokens.tolist() == block.arrays["tokens"].tolist()
 
 

@@ -154,7 +154,7 @@ def digest_of(source: Source, renderer: Renderer, task: str) -> str:
     count = range(len(rows.lengths))
     columns = [[rows.read(i).input_ids.tolist(), rows.spans(np.array([i]))[1].tolist()] for i in count]
     columns += [getattr(rows, name).tolist() for name in ("trained", "ended", "content")]
-    columns.append((rows.labels if task == "classify" else rows.labels != 0).tolist())
+    columns.append((rows.values["label"] if task == "classify" else rows.values["label"] != 0).tolist())
     read = rows.account
     places = [*(rows.source(i) for i in count), *(place for place, _ in read.bad)]
     text = json.dumps([columns, places, read.blank_lines, read.bad_rows])

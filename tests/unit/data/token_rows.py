@@ -65,8 +65,9 @@ class FakeRows:
         return np.array(found, dtype=np.uint64)
 
     @property
-    def labels(self) -> NDArray[np.int32]:
-        return np.array([i not in self.undesirable for i in range(len(self.given))], dtype=np.int32)
+    def values(self) -> dict[str, NDArray[np.int32]]:
+        labels = [i not in self.undesirable for i in range(len(self.given))]
+        return {"label": np.array(labels, dtype=np.int32)}
 
     @cached_property
     def digest(self) -> str:

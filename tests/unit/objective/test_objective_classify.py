@@ -33,7 +33,7 @@ def micro_batch(rows: slice = slice(None), *, packed: bool = False) -> tuple[Ten
             torch.cat([one[:length] for one, length in zip(each, lengths, strict=True)])[None]
             for each in (values, targets)
         )
-    answers = Answers(torch.arange(len(labels)), torch.ones(len(labels), 1).long(), labels=labels)
+    answers = Answers(torch.arange(len(labels)), torch.ones(len(labels), 1).long(), values={"label": labels})
     segments = Segments(tuple(lengths) or (2,)) if packed else None
     ids = torch.ones_like(targets)
     return values, MicroBatch(Tokens(ids, ids, targets), segments, answers).to(torch.device("cpu"))

@@ -31,7 +31,7 @@ def made(seed: int) -> tuple[Tensor, MicroBatch]:
     logps = -3 * torch.rand(ROWS, LENGTH, generator=draw, dtype=torch.float64) * is_target
     apart = 2 * torch.randn(ROWS, 1, generator=draw, dtype=torch.float64) - seed
     reference = logps.sum(1, keepdim=True) + apart
-    answers = Answers(torch.arange(ROWS), num_tokens, reference, labels=LABELS.long())
+    answers = Answers(torch.arange(ROWS), num_tokens, reference, values={"label": LABELS.long()})
     return logps, make_micro_batch(targets, targets, targets, answers=answers)
 
 
@@ -75,7 +75,9 @@ def test_values_by_hand(loss_type: Any) -> None:
     targets = torch.full((2, 1), 3)
     reference = torch.tensor([[-3.0], [-1.4]], dtype=torch.float64)
     kl = torch.tensor(0.4, dtype=torch.float64)
-    answers = Answers(torch.arange(2), torch.ones(2, 1), reference, labels=torch.tensor([1, 0]), kl=kl)
+    answers = Answers(
+        torch.arange(2), torch.ones(2, 1), reference, values={"label": torch.tensor([1, 0])}, kl=kl
+    )
     objective = kto(own)
     batch = make_micro_batch(targets, targets, targets, answers=answers)
     sums = objective.sums(torch.tensor([[-2.0], [-2.0]], dtype=torch.float64), batch)
