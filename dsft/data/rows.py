@@ -74,8 +74,10 @@ class RowField(NamedTuple):
 
 FIELDS: Mapping[str, RowField] = {
     "label": RowField("labels", "<i4", 1),  # the number of the row's class; for KTO 1, desirable, or 0
+    "margin": RowField("margins", "<f8"),  # by how much the reward of the chosen answer is to be greater
 }
-"""The fields of rows. Those of `TaskFacts.fields` reach the micro-batches of a task, in `Answers.values`."""
+"""The fields of rows, by name. A label is read by its format, another field by `formats.convert`, from the
+column of its name, for tasks that have it in `TaskFacts.fields`. Objectives get them in `Answers.values`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
 """Compute the loss of a reward model, per pair, from the scores of a chosen and a rejected answer.
 
-With the scores r(c) and r(r), the logistic function σ, ε = reward.label_smoothing and the weight κ =
-reward.center_rewards_coefficient:
+With the scores r(c) and r(r), the margin m of the pair's row, the logistic function σ, ε =
+reward.label_smoothing, the weight κ = reward.center_rewards_coefficient and h = r(c) - r(r) - m:
 
-    -(1 - ε) log σ(r(c) - r(r)) - ε log σ(r(r) - r(c)) + κ (r(c) + r(r))²
+    -(1 - ε) log σ(h) - ε log σ(-h) + κ (r(c) + r(r))²
 
-With ε = κ = 0 this is the Bradley-Terry model's negative log-likelihood: Ouyang et al. 2022 (arXiv
-2203.02155), equation 1. The last term is that of Eisenstein et al. 2023 (arXiv 2312.09244), equation 2. All
-of it is float64. The loss is the mean over the pairs of the global batch.
+With ε = κ = m = 0 this is the Bradley-Terry model's negative log-likelihood: Ouyang et al. 2022 (arXiv
+2203.02155), equation 1. The margin is that of Touvron et al. 2023 (arXiv 2307.09288), equation 2; the last
+term that of Eisenstein et al. 2023 (arXiv 2312.09244), equation 2. All of it is float64. The loss is the mean
+over the pairs of the global batch.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ def reward(own: Reward) -> Objective:
 
     def sums(scores: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, ...]:
         chosen, rejected = answer_logps(scores, micro_batch).unbind(1)
-        margin, total = chosen - rejected, chosen + rejected
-        loss = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
-        figures = chosen, rejected, margin, (margin > 0).double(), total / 2
+        answers = micro_batch.answers
+        assert answers is not None, "a micro-batch of preference pairs"
+        above, total = chosen - rejected, chosen + rejected
+        h = above - answers.values["margin"][: len(above)]
+        loss = -(1 - smoothing) * F.logsigmoid(h) - smoothing * F.logsigmoid(-h)
+        figures = chosen, rejected, above, (above > 0).double(), total / 2
         return (loss + centering * total.square()).sum(), *(one.detach().sum() for one in figures)
 
     return Objective((Term("examples"), *(Term("examples", 0.0, name) for name in METRICS)), sums)

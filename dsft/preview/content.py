@@ -65,8 +65,7 @@ def title_of(row: RowView) -> str:
     """Return a one-line description of a row."""
     facts = [f"row {row.number}"] if row.number is not None else []
     facts += [row.source, f"{len(row.tokens):,} tokens", f"{row.trained:,} trained on"]
-    if row.label is not None:
-        facts.append(row.label)
+    facts += [value if isinstance(value, str) else f"{name} {value:g}" for name, value in row.values.items()]
     if row.prompt is not None:
         once = ", computed once" if row.shared else ""
         facts.append(f"two answers after a prompt of {row.prompt:,} tokens{once}")

@@ -5,7 +5,7 @@ for the terminal, the page and JSON. Only the rows that are shown are decoded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,7 @@ class RowView:
     why       the reason why it is shown
     shared    for a pair: the rejected answer follows only the last token of the prompt
     prompt    for a pair: number of tokens of the prompt; None: not a pair
-    label     the name of its label, of a task that uses labels
+    values    the fields that the loss uses, by name: of a label its name
     """
 
     number: int | None
@@ -60,7 +60,7 @@ class RowView:
     why: str = ""
     shared: bool = False
     prompt: int | None = None
-    label: str | None = None
+    values: Mapping[str, str | float] = field(default_factory=dict)
 
     @property
     def trained(self) -> int:
@@ -121,7 +121,10 @@ class PreviewData:
             why,
             shared=example.starts is not None,
             prompt=int(np.argmax(example.trained)) if is_pairs else None,
-            label=self.train.labels[self.train.values["label"][index]] if self.train.labels else None,
+            values={
+                name: self.train.labels[column[index]] if name == "label" else column[index].item()
+                for name, column in self.train.values.items()
+            },
         )
 
     def micro_batch(self) -> BatchView:
@@ -300,7 +303,7 @@ def _row_mapping(row: RowView) -> dict[str, Any]:
         "input_ids": [token.id for token in row.tokens],
         "tokens": [token.text for token in row.tokens],
         "trained": [token.trained for token in row.tokens],
-        **({} if row.label is None else {"label": row.label}),
+        **row.values,
     } | ({} if row.prompt is None else {"segments": row.segments, "prompt": row.prompt, "shared": row.shared})
 
 

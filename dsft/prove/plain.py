@@ -71,8 +71,11 @@ def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def train(model: nn.Module, steps: Sequence[Sequence[Rows]], recipe: Recipe) -> Outcome:
-    """Train the steps, each a list of examples: all parameters that are not frozen."""
+def train(
+    model: nn.Module, steps: Sequence[Sequence[Rows]], recipe: Recipe, margins: Sequence[Sequence[float]]
+) -> Outcome:
+    """Train the steps, each a list of examples: all parameters that are not frozen. margins: of the examples
+    of each step, for a reward model."""
     outcome, needs_reference = Outcome(), recipe.loss not in ("next_token", "reward", "simpo", "orpo")
     reference = copy.deepcopy(model).requires_grad_(False) if needs_reference else model
     named = parameters(model)
@@ -82,10 +85,10 @@ def train(model: nn.Module, steps: Sequence[Sequence[Rows]], recipe: Recipe) -> 
     trained = {name: one for name, one in named.items() if one.requires_grad}
     optimizer = _optimizer(trained, recipe.optim)
     outcome.start = {name: one.detach().cpu().clone() for name, one in trained.items()}
-    for step, rate in zip(steps, recipe.rates, strict=True):
+    for step, of_step, rate in zip(steps, margins, recipe.rates, strict=True):
         total = 0.0
-        for example in step:
-            loss = _loss(model, reference, example, step, recipe)
+        for example, margin in zip(step, of_step, strict=True):
+            loss = _loss(model, reference, example, step, recipe, margin)
             torch.autograd.backward(loss)
             total += float(loss.detach())
         grads = [one.grad for one in trained.values() if one.grad is not None]
@@ -135,7 +138,12 @@ def _logp(model: nn.Module, row: Row) -> Tensor:
 
 
 def _loss(
-    model: nn.Module, reference: nn.Module, example: Rows, step: Sequence[Rows], recipe: Recipe
+    model: nn.Module,
+    reference: nn.Module,
+    example: Rows,
+    step: Sequence[Rows],
+    recipe: Recipe,
+    margin: float,
 ) -> Tensor:
     """Return what an example adds to the step's loss, a mean over the step's targets or its pairs."""
     if recipe.loss == "next_token":
@@ -149,7 +157,7 @@ def _loss(
         ids = [torch.tensor([ids], device=device) for ids, _ in example]
         chosen, rejected = (model(input_ids=one).logits[0, 0].double() for one in ids)
         centered: Tensor = keys["center_rewards_coefficient"] * (chosen + rejected).square()
-        return (_logistic(chosen - rejected, keys["label_smoothing"]) + centered) / len(step)
+        return (_logistic(chosen - rejected - margin, keys["label_smoothing"]) + centered) / len(step)
     policy = torch.stack([_logp(model, row) for row in example])
     lengths = torch.tensor([targets_of(row) for row in example], device=policy.device)
     against = torch.zeros_like(policy)

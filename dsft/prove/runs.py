@@ -108,7 +108,11 @@ def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
     with own_names() if adapter else nullcontext():
         device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded = plain.load(model, adapter, scores=spec.task_kind.head == "score", device=device)
-    loop = plain.train(loaded, [list(_examples(data, of_step)) for of_step in ids], _recipe(small))
+    examples = [list(_examples(data, of_step)) for of_step in ids]
+    margins = [[0.0] * len(of_step) for of_step in examples]
+    if "margin" in data.values:
+        margins = [data.values["margin"][list(of_step)].tolist() for of_step in ids]
+    loop = plain.train(loaded, examples, _recipe(small), margins)
     return Proof((small, layout), (again, other), model, tokenizer, data, ids, run, resumed, exact, loop)
 
 

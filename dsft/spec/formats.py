@@ -37,7 +37,7 @@ MAY_HAVE: Mapping[str, tuple[str, ...]] = {
     "text": (),
     "sharegpt": ("system", "tools", "functions"),
     "prompt_completion": ("system", "tools", "functions"),
-    "preference": (*_PROMPTED, "conversations", "instruction", "input", "history"),
+    "preference": (*_PROMPTED, "conversations", "instruction", "input", "history", "margin"),
     "kto": (*_PROMPTED, "input", "history"),
     "classify": ("label", "completion", "system", "tools", "functions"),
 }

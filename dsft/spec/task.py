@@ -125,6 +125,7 @@ TASKS: dict[str, TaskFacts] = {
         cut="answers",
         rows=2,
         head="score",
+        fields=("margin",),
         section="reward",
         options={
             "center_rewards_coefficient": "weight of centering",

@@ -38,7 +38,12 @@ PAIRS = ("task=dpo", "data.eval=[]", "train.eval_every=null", "data.max_length=1
 
 @pytest.fixture
 def spec(tmp_path: Path) -> Path:
-    write_pairs(tmp_path / "pairs.jsonl")
+    path = tmp_path / "pairs.jsonl"
+    write_pairs(path)
+    pairs = [
+        json.loads(line) | {"margin": n % 4 - 1.5} for n, line in enumerate(path.read_text().splitlines())
+    ]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
     return write_spec(tmp_path)
 
 

@@ -209,12 +209,16 @@ def test_padding_by_the_end_of_text_scores_the_token_before_it(
     assert AutoTokenizer.from_pretrained(path).pad_token_id == opened(path).config.pad_token_id
 
 
-def test_trl_trainer_gives_the_same_first_step(model: Path, tmp_path: Path) -> None:
+def test_trl_trainer_gives_the_same_first_step_with_margins(model: Path, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="trl, an oracle of these tests alone")
     from datasets import Dataset
 
+    margins = [n * 0.75 - 2 for n in range(ROWS)]
     own = write_spec(tmp_path, model, "ours")
-    trained(own, "reward.label_smoothing=0", "train.max_steps=1", "parallel.zero_stage=3", nproc=2)
+    lines = [line | {"margin": one} for line, one in zip(LINES, margins, strict=True)]
+    rows = write_rows(tmp_path / "margins.jsonl", lines)
+    keys = ("reward.label_smoothing=0", "train.max_steps=1", "parallel.zero_stage=3")
+    trained(own, *keys, f"data.train=[{{path: {rows}}}]", nproc=2)
     folder = tmp_path / "runs" / "ours"
     pairs = [rows_of(model)[n] for n in batches()[0]]
     settings = trl.RewardConfig(
@@ -223,7 +227,8 @@ def test_trl_trainer_gives_the_same_first_step(model: Path, tmp_path: Path) -> N
         logging_steps=1, report_to=[], center_rewards_coefficient=CENTERING, save_strategy="no",
         gradient_checkpointing=False, disable_dropout=False,
     )  # fmt: skip
-    data = Dataset.from_dict({name: [pair[i] for pair in pairs] for i, name in enumerate(IDS)})
+    columns: dict[str, Any] = {name: [pair[i] for pair in pairs] for i, name in enumerate(IDS)}
+    data = Dataset.from_dict(columns | {"margin": [margins[n] for n in batches()[0]]})
     tokenizer = AutoTokenizer.from_pretrained(model)
     trainer = trl.RewardTrainer(
         model=opened(model), args=settings, train_dataset=data, processing_class=tokenizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Any
@@ -20,8 +21,9 @@ from dsft.data.formats.message import (
     turns,
     with_system,
 )
-from dsft.data.formats.values import Fields, is_empty
+from dsft.data.formats.values import Fields, is_empty, number
 from dsft.data.rows import BadRowError, Conversation, Row, Text
+from dsft.spec.task import TASKS
 
 _MEDIA = ("images", "videos", "audios")
 """Columns with media that messages refer to, as LLaMA-Factory, ms-swift and TRL name them."""
@@ -37,8 +39,16 @@ def convert(row: Mapping[str, Any], found: Format) -> Row:
     if found.name != "text":
         _check_media(row)
     if found.name == "classify":
-        return classify(fields, found.labels)
-    return preference(fields, found.task) if found.name == "preference" else _CONVERT[found.name](fields)
+        converted = classify(fields, found.labels)
+    elif found.name == "preference":
+        converted = preference(fields, found.task)
+    else:
+        converted = _CONVERT[found.name](fields)
+    given = [name for name in TASKS[found.task].fields if fields.get(name) is not None]
+    if not given:
+        return converted
+    own = {name: (number(fields.get(name), fields.name(name)),) * len(converted.samples) for name in given}
+    return replace(converted, values={**converted.values, **own})
 
 
 def _check_media(row: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from dsft.data.read.json_rows import json_type
 from dsft.data.rows import BadRowError
+from dsft.spec.document import quote
 
 DEEPEST = 100  # levels of arguments and schemas, which templates traverse recursively
 
@@ -55,6 +56,17 @@ def boolean(value: object, place: str, rule: str = "true or false, or 1 or 0") -
         return bool(value)
     shown = value if isinstance(value, (int, float)) else json_type(value)
     raise BadRowError(f'"{place}" is {shown}; it must be {rule}')
+
+
+def number(value: object, place: str) -> float:
+    """Return a finite number that is given as one or, as in CSV, as text."""
+    try:
+        found = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if math.isfinite(found):
+        return found
+    raise BadRowError(f'"{place}" is {quote(value, 40)}; it must be a number')
 
 
 def is_text(value: object) -> bool:

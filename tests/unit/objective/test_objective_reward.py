@@ -19,14 +19,16 @@ SCORES = torch.tensor([[2.0, 0.5], [-1.0, 0.25], [0.75, 0.75]], dtype=torch.floa
 """Of the chosen and the rejected answer of three pairs."""
 
 
-def micro_batch(scores: Tensor) -> tuple[Tensor, MicroBatch]:
+def micro_batch(scores: Tensor, margins: Tensor | None = None) -> tuple[Tensor, MicroBatch]:
     """Padded rows of 4 tokens, of which the third has the score of an answer. Other positions have values
     that must not count."""
     rows = scores.numel()
     values, targets = torch.full((rows, 4), 99.0), torch.full((rows, 4), NO_TARGET)
     values[:, 2], targets[:, 2] = scores.flatten().float(), 5
     ids = torch.ones(rows, 4, dtype=torch.int64)
-    answers = Answers(torch.arange(len(scores)), torch.ones(scores.shape, dtype=torch.int64))
+    margin = torch.zeros(len(scores)).double() if margins is None else margins
+    of_row = {"margin": margin}
+    answers = Answers(torch.arange(len(scores)), torch.ones(scores.shape, dtype=torch.int64), values=of_row)
     return values, MicroBatch(Tokens(ids, ids, targets), answers=answers)
 
 
@@ -63,8 +65,10 @@ def test_parts_add_up_to_the_whole() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # TRL's own
-@pytest.mark.parametrize("coefficient", [0.0, 0.2])
-def test_reward_trainer(coefficient: float) -> None:
+@pytest.mark.parametrize(
+    ("coefficient", "margins"), [(0.0, None), (0.2, None), (0.0, [0.5, -1.5, 2.0]), (0.2, [0.0, 3.0, 0.25])]
+)
+def test_reward_trainer(coefficient: float, margins: list[float] | None) -> None:
     """What TRL's trainer makes of the same scores as one micro-batch."""
     trainer_class: Any = pytest.importorskip(
         "trl", reason="trl, an oracle of these tests alone"
@@ -80,9 +84,13 @@ def test_reward_trainer(coefficient: float) -> None:
         args=SimpleNamespace(center_rewards_coefficient=coefficient or None),
         _metrics=defaultdict(lambda: defaultdict(list)),
     )  # fmt: skip
-    theirs = trainer_class.compute_loss(trainer, model, {"attention_mask": torch.ones(6, 4)})
+    given = {"attention_mask": torch.ones(6, 4)}
+    of_pairs = None if margins is None else torch.tensor(margins).double()
+    theirs = trainer_class.compute_loss(
+        trainer, model, given if of_pairs is None else {**given, "margin": of_pairs}
+    )
     (gradient,) = torch.autograd.grad(theirs, logits)
-    values, batch = micro_batch(SCORES)
+    values, batch = micro_batch(SCORES, of_pairs)
     values.requires_grad_()
     loss, *metrics = reward(Reward(center_rewards_coefficient=coefficient)).sums(values, batch)
     assert float(loss) / 3 == pytest.approx(theirs.item(), rel=1e-12)

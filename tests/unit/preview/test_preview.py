@@ -100,6 +100,8 @@ def test_labels(preview: Preview) -> None:
     titles = [line for line in out.splitlines() if line.startswith("row ")]
     assert [title.rpartition(", ")[2] for title in titles[:2]] == ["desirable", "undesirable"]
     assert "1 undesirable, 1 desirable" in out
+    _, out, _ = preview("--rows", "1", rows=[PAIRS[0] | {"margin": 0.5}], task="reward")
+    assert " trained on, margin 0.5, two answers after " in out
 
 
 def test_pairs(preview: Preview) -> None:
