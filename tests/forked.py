@@ -61,18 +61,25 @@ def serve(parent: int) -> None:
 def make_once() -> None:
     """What each rank would find out again: the machine's processor, for which DeepSpeed starts programs and
     waits a second whenever it loads an operation or makes a CPU Adam; its memory nodes, for which it starts
-    one thirty times per engine; and transformers' table of names."""
+    one thirty times per engine; the operations that could be compiled, for which it starts a compiler; the
+    versions of all software; and transformers' table of names."""
     import cpuinfo
+    import deepspeed.ops
     from deepspeed.utils import numa
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from dsft.engine.initialize import import_muon
+    from dsft.report.folder import versions
+    from dsft.system.software import decisive_versions
 
     import_muon()
     known = cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     known()
     numa.get_numa_cores = functools.cache(numa.get_numa_cores)
     numa.get_numa_cores()
+    assert deepspeed.ops.__compatible_ops__
+    versions()
+    decisive_versions()
     get_checkpoint_conversion_mapping("llama")
 
 

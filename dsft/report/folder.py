@@ -7,7 +7,7 @@ fails.
 
 from __future__ import annotations
 
-import importlib.metadata
+import functools
 import json
 import os
 import platform
@@ -23,6 +23,7 @@ from dsft.errors import LockedError
 from dsft.plan.ds_entries import CONFIG, REASONS, ConfigEntry, nested, reasons
 from dsft.system.files import write_error
 from dsft.system.redact import redact, redact_command, redact_tree
+from dsft.system.software import version_of
 
 MARKER = "versions.json"
 PACKAGES = (
@@ -89,19 +90,15 @@ def write_folder(run_dir: Path, origin: Provenance) -> None:
         raise write_error(run_dir, error) from error
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of Python, the system and the packages that decide numbers, and the commit if dsft
-    is a checkout."""
+    is a checkout; those of the first call, since a process keeps the code that it has imported."""
     found = {"python": platform.python_version(), "system": platform.platform()}
     commit = _commit()
     if commit is not None:
         found["commit"] = commit
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return found | {package: version_of(package) or "not installed" for package in PACKAGES}
 
 
 def _commit() -> str | None:

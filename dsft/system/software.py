@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import platform
@@ -39,9 +40,10 @@ SWITCHES = (
 OWN = Path(__file__).resolve().parents[1]
 
 
+@functools.cache
 def decisive_versions() -> dict[str, str | None]:
     """Return the version of Python and of each package in DECISIVE, None if not installed; for dsft also a
-    digest of its files, since two checkouts of one version may contain different code."""
+    digest of its files at the first call, since two checkouts of one version may contain different code."""
     dsft = f"{__version__}, files {code_digest()[:12]}"
     return {"python": platform.python_version(), "dsft": dsft} | {name: version_of(name) for name in DECISIVE}
 
@@ -69,6 +71,7 @@ def versions_line(torch: str) -> str:
     return ", ".join([f"torch {torch}", *named, f"dsft {__version__}"])
 
 
+@functools.cache
 def version_of(name: str) -> str | None:
     """Return the installed version of a package; None if it is not installed."""
     try:

@@ -1,18 +1,56 @@
 """Run `dsft` commands one after the other in this process, in the working folder, and write the outcomes.
 
 python commands_worker.py COMMANDS.json RESULTS.json      [[word, …], …] -> [[exit code, output], …]
+
+The ranks that a command starts are forks of this process. tests/integration/test_answer.py and test_prove.py
+start commands whose ranks are processes of their own.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 from dsft import cli
+from dsft.rank import start
+from tests import forked
+
+
+class ForkedRank:
+    """What `run_ranks` needs of subprocess.Popen, for `python SCRIPT WORD …`."""
+
+    def __init__(
+        self, argv: Sequence[str], env: Mapping[str, str], stdout: int | None, preexec_fn: Callable[[], None]
+    ) -> None:
+        def work() -> int:
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+            if stdout is not None:
+                os.dup2(stdout, 1)
+            os.environ.clear()
+            return forked.run({"script": argv[1], "args": argv[2:]}, env)
+
+        self._pid, self._code = forked.child(work), None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self._pid, 9)
+
+    def wait(self) -> None:
+        if self.poll() is None:
+            os.waitpid(self._pid, 0)
 
 
 def result(words: list[str]) -> tuple[int, str]:
@@ -32,6 +70,7 @@ def result(words: list[str]) -> tuple[int, str]:
 
 def main(commands: str, results: str) -> None:
     sys.modules.pop("matplotlib", None)  # hidden from forked ranks, needed by dsft report
+    start.subprocess = SimpleNamespace(Popen=ForkedRank)  # type: ignore[assignment]
     found = [result(words) for words in json.loads(Path(commands).read_text())]
     Path(results).write_text(json.dumps(found))
 

@@ -228,6 +228,11 @@ class Case:
         return int(self.mode.partition("zero")[2][0])
 
     @property
+    def offload(self) -> str:
+        """Return the mode's words after its stage: what is kept elsewhere, and where."""
+        return self.mode.removeprefix("pipeline_").partition("_")[2]
+
+    @property
     def offloads(self) -> tuple[str, ...]:
         """Sections of `parallel`, by the mode's last word."""
         optimizer, parameters = "offload_optimizer", "offload_parameters"
@@ -312,9 +317,11 @@ PIPELINES = ("pipeline_zero0", "pipeline_zero1")
 
 
 PAIRED = (
-    ("mode", "precision"), ("mode", "packed"), ("mode", "trained"), ("ranks", "zero_stage"),
-    ("ranks", "is_pipeline"), ("ranks", "precision"), ("ranks", "packed"), ("ranks", "trained"),
-    ("precision", "packed"), ("precision", "trained"), ("packed", "trained"), ("mode", "reward"),
+    *itertools.product(
+        ("zero_stage", "offload", "is_pipeline"), ("precision", "packed", "trained", "reward")
+    ),
+    *itertools.product(("ranks",), ("zero_stage", "is_pipeline", "precision", "packed", "trained")),
+    ("precision", "packed"), ("precision", "trained"), ("packed", "trained"),
     ("packed", "reward"), ("trained", "reward"), ("shared", "reward"),
 )  # fmt: skip
 """Pairs of fields and properties of a case of which the core tries every pair of values."""
