@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dsft.commands.chat import ChatModel, Sampling, load
-from dsft.data.formats.convert import convert
+from dsft.data.formats.convert import convert, with_answer
 from dsft.data.formats.detect import Format, choose
 from dsft.data.read.files import DataFile, data_files, file_digest, file_lines
 from dsft.data.render.template import prepare_messages, template_of
@@ -123,7 +123,7 @@ def read_prompts(data: str, system: str | None) -> tuple[list[Prompt], str]:
             try:
                 if line.mistake is not None:
                     raise BadRowError(line.mistake)
-                if line.row is not None:
+                if line.row is not None and found is not None:
                     prompts.append(_prompt(line.row, found, system, place))
             except BadRowError as error:
                 bad.append(Problem(place, str(error)))
@@ -135,54 +135,34 @@ def read_prompts(data: str, system: str | None) -> tuple[list[Prompt], str]:
 
 
 def _format(file: DataFile) -> Format | None:
-    """Detect a file's format; None where the first rows are prompts alone, or none can be read. Raises
+    """Detect a file's format, of rows with an answer or without; None where no row can be read. Raises
     DataError where it is none."""
-    head = list(islice((line for line in file_lines(file) if line.row is not None), HEAD_ROWS))
-    if all(_asked(line.row or {}) for line in head):
-        return None
+    lines = islice((line for line in file_lines(file) if line.row is not None), HEAD_ROWS)
+    head = [replace(line, row=with_answer(line.row or {})) for line in lines]
     refused = ""
-    for task in TASKS:
+    for task in TASKS if head else ():
         try:
             return choose(Source(path=file.name), head, task)
         except BadRowError as error:
             refused = str(error)
+    if not refused:
+        return None
     raise data_error([Problem(file.name, refused)], "the rows cannot be read:", 1)
 
 
-def _asked(row: Mapping[str, Any]) -> list[Message] | None:
-    """Return the messages of a row that is a prompt alone, or that this command wrote; None for others."""
-    answers = {"completion", "chosen", "rejected", "output", "response"}
-    given = row.get("messages", row.get("prompt", row.get("instruction")))
-    if not answers.isdisjoint(row):
-        return None
-    if isinstance(given, str):
-        more = f"\n{row['input']}" if isinstance(row.get("input"), str) and row["input"] else ""
-        return [{"role": "user", "content": given + more}]
-    is_messages = isinstance(given, list) and all(
-        isinstance(one, dict) and isinstance(one.get("content"), str) and isinstance(one.get("role"), str)
-        for one in given
-    )
-    return list(given) if is_messages and given and given[-1]["role"] != "assistant" else None
-
-
-def _prompt(row: Mapping[str, Any], found: Format | None, system: str | None, place: str) -> Prompt:
-    tools: Sequence[Mapping[str, Any]] = ()
-    reference = row.get("reference") if isinstance(row.get("reference"), str) else None
-    messages = _asked(row)
-    if messages is None:
-        if found is None:
-            raise BadRowError("the first rows are prompts, but this is none; give it messages or a prompt")
-        sample = convert(row, found).samples[0]
-        if not isinstance(sample, Conversation):
-            raise BadRowError("it is a text, not a prompt; give messages, a prompt or an instruction")
-        messages, reference, tools = list(sample.messages), None, sample.tools
-    if messages and messages[-1]["role"] == "assistant":
+def _prompt(row: Mapping[str, Any], found: Format, system: str | None, place: str) -> Prompt:
+    whole = with_answer(row)
+    sample = convert(whole, found).samples[0]
+    if not isinstance(sample, Conversation):
+        raise BadRowError("it is a text, not a prompt; give messages, a prompt or an instruction")
+    messages, reference = list(sample.messages), None
+    if messages[-1]["role"] == "assistant":
         reference = messages.pop().get("content")
     if not messages:
         raise BadRowError("it has an answer but no prompt")
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    return Prompt(place, messages, tools, reference)
+    return Prompt(place, messages, sample.tools, reference if whole is row else reference or None)
 
 
 def answered(part: Path, settings: Mapping[str, Any]) -> dict[int, str]:

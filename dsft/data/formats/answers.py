@@ -38,11 +38,7 @@ _PROMPT_NAMES = ("question", "query", "input")
 """Names of the prompt in files of other tools."""
 
 
-def prompt_completion(fields: Fields) -> Row:
-    return Row((_completed(fields),))
-
-
-def preference(fields: Fields, task: str = "dpo") -> Row:
+def preference(fields: Fields, task: str) -> Row:
     """Return the chosen and the rejected sample, which have the same prompt: for sft only the chosen one, for
     a task with labels both as records of their own."""
     if fields.get("chosen") is None and fields.get("rejected_messages") is not None:
@@ -63,7 +59,7 @@ def preference(fields: Fields, task: str = "dpo") -> Row:
 def kto(fields: Fields) -> Row:
     label = {"label": (is_desirable(fields),)}
     if fields.get("completion") is not None or fields.get("prompt") is not None:
-        return Row((_completed(fields),), label)
+        return Row((completed(fields),), label)
     if fields.get("output") is not None or fields.get("instruction") is not None:
         place = fields.name("output")
         answer = _answer(fields.string("output"), place)
@@ -80,7 +76,7 @@ def classify(fields: Fields, labels: Sequence[str]) -> Row:
     key = "text" if fields.get("text") is not None else next(keys, "text")
     value, name = fields.get(key), fields.name(key)
     if key == "prompt" and fields.get("completion") is not None:
-        return Row((_completed(fields),), label)
+        return Row((completed(fields),), label)
     if key == "text" or (key == "prompt" and isinstance(value, str)):
         return Row((Text(((string(value, name), True),)),), label)
     dialect = OPENAI if key == "messages" else SHAREGPT
@@ -116,7 +112,7 @@ def is_desirable(fields: Fields) -> bool:
 # --- one answer -------------------------------------------------------------------------------------------
 
 
-def _completed(fields: Fields) -> Sample:
+def completed(fields: Fields) -> Sample:
     """Return prompt and completion as one text if both are strings, else as a conversation, in which a string
     is one turn."""
     prompt, completion = fields.get("prompt"), fields.get("completion")

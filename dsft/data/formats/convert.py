@@ -9,7 +9,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from dsft.data.formats.answers import classify, kto, preference, prompt_completion
+from dsft.data.formats.answers import classify, completed, kto, preference
 from dsft.data.formats.detect import Format, check_row
 from dsft.data.formats.message import (
     OPENAI,
@@ -38,17 +38,33 @@ def convert(row: Mapping[str, Any], found: Format) -> Row:
     check_row(fields, found)
     if found.name != "text":
         _check_media(row)
-    if found.name == "classify":
-        converted = classify(fields, found.labels)
-    elif found.name == "preference":
-        converted = preference(fields, found.task)
-    else:
-        converted = _CONVERT[found.name](fields)
+    converted = CONVERT[found.name](fields, found)
     given = [name for name in TASKS[found.task].fields if fields.get(name) is not None]
     if not given:
         return converted
     own = {name: (number(fields.get(name), fields.name(name)),) * len(converted.samples) for name in given}
     return replace(converted, values={**converted.values, **own})
+
+
+def with_answer(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row that is a prompt alone with an empty answer, as its format has it; other rows, and what
+    `dsft answer` has written with a reference, with the answer that they have."""
+    if not ANSWER_KEYS.isdisjoint(row):
+        return row
+    for key in ("messages", "conversations"):
+        talk = row.get(key)
+        if isinstance(talk, list) and talk:
+            last = talk[-1] if isinstance(talk[-1], dict) else {}
+            is_answered = last.get("role", last.get("from")) in ("assistant", "gpt", "model")
+            return row if is_answered else {**row, key: [*talk, _NOTHING]}
+    if row.get("prompt") is not None:
+        written = row.get("reference") if "answer" in row else None
+        return {**row, "completion": {**_NOTHING, "content": written or ""}}
+    return {**row, "output": ""} if row.get("instruction") is not None else row
+
+
+ANSWER_KEYS = frozenset("completion output chosen rejected rejected_response rejected_messages".split())
+_NOTHING = {"role": "assistant", "content": ""}
 
 
 def _check_media(row: Mapping[str, Any]) -> None:
@@ -61,29 +77,28 @@ def _check_media(row: Mapping[str, Any]) -> None:
             )
 
 
-def _text(fields: Fields) -> Row:
-    return Row((Text(((fields.string("text"), True),)),))
-
-
-def _messages(fields: Fields, key: str = "messages", dialect: Dialect = OPENAI) -> Row:
+def _messages(fields: Fields, found: Format, key: str = "messages", dialect: Dialect = OPENAI) -> Row:
     name = fields.name(key)
     messages = with_system(fields, turns(fields.get(key), name, dialect))
     return Row((conversation(messages, row_tools(fields), name=name),))
 
 
-def _alpaca(fields: Fields) -> Row:
+def _alpaca(fields: Fields, found: Format) -> Row:
     messages = alpaca_turns(fields, fields.string("output"))
     return Row((conversation(messages, row_tools(fields)),))
 
 
-_CONVERT: Mapping[str, Callable[[Fields], Row]] = {
-    "text": _text,
+CONVERT: Mapping[str, Callable[[Fields, Format], Row]] = {
+    "text": lambda fields, found: Row((Text(((fields.string("text"), True),)),)),
     "messages": _messages,
     "sharegpt": partial(_messages, key="conversations", dialect=SHAREGPT),
     "alpaca": _alpaca,
-    "prompt_completion": prompt_completion,
-    "kto": kto,
+    "prompt_completion": lambda fields, found: Row((completed(fields),)),
+    "preference": lambda fields, found: preference(fields, found.task),
+    "kto": lambda fields, found: kto(fields),
+    "classify": lambda fields, found: classify(fields, found.labels),
 }
+"""What converts rows of each format of `dsft.spec.formats`."""
 
 _encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, sort_keys=True).encode
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsft.data.formats import Format, choose, content_hash, convert
+from dsft.data.formats.convert import with_answer
 from dsft.data.render.renderer import Renderer
 from dsft.data.rows import BadRowError, Conversation, Line, Rendered, Row, Text
 from dsft.data.tokenizer.load import byte_level_tokenizer
@@ -629,3 +630,31 @@ def test_real_files(name: str, task: str, format: str) -> None:
     assert one.name == format
     made = [convert(row, one) for row in rows]
     assert len({content_hash(row) for row in made}) == len({json.dumps(row) for row in rows})
+
+
+SYSTEM, ASKED, DONE = shown("system", "s"), shown("user", "a"), shown("assistant", "b")
+PROMPTS: list[tuple[dict[str, Any], list[Any], str | None]] = [
+    ({"messages": [ASKED]}, [ASKED], ""),
+    ({"messages": [ASKED], "system": "s"}, [SYSTEM, ASKED], ""),
+    ({"messages": [ASKED, DONE]}, [ASKED], "b"),
+    ({"conversations": [{"from": "human", "value": "a"}]}, [ASKED], ""),
+    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, [ASKED], "b"),
+    ({"prompt": "a", "system": "s"}, [SYSTEM, ASKED], ""),
+    ({"prompt": [ASKED, DONE, ASKED]}, [ASKED, DONE, ASKED], ""),
+    ({"prompt": [ASKED], "completion": "b"}, [ASKED], "b"),
+    ({"prompt": [ASKED], "chosen": "b", "rejected": "c"}, [ASKED], "b"),
+    ({"instruction": "a", "input": "i", "system": "s"}, [SYSTEM, shown("user", "a\n\ni")], ""),
+    ({"instruction": "a", "history": [["a", "b"]], "output": "b"}, [ASKED, DONE, ASKED], "b"),
+    ({"source": "r:1", "prompt": [ASKED], "answer": "x", "reference": "b"}, [ASKED], "b"),
+    ({"source": "r:1", "prompt": [ASKED], "answer": "x", "reference": None}, [ASKED], ""),
+]
+"""A row, the messages of its prompt, and its own answer."""
+
+
+@pytest.mark.parametrize(("row", "prompt", "reference"), PROMPTS)
+def test_rows_with_an_answer_and_without(row: dict[str, Any], prompt: list[Any], reference: str) -> None:
+    whole = with_answer({**row, "tools": [TOOL]})
+    task = "dpo" if "chosen" in row else "sft"
+    sample = meant(whole, task).samples[0]
+    assert isinstance(sample, Conversation) and len(sample.tools) == 1
+    assert [*sample.messages] == [*prompt, shown("assistant", reference)]
