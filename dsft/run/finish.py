@@ -44,11 +44,8 @@ def outcome(records: list[dict[str, float]]) -> list[str]:
     rewarded = [record for record in records if "train/rewards/accuracies" in record]
     held_out = [record for record in records if "eval/loss" in record]
     if losses:
-        first, last = losses[0], losses[-1]
-        lines.append(
-            f"train/loss went from {first['train/loss']:.4f} at step {first['train/global_step']} to "
-            f"{last['train/loss']:.4f} at step {last['train/global_step']}"
-        )
+        ends = [f"{one['train/loss']:.4f} at step {one['train/global_step']}" for one in losses]
+        lines.append(f"train/loss {f'went from {ends[0]} to ' if len(ends) > 1 else 'was '}{ends[-1]}")
     if rewarded:
         last = rewarded[-1]
         accuracy, margin = last["train/rewards/accuracies"], last["train/rewards/margins"]

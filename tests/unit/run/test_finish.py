@@ -108,6 +108,7 @@ def test_the_outcome_has_first_and_last_loss_and_each_set() -> None:
     step = "train/global_step"
     records: list[dict[str, float]] = [{step: n, "train/loss": 3.0 - n} for n in (1, 2)]
     assert outcome(records) == ["train/loss went from 2.0000 at step 1 to 1.0000 at step 2"]
+    assert outcome(records[:1]) == ["train/loss was 2.0000 at step 1"]
     records.append({step: 2, "eval/loss": 1.5, "eval/perplexity": 4.48, "eval/b/loss": 2.0})
     assert outcome(records)[1] == "held-out loss 1.5000, perplexity 4.48, b 2.0000"
     assert outcome([]) == []
