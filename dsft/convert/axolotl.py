@@ -23,7 +23,9 @@ _ROWS: dict[str, dict[str, str]] = {
     "chatml.icr": {"prompt": "input"}, "llama3.icr": {"prompt": "input"},
 }  # fmt: skip
 """Type of a data set -> columns of the spec, where they differ from its own."""
-_FIELDS = "system instruction input output prompt chosen rejected tools".split()
+_LABELED = {"argilla": {"prompt": "instruction"}, "intel": {"prompt": "question"}}
+"""Likewise of labeled answers (rl: kto), by what is behind the point in the type."""
+_FIELDS = "system instruction input output prompt chosen rejected tools completion label".split()
 """Columns of the spec, which are field_system and so on there."""
 _TEMPLATES = {
     "chatml": "chatml", "llama3": "llama3", "mistral_v1": "mistral", "gemma": "gemma", "cohere": "cohere",
@@ -35,10 +37,7 @@ _DETECTED = ("chat_template", "bradley_terry", "completion", "pretrain", "chatml
 
 def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     method = draft.get("rl")
-    if task is None and method is not None and method not in _LOSSES:
-        if method == "kto":
-            way_out = "take rl out to convert the other keys, then set task: kto in the spec (docs/kto.md)"
-            raise mistake("rl", f"'kto' of Axolotl is not converted; {way_out}")
+    if task is None and method is not None and method not in (*_LOSSES, "kto"):
         raise refuse("rl", str(method))
     if draft.is_on("kd_trainer"):
         way_out = "take it out to convert the other keys, then set task: distill (docs/distill.md)"
@@ -48,7 +47,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     rewards = draft.is_on("reward_model")
     texts = any(entry.get("type") in ("completion", "pretrain") for entry in _entries(draft, "datasets"))
     pretrain = texts or draft.is_given("pretraining_dataset")
-    task = task or ("dpo" if method else "reward" if rewards else "pretrain" if pretrain else "sft")
+    of_method = method if method == "kto" else "dpo" if method else None
+    task = task or of_method or ("reward" if rewards else "pretrain" if pretrain else "sft")
     draft.put("task", task, "rl" if method else "reward_model" if rewards else "type of the datasets")
     if isinstance(section := draft.given.get("bnb_config_kwargs"), Mapping):
         rest = {name: value for name, value in draft.given.items() if name != "bnb_config_kwargs"}
@@ -59,6 +59,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
         beta = "orpo_alpha rl_beta dpo_beta" if method == "orpo" else "rl_beta dpo_beta"
         arguments.preferences(draft, "dpo_loss_type", _LOSSES[method or "dpo"], method="rl", beta=beta)
         draft.get("precompute_ref_log_probs")
+    elif task == "kto":
+        arguments.labeled_answers(draft)
     elif task == "reward":
         arguments.rewards(draft)
         draft.leave("model_type", "the class follows from the task")
@@ -126,6 +128,8 @@ def _columns(draft: Draft, where: str, entry: Mapping[str, Any], task: str) -> d
         for name in ("format", "no_input_format", "prompt_format", "system_format"):
             if kind.get(name):
                 draft.left[f"{where}.type.{name}"] = "the chat template formats the prompt"
+    elif task == "kto":
+        columns = dict(_LABELED.get(str(kind).partition(".")[2], {}))
     elif kind in _ROWS:
         columns = dict(_ROWS[kind])
     elif str(kind).partition(".")[0] not in _DETECTED:

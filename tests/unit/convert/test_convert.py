@@ -264,8 +264,18 @@ def test_trl_and_training_arguments() -> None:
              "lora_alpha": 8},
             "loss_type: kto, beta: 0.3, desirable_weight: 2.0, reference: adapter",
         ),
+        (
+            {**AXOLOTL, "rl": "kto", "rl_beta": 0.2, "kto_undesirable_weight": 0.5,
+             "datasets": [{"path": "rows.json", "type": "llama3.argilla"}]},
+            "loss_type: kto, beta: 0.2, undesirable_weight: 0.5, reference: adapter",
+        ),
+        (
+            {**AXOLOTL, "rl": "kto", "adapter": None, "datasets": [
+                {"path": "rows.json", "type": {"field_prompt": "q", "field_label": "good"}}]},
+            "loss_type: kto, beta: 0.1, reference: precomputed",
+        ),
     ],
-    ids=["llamafactory", "llamafactory, full", "trl", "trl, loss alone", "swift"],
+    ids=["llamafactory", "llamafactory, full", "trl", "trl, loss alone", "swift", "axolotl", "axolotl, own"],
 )  # fmt: skip
 def test_kto(config: dict[str, Any], kto: str) -> None:
     spec, _ = converted(config)
@@ -275,6 +285,10 @@ def test_kto(config: dict[str, Any], kto: str) -> None:
         assert_has(spec.model.lora, "dropout: 0")
     if config.get("dataset") == "tagged":
         assert spec.data.train[0].format == "kto"
+    if "rl" in config:
+        kind, columns = config["datasets"][0]["type"], spec.data.train[0].columns
+        asked = {"prompt": "instruction"} if isinstance(kind, str) else {"prompt": "q", "label": "good"}
+        assert columns == asked
     with pytest.raises(SpecError, match="'bco' is not offered; task kto takes one of kto, apo_zero_unpaired"):
         converted({**TRL, "desirable_weight": 1.2, "loss_type": "bco"})
 
@@ -570,7 +584,6 @@ def test_deepspeed() -> None:
     [
         ({"stage": "ppo", "template": "x", "dataset": "identity"}, "stage: 'ppo': dsft does not offer"),
         ({"base_model": "a/b", "datasets": [], "process_reward_model": True}, "scores the steps of"),
-        ({"rl": "kto", "base_model": "a/b", "datasets": []}, "rl: 'kto' of Axolotl is not converted"),
         ({"kd_trainer": True, "base_model": "a/b", "datasets": []}, "kd_trainer: Axolotl reads a teacher's"),
         ({"rlhf_type": "grpo", "model": "a/b", "tuner_type": "lora"}, "rlhf_type: 'grpo'"),
         ({"model": "a", "dataset": "b.json", "task_type": "seq_cls", "tuner_type": "lora"}, "num_labels"),
