@@ -126,7 +126,8 @@ class Case:
     `packed`: a micro-batch is one row without padding, where the plain loop takes its rows one by one;
     `chunked`: the head never makes the logits of more than CHUNK_ROWS targets at once; `reference`: of
     preference pairs, where its log-probabilities come from (given: of another model than the start, as from a
-    store); `teacher`: of distillation, likewise; `reward`: a reward model of preference pairs; `shared`:
+    store); `teacher`: of distillation, likewise; `reward`: a reward model of preference pairs; `labels`:
+    rows with labels, of classifiers or of KTO; `shared`:
     packed pairs whose prompt occurs once; `twice`: one layer's MLP is used twice in each forward;
     `unplanned`: DeepSpeed's JSON says one micro-batch per step; `sequence_parallel`: the ranks that split
     each row's tokens; `short`: one or two rows of 1 to 5
@@ -160,6 +161,7 @@ class Case:
     short: bool = False
     mlp_chunks: int = 1
     reward: bool = False
+    labels: Literal["none", "classify", "kto"] = "none"
 
     @property
     def name(self) -> str:
@@ -177,7 +179,8 @@ class Case:
             self.trains * (self.trains != "all"),
             "chunked" * self.chunked,
             "smoothed" * (self.label_smoothing > 0),
-            f"dpo_{self.reference}" * (self.reference != "none"),
+            self.labels * (self.labels != "none"),
+            f"{'ref' if self.labels == 'kto' else 'dpo'}_{self.reference}" * (self.reference != "none"),
             "reward" * self.reward,
             f"distill_{self.teacher}" * (self.teacher != "none"),
             self.divergence * (self.divergence != "forward_kl"),
@@ -200,8 +203,13 @@ class Case:
         return self.ranks // self.stages // self.sequence_parallel
 
     @property
-    def of_pairs(self) -> bool:
-        return self.reference != "none" or self.reward
+    def of_answers(self) -> bool:
+        return self.reference != "none" or self.has_scores
+
+    @property
+    def has_scores(self) -> bool:
+        """Return whether the last layer gives scores."""
+        return self.reward or self.labels == "classify"
 
     @property
     def form(self) -> Literal["padded", "packed", "shared"]:
@@ -252,7 +260,7 @@ class Case:
     def bounds(self) -> dict[str, float]:
         """Return the largest differences allowed; worker.py defines each figure."""
         if self.precision != "fp32":
-            own = MUON_BF16_BOUNDS if self.optimizer == "muon" else SCORE_BOUNDS if self.reward else {}
+            own = MUON_BF16_BOUNDS if self.optimizer == "muon" else SCORE_BOUNDS if self.has_scores else {}
             return BF16_BOUNDS | own
         if self.optimizer == "adamw_default_eps":
             return DEFAULT_EPS_BOUNDS
@@ -262,7 +270,7 @@ class Case:
         bounds |= FRESH_BOUNDS if self.trains == "lora_fresh" else {}
         bounds |= SHAPE_BOUNDS if not self.shape.startswith("llama") else {}
         bounds |= IDLE_BOUNDS if self.shape == "qwen3_moe_idle" and self.offloads else {}
-        apart = self.chunked and (self.stages > 1 or self.of_pairs)
+        apart = self.chunked and (self.stages > 1 or self.of_answers)
         return bounds | (CHUNKED_BOUNDS if apart else {})
 
 
@@ -322,7 +330,8 @@ PAIRED = (
     ),
     *itertools.product(("ranks",), ("zero_stage", "is_pipeline", "precision", "packed", "trained")),
     ("precision", "packed"), ("precision", "trained"), ("packed", "trained"),
-    ("packed", "reward"), ("trained", "reward"), ("shared", "reward"),
+    ("packed", "reward"), ("trained", "reward"), ("shared", "reward"), ("zero_stage", "labels"),
+    ("is_pipeline", "labels"), ("packed", "labels"), ("trained", "labels"),
 )  # fmt: skip
 """Pairs of fields and properties of a case of which the core tries every pair of values."""
 SPLIT = (
@@ -398,6 +407,7 @@ def _cases(ranks: int) -> Iterator[Case]:
     yield from _rewards(ranks)
     yield from _distilled(ranks)
     if ranks == 2:
+        yield from _labeled()
         yield from _chunked(ranks)
         yield from _mlp_chunks(ranks)
         yield from _offloaded(ranks)
@@ -837,6 +847,27 @@ def _rewards(ranks: int) -> Iterator[Case]:
         yield split(micro_batches="varying", packed=True)
     yield reward("zero2", optimizer="adamw", micro_batches="varying", packed=True, shape="qwen3_moe")
     yield reward("pipeline_zero1", optimizer="adamw", micro_batches="one", stages=2, shape="llama_tied")
+
+
+def _labeled() -> Iterator[Case]:
+    """On two ranks: classifiers and KTO in every mode, padded, packed, with adapters, in bf16 and split."""
+    modes = [*((mode, 1) for mode in (*MODES, "zero3_both")), *((mode, 2) for mode in PIPELINES)]
+    of = functools.partial(Case, ranks=2, optimizer="adamw", micro_batches="varying", max_norm=0.1)
+    for case in (
+        functools.partial(of, labels="classify"),
+        functools.partial(of, labels="kto", reference="given"),
+    ):
+        for mode, stages in modes:
+            yield case(mode, stages=stages)
+            yield case(mode, stages=stages, packed=True, checkpointing=mode == "zero2")
+            yield case(mode, stages=stages, trains="lora", packed=mode in ("zero0", "zero3"))
+        yield case("zero2", precision="bf16", packed=True)
+        yield case("zero2", shape="qwen3_moe", packed=True)
+        yield case("zero3", packed=True, sequence_parallel=2)
+    for mode, stages in (("zero2", 1), ("zero3", 1), ("pipeline_zero1", 2)):
+        own = functools.partial(Case, mode, 2, "adamw", "varying", 0.1, stages=stages, labels="kto")
+        yield own(reference="adapter", trains="lora", packed=True)
+        yield own(reference="live")
 
 
 def _distilled(ranks: int) -> Iterator[Case]:

@@ -1,4 +1,5 @@
-"""Micro-batches of preference pairs, by hand: takes the plain loop's pairs; padded, packed or shared.
+"""Micro-batches of preference pairs and of rows with labels, by hand: takes the plain loop's; padded, packed
+or shared.
 
 The numbers of pairs count through the steps, the held-out ones after them, as in a dataset.
 """
@@ -6,7 +7,8 @@ The numbers of pairs count through the steps, the held-out ones after them, as i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +18,16 @@ from tests.make import make_micro_batch
 from tests.parity import plain
 
 Form = Literal["padded", "packed", "shared"]
+Answered = tuple[plain.Row, ...]  # a pair, or a row alone
 EMPTY = ([7, 7], [False, False])
 PADDING = 7  # a token like others, to show that padding does not matter
+
+
+def of_labels(step: plain.Step[plain.Row]) -> dict[str, int]:
+    rows = plain.rows_of(step)
+    desirable = sum(plain.label_of(row, 2) for row in rows)
+    of_kto = {"desirable": desirable, "undesirable": len(rows) - desirable}
+    return {"examples": len(rows), "sequences": len(rows), **of_kto}
 
 
 def counts(step: plain.Step[plain.Pair]) -> dict[str, int]:
@@ -26,8 +36,31 @@ def counts(step: plain.Step[plain.Pair]) -> dict[str, int]:
     return {"examples": len(pairs), "chosen_tokens": chosen_tokens, "sequences": 2 * len(pairs)}
 
 
+def labeled(
+    steps: Sequence[plain.Step[plain.Row]], data_rank: int, form: Form, labels: int, kl: float | None
+) -> list[list[MicroBatch]]:
+    """One rank's micro-batches of each step of rows with labels. kl: as in `Answers`; None: of a classifier,
+    whose rows are scored."""
+    pairs = [[[[(row,) for row in rank] for rank in ranks] for ranks in step] for step in steps]
+    made = numbered(pairs, data_rank, form, scored=kl is None)
+    for micro_batches, step in zip(made, pairs, strict=True):
+        for number, (batch, ranks) in enumerate(zip(micro_batches, step, strict=True)):
+            given = torch.tensor(
+                [plain.label_of(row, labels) for (row,) in ranks[data_rank]], dtype=torch.long
+            )
+            assert batch.answers is not None
+            answers = replace(
+                batch.answers,
+                num_targets=batch.answers.num_targets.view(-1, 1),
+                values={"label": given},
+                kl=None if kl is None else torch.tensor(kl, dtype=torch.float64),
+            )
+            micro_batches[number] = replace(batch, answers=answers)
+    return made
+
+
 def numbered(
-    steps: Sequence[plain.Step[plain.Pair]], data_rank: int, form: Form, *, scored: bool = False
+    steps: Sequence[plain.Step[Any]], data_rank: int, form: Form, *, scored: bool = False
 ) -> list[list[MicroBatch]]:
     """One rank's micro-batches of each step. scored: the one target of an answer is its last token, at its
     own position."""
@@ -42,12 +75,13 @@ def numbered(
     return made
 
 
-def micro_batch(pairs: Sequence[plain.Pair], first: int, form: Form, *, scored: bool = False) -> MicroBatch:
+def micro_batch(pairs: Sequence[Answered], first: int, form: Form, *, scored: bool = False) -> MicroBatch:
     """`first`: the number of the first pair. No pair at all: a row of two tokens without a target."""
     segments = [segment for pair in pairs for segment in segments_of(pair, form)] or [(EMPTY, 0)]
+    counts = [[1 if scored else plain.count([row]) for row in pair] for pair in pairs]
     given_answers = Answers(
         torch.arange(first, first + len(pairs)),
-        torch.tensor([[1 if scored else plain.count([row]) for row in pair] for pair in pairs]).view(-1, 2),
+        torch.tensor(counts).view(-1, len(pairs[0]) if pairs else 2),
     )
     scored = scored and bool(pairs)
     if form == "padded":
@@ -76,12 +110,13 @@ def micro_batch(pairs: Sequence[plain.Pair], first: int, form: Form, *, scored: 
     )
 
 
-def segments_of(pair: plain.Pair, form: Form) -> Iterator[tuple[plain.Row, int]]:
+def segments_of(pair: Answered, form: Form) -> Iterator[tuple[plain.Row, int]]:
     """Each with the position at which it begins. Shared: the rejected answer after the prompt's last one."""
-    chosen, (ids, trained) = pair
-    shared = trained.index(True) - 1 if form == "shared" else 0
+    chosen, *others = pair
     yield chosen, 0
-    yield (ids[shared:], trained[shared:]), shared
+    for ids, trained in others:
+        shared = trained.index(True) - 1 if form == "shared" else 0
+        yield (ids[shared:], trained[shared:]), shared
 
 
 def tensors(row: plain.Row, scored: bool) -> tuple[Tensor, Tensor]:
@@ -92,9 +127,8 @@ def tensors(row: plain.Row, scored: bool) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids), torch.tensor([*wanted[1:], NO_TARGET])
 
 
-def referred(reference: nn.Module, steps: Sequence[plain.Step[plain.Pair]]) -> Tensor:
-    """(pairs, 2) float64, by the plain loop: what a store holds."""
-    rows = [
-        [plain.summed_logps(reference, row) for row in pair] for step in steps for pair in plain.rows_of(step)
-    ]
+def referred(reference: nn.Module, steps: Sequence[plain.Step[Any]], *, alone: bool = False) -> Tensor:
+    """(pairs, 2) or, of rows alone, (rows, 1) float64, by the plain loop: what a store holds."""
+    examples = [[pair] if alone else pair for step in steps for pair in plain.rows_of(step)]
+    rows = [[plain.summed_logps(reference, row) for row in pair] for pair in examples]
     return torch.tensor(rows, dtype=torch.float64)

@@ -233,6 +233,63 @@ class Reward:
         }
 
 
+def label_of(row: Row, labels: int) -> int:
+    """The label of a row: by its first token."""
+    return row[0][0] % labels
+
+
+class Classes:
+    """A classifier: the cross entropy of each row's label, by the scores of its last token. `right`: of each
+    row of the last step, whether its label has the highest score."""
+
+    def __init__(self, labels: int) -> None:
+        self.labels = labels
+        self.right: list[bool] = []
+
+    def __call__(self, model: nn.Module, step: Step[Row]) -> Iterator[Tensor]:
+        rows, self.right = rows_of(step), []
+        for row in rows:
+            scores, label = model(input_ids=torch.tensor([row[0]])).logits[0], label_of(row, self.labels)
+            self.right.append(int(scores.argmax()) == label)
+            yield -scores.double().log_softmax(-1)[label] / len(rows)
+
+    def metrics(self) -> dict[str, float]:
+        return {"accuracy": sum(self.right) / len(self.right)}
+
+
+class Kto:
+    """https://arxiv.org/abs/2402.01306, 7, with a given divergence. `answers`: of each row of the last step
+    (policy, reference, label)."""
+
+    def __init__(self, reference: nn.Module, beta: float, weights: tuple[float, float], kl: float) -> None:
+        """weights: of undesirable and of desirable answers."""
+        self.reference, self.beta, self.weights, self.kl = reference, beta, weights, kl
+        self.answers: list[tuple[float, float, int]] = []
+
+    def __call__(self, model: nn.Module, step: Step[Row]) -> Iterator[Tensor]:
+        rows, self.answers = rows_of(step), []
+        for row in rows:
+            with torch.no_grad():
+                reference = summed_logps(self.reference, row)
+            policy, label = summed_logps(model, row), label_of(row, 2)
+            self.answers.append((policy.item(), reference.item(), label))
+            above = self.beta * (policy - reference - self.kl)
+            yield self.weights[label] * (1 - torch.sigmoid(above if label else -above)) / len(rows)
+
+    def metrics(self) -> dict[str, float]:
+        """Without those of a label that no row has."""
+        found = {"kl": self.kl}
+        for label, name in enumerate(("rejected", "chosen")):
+            own = [
+                (policy, self.beta * (policy - ref)) for policy, ref, mine in self.answers if mine == label
+            ]
+            for number, key in enumerate(("logps", "rewards") if own else ()):
+                found[f"{key}/{name}"] = sum(one[number] for one in own) / len(own)
+        if found.keys() >= {"rewards/chosen", "rewards/rejected"}:
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return found
+
+
 class Distillation:
     """A teacher's probabilities beside the rows, over the whole vocabulary. `parts`: of the last step, the
     mean divergence and the mean negative log-likelihood."""

@@ -73,7 +73,9 @@ from dsft.model.lora import PREFIX, WEIGHTS
 from dsft.model.names import plain_name
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective, means
+from dsft.objective.classify import classification
 from dsft.objective.distill import distillation
+from dsft.objective.kto import kto
 from dsft.objective.next_token import next_token
 from dsft.objective.preference import preference
 from dsft.objective.reward import reward
@@ -102,6 +104,8 @@ RATES = {"sgd": 0.1, "adamw": 3e-4, "adamw_default_eps": 1e-3, "adamw_8bit": 3e-
 EPS = {"sgd": 1e-8, "adamw": 1e-4, "adamw_default_eps": 1e-8, "adamw_8bit": 1e-4, "muon": 1e-4}
 DECAY = 0.1
 SWAPPED = 1024
+LABELS = ["one", "two", "three"]
+DIVERGENCE = 0.3  # of KTO
 BUCKETS = {"reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"}
 PARTS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -359,11 +363,13 @@ def metrics_differ(found: Record, losses: plain.Losses[Any]) -> float:
     decides, so where a pair has no margin the accuracy is not compared."""
     if isinstance(losses, plain.Balanced):
         losses = losses.losses
-    if not isinstance(losses, plain.Preference | plain.Reward | plain.Distillation):
+    if not isinstance(
+        losses, plain.Preference | plain.Reward | plain.Distillation | plain.Classes | plain.Kto
+    ):
         return 0.0
     expected = {f"/{name}": value for name, value in losses.metrics().items()}
     assert found.keys() == {"/loss", *expected}, found.keys() ^ expected.keys()
-    is_tie = not isinstance(losses, plain.Distillation) and losses.least_margin() <= 1e-6
+    is_tie = isinstance(losses, plain.Preference | plain.Reward) and losses.least_margin() <= 1e-6
     names = [name for name in expected if "accuracies" not in name or not is_tie]
     return max(abs(found[name] - expected[name]) / max(1.0, abs(expected[name])) for name in names)
 
@@ -382,7 +388,18 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
         )
     if spec.distill is not None:
         return distilled(case, spec, spec.distill, world)
-    if spec.dpo is None:
+    if spec.classify is not None:
+        classes = plain.Classes(len(LABELS))
+        return Task(
+            classification(),
+            balanced(case, classes, 1),
+            classes,
+            plain.make_steps,
+            pairs.of_labels,
+            lambda steps: pairs.labeled(steps, world.data_rank, case.form, len(LABELS), None),
+        )
+    own = spec.dpo or spec.kto
+    if own is None:
         return Task(
             next_token(case.label_smoothing),
             balanced(case, plain.next_token(case.label_smoothing), 1),
@@ -398,8 +415,10 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
             parameter += 0.02 * torch.randn(parameter.shape, generator=draw)
     stored: list[Tensor] = []
 
-    def shares(steps: list[plain.Step[plain.Pair]]) -> list[list[MicroBatch]]:
-        stored.append(pairs.referred(reference, steps))
+    def shares(steps: list[plain.Step[Any]]) -> list[list[MicroBatch]]:
+        stored.append(pairs.referred(reference, steps, alone=spec.kto is not None))
+        if spec.kto is not None:
+            return pairs.labeled(steps, world.data_rank, case.form, 2, DIVERGENCE)
         return pairs.numbered(steps, world.data_rank, case.form)
 
     def refer(policy: Policy, engine: Any) -> Annotate:
@@ -407,6 +426,11 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
             return refer_to_start(policy, engine, spec)
         return look_up(stored[0].numpy()) if case.reference == "given" else live(case, spec, world)
 
+    if spec.kto is not None:
+        weights = spec.kto.undesirable_weight, spec.kto.desirable_weight
+        labeled = plain.Kto(reference, spec.kto.beta, weights, DIVERGENCE)
+        return Task(kto(spec.kto), labeled, labeled, plain.make_steps, pairs.of_labels, shares, refer)
+    assert spec.dpo is not None
     sft_weight = 1.0 if case.loss_type == "orpo" else case.sft_weight
     losses = plain.Preference(reference, case.loss_type, spec.dpo.beta, sft_weight)
     training = balanced(case, losses, 2)
@@ -487,6 +511,8 @@ def make_spec(case: Case) -> Spec:
             "name": "parity",
             "task": task_name(case),
             "dpo": dpo_section(case),
+            "kto": kto_section(case),
+            "classify": {"labels": LABELS} if case.labels == "classify" else None,
             "reward": {"center_rewards_coefficient": 0.3, "label_smoothing": 0.1} if case.reward else None,
             "distill": distill_section(case),
             "model": {
@@ -527,23 +553,30 @@ def make_spec(case: Case) -> Spec:
 
 def _trained(case: Case) -> dict[str, Any]:
     parts = copy.deepcopy(PARTS[case.trains])
-    if case.reward and "lora" in parts:  # the score is trained in full without being named
+    if case.has_scores and "lora" in parts:  # the score is trained in full without being named
         parts["lora"].pop("modules_to_save", None)
     return parts
 
 
 def task_name(case: Case) -> str:
-    if case.reward:
-        return "reward"
-    return "dpo" if case.of_pairs else "pretrain" if case.teacher == "none" else "distill"
+    if case.reward or case.labels != "none":
+        return "reward" if case.reward else case.labels
+    return "dpo" if case.of_answers else "pretrain" if case.teacher == "none" else "distill"
 
 
 def dpo_section(case: Case) -> dict[str, Any] | None:
-    if case.reference == "none":
+    if case.reference == "none" or case.labels == "kto":
         return None
     mode = "precomputed" if case.reference == "given" else case.reference
     beta = 0.5 if case.loss_type == "ipo" else 0.1
     return {"beta": beta, "loss_type": case.loss_type, "reference": mode, "sft_weight": case.sft_weight}
+
+
+def kto_section(case: Case) -> dict[str, Any] | None:
+    if case.labels != "kto":
+        return None
+    mode = "precomputed" if case.reference == "given" else case.reference
+    return {"beta": 0.4, "desirable_weight": 1.2, "undesirable_weight": 0.7, "reference": mode}
 
 
 def distill_section(case: Case) -> dict[str, Any] | None:
@@ -592,14 +625,14 @@ def changed_while_frozen(world: World, engine: Any, policy: Policy, whole: Polic
 def plain_model(whole: Policy, case: Case) -> nn.Module:
     shape = SHAPES[case.shape] | {"pad_token_id": None}  # Gemma's is 0, an embedding without a gradient
     config = AutoConfig.for_model(vocab_size=VOCABULARY, use_cache=False, **shape)
-    config.num_labels = 1
-    auto = AutoModelForSequenceClassification if case.reward else AutoModelForCausalLM
+    config.num_labels = len(LABELS) if case.labels == "classify" else 1
+    auto = AutoModelForSequenceClassification if case.has_scores else AutoModelForCausalLM
     model: Any = auto.from_config(config, experts_implementation="eager")
     if "lora" in PARTS[case.trains]:
         lora = PARTS[case.trains]["lora"]
         scale = lora["alpha"] / (lora["rank"] ** 0.5 if "use_rslora" in lora else lora["rank"])
         plain.adapt(model, lora.get("target_modules", LINEARS), lora["rank"], scale, "use_dora" in lora)
-        if case.reward:
+        if case.has_scores:
             model.score.requires_grad_(True)
         else:
             model.get_output_embeddings().requires_grad_("modules_to_save" in lora)
@@ -656,7 +689,7 @@ def proof_rows(steps: list[plain.Step]) -> Dataset:
 
 def check(case: Case, engine: Any, policy: Policy, steps: list[plain.Step], world: World) -> None:
     """As every start does."""
-    if case.of_pairs:
+    if case.of_answers:
         return
     dataset = proof_rows(steps)
     if case.packed:
@@ -748,7 +781,7 @@ def copies_apart(case: Case, world: World, engine: Any) -> float:
     stages = [set(names) for names in world.gather(list(engine.shapes()))][:: world.layout.shards]
     tied = set().union(*(one & other for one, other in itertools.combinations(stages, 2)))
     is_tied = case.shape.endswith("_tied") and case.trains in ("all", "lora_tied") and case.stages > 1
-    is_tied = is_tied and not case.reward
+    is_tied = is_tied and not case.has_scores
     assert tied == ({"model.embed_tokens.weight"} if is_tied else set()), tied
     mine = {name: p for name, p in engine._trained.items() if name in tied}
     for parameter in mine.values():
