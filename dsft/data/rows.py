@@ -72,7 +72,7 @@ class RowField(NamedTuple):
     missing: float = 0
 
 
-FIELDS: Mapping[str, RowField] = {
+FIELDS: dict[str, RowField] = {
     "label": RowField("labels", "<i4", 1),  # the number of the row's class; for KTO 1, desirable, or 0
     "margin": RowField("margins", "<f8"),  # by how much the reward of the chosen answer is to be greater
 }

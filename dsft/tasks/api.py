@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,8 +19,9 @@ from dsft.report.memory import MemoryFile
 from dsft.setup.inputs import Inputs
 from dsft.setup.resolve import Plan
 from dsft.setup.run import Run
-from dsft.spec.schema import Spec
+from dsft.spec.schema import Section, Spec
 
+S = TypeVar("S", bound=Section)
 Record = dict[str, float]
 Evaluation = Callable[[int], Record]
 """A function step -> metrics of the held-out rows, with eval/loss. A collective."""
@@ -84,6 +85,13 @@ def evaluation_sets(run: Run, inputs: Inputs, model: Model) -> list[EvaluationSe
     ]
 
 
+def section(spec: Spec, kind: type[S]) -> S:
+    """Return the section of the task's own keys, which is of this kind."""
+    own = spec.of_task
+    assert isinstance(own, kind), f"task {spec.task} has no {kind.__name__}"
+    return own
+
+
 class Task:
     """A task. Its methods are called in the order in which they are defined here, and all but `for_probe` are
     collectives. In the first three the spec has the values of `model` that the plan has decided; in the
@@ -95,9 +103,14 @@ class Task:
 
     evaluated_at_once: int | None = None
 
+    def __init__(self, objective: Callable[[Spec], Objective] | None = None) -> None:
+        """objective: returns what the engine minimizes; None: a subclass has the method."""
+        self._objective = objective
+
     def objective(self, spec: Spec) -> Objective:
         """Return the objective that the engine minimizes."""
-        raise NotImplementedError
+        assert self._objective is not None, "given, or a method of the subclass"
+        return self._objective(spec)
 
     def also_scored(self, spec: Spec, inputs: Inputs, global_batch_size: int) -> Sequence[Dataset]:
         """Return the examples that a reference scores beside those of data.train and of the held-out sets."""

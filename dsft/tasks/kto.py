@@ -22,25 +22,20 @@ from dsft.data.steps.steps import micro_batches_of
 from dsft.dist.world import World
 from dsft.engine.api import Engine
 from dsft.objective.answers import answer_logps
-from dsft.objective.api import Objective
-from dsft.objective.kto import kto
 from dsft.setup.inputs import Inputs
 from dsft.setup.run import Run
 from dsft.spec.schema import Kto, Spec
-from dsft.tasks.api import Annotator
+from dsft.tasks.api import Annotator, section
 from dsft.tasks.referenced import Referenced, References
 
 
 class LabeledAnswers(Referenced):
-    def objective(self, spec: Spec) -> Objective:
-        return kto(kto_of(spec))
-
     def beta(self, spec: Spec) -> float:
-        return kto_of(spec).beta
+        return section(spec, Kto).beta
 
     def also_scored(self, spec: Spec, inputs: Inputs, global_batch_size: int) -> Sequence[Dataset]:
         """Return the mismatched answers of all steps, then of each held-out set."""
-        if not kto_of(spec).has_baseline:
+        if not section(spec, Kto).has_baseline:
             return ()
         length, steps = spec.data.max_length, inputs.total_steps
         trained = of_steps(inputs.train, global_batch_size, spec.train.seed, steps, length)
@@ -54,11 +49,6 @@ class LabeledAnswers(Referenced):
 
     def for_probe(self, spec: Spec, micro_batch: MicroBatch) -> MicroBatch:
         return with_kl(super().for_probe(spec, micro_batch), torch.zeros((), dtype=torch.float64))
-
-
-def kto_of(spec: Spec) -> Kto:
-    """Return the `kto` section, or its defaults if the spec has none."""
-    return spec.kto or Kto()
 
 
 def with_estimate(found: References, run: Run, inputs: Inputs, engine: Engine) -> Annotator:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from dsft.objective.api import Objective, with_perplexity
-from dsft.objective.next_token import next_token
+from dsft.objective.api import with_perplexity
 from dsft.setup.inputs import Inputs
 from dsft.setup.run import Run
-from dsft.spec.schema import Spec
 from dsft.tasks.api import Evaluation, Model, Task
 
 
 class LanguageModeling(Task):
-    def objective(self, spec: Spec) -> Objective:
-        return next_token(spec.train.label_smoothing)
-
     def evaluation(self, run: Run, inputs: Inputs, model: Model) -> Evaluation:
         """Add the perplexity to each loss per token."""
         evaluate = super().evaluation(run, inputs, model)

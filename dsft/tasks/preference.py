@@ -18,12 +18,12 @@ from dsft.dist.world import World
 from dsft.engine.api import Engine
 from dsft.objective.answers import answer_logps
 from dsft.objective.api import Objective, evaluation_record
-from dsft.objective.preference import preference, rewards
+from dsft.objective.preference import rewards
 from dsft.report.jsonl import write_margins
 from dsft.setup.inputs import Inputs
 from dsft.setup.run import Run
 from dsft.spec.schema import Dpo, Spec
-from dsft.tasks.api import Evaluation, EvaluationSet, Model, Record, evaluation_sets
+from dsft.tasks.api import Evaluation, EvaluationSet, Model, Record, evaluation_sets, section
 from dsft.tasks.referenced import Referenced
 
 ANSWERS = ("chosen", "rejected")
@@ -31,21 +31,15 @@ TOGETHER = 32  # micro-batches whose tokens are in memory at once
 
 
 class Preference(Referenced):
-    def objective(self, spec: Spec) -> Objective:
-        return preference(dpo_of(spec))
-
     def beta(self, spec: Spec) -> float:
-        return dpo_of(spec).beta
+        return section(spec, Dpo).beta
 
     def evaluation(self, run: Run, inputs: Inputs, model: Model) -> Evaluation:
         """Compare the answers of each pair too, and write the margins of all pairs to a file."""
         sets = evaluation_sets(run, inputs, model)
-        return pair_evaluation(sets, model.objective, dpo_of(run.spec), model.engine, run.world, run.folder)
-
-
-def dpo_of(spec: Spec) -> Dpo:
-    """Return the `dpo` section, or its defaults if the spec has none."""
-    return spec.dpo or Dpo()
+        return pair_evaluation(
+            sets, model.objective, section(run.spec, Dpo), model.engine, run.world, run.folder
+        )
 
 
 @dataclass(frozen=True)

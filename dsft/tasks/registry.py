@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from dsft.spec.schema import Spec
-from dsft.tasks.api import Task
-from dsft.tasks.classify import Classifier
+from dsft.objective.classify import classification
+from dsft.objective.distill import distillation
+from dsft.objective.kto import kto
+from dsft.objective.next_token import next_token
+from dsft.objective.preference import preference
+from dsft.objective.reward import reward
+from dsft.spec.schema import Distill, Dpo, Kto, Reward, Spec
+from dsft.tasks.api import Task, section
 from dsft.tasks.distill import Distillation
 from dsft.tasks.kto import LabeledAnswers
 from dsft.tasks.language import LanguageModeling
 from dsft.tasks.preference import Preference
-from dsft.tasks.reward import RewardModel
 
+_LANGUAGE = LanguageModeling(lambda spec: next_token(spec.train.label_smoothing))
 TASKS: dict[str, Task] = {
-    "sft": LanguageModeling(), "pretrain": LanguageModeling(), "dpo": Preference(), "kto": LabeledAnswers(),
-    "reward": RewardModel(), "classify": Classifier(), "distill": Distillation(),
-}  # fmt: skip
+    "sft": _LANGUAGE,
+    "pretrain": _LANGUAGE,
+    "dpo": Preference(lambda spec: preference(section(spec, Dpo))),
+    "kto": LabeledAnswers(lambda spec: kto(section(spec, Kto))),
+    "reward": Task(lambda spec: reward(section(spec, Reward))),
+    "classify": Task(lambda spec: classification()),
+    "distill": Distillation(lambda spec: distillation(section(spec, Distill), spec.train.label_smoothing)),
+}
 
 
 def task_of(spec: Spec) -> Task:

@@ -22,7 +22,6 @@ from dsft.data.steps.batch import MicroBatch
 from dsft.objective.answers import answer_logps
 from dsft.objective.api import Objective, Term
 from dsft.spec import task
-from dsft.spec.schema import Spec
 from dsft.tasks import registry
 from dsft.tasks.api import Task
 
@@ -41,11 +40,6 @@ def cut_triples(records: Records, ids: Ids, options: CutOptions) -> CutRows:
     return CutRows(examples, {"dropped": dropped})
 
 
-class Ranking(Task):
-    def objective(self, spec: Spec) -> Objective:
-        return Objective((Term("examples"),), loss)
-
-
 def loss(logps: Tensor, micro_batch: MicroBatch) -> tuple[Tensor]:
     return (-torch.log_softmax(answer_logps(logps, micro_batch), dim=1)[:, 0].sum(),)
 
@@ -54,7 +48,7 @@ task.TASKS["ranking"] = task.TaskFacts(
     "triple", ("text",), "ranking of triples", "preference training", "triples", ROWS, answers=False
 )
 load.CUTS["triples"] = cut_triples
-registry.TASKS["ranking"] = Ranking()
+registry.TASKS["ranking"] = Task(lambda spec: Objective((Term("examples"),), loss))
 
 if __name__ == "__main__":
     dsft.train.end(dsft.train.main(sys.argv[1:]))
