@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from dsft.convert import arguments
-from dsft.convert.distill import distillation
 from dsft.convert.draft import Draft, refuse
 from dsft.convert.values import names_in, whole
 from dsft.spec.aliases import VALUES
@@ -46,7 +45,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     elif task == "classify":
         arguments.classes(draft)
     elif task == "distill":
-        distillation(draft, cools=True)
+        arguments.distillation(draft, cools=True)
     dtype = draft.get("torch_dtype dtype")
     arguments.training(draft, VALUES["train.precision"].get(str(dtype), "bf16"))
     note = draft.comments["train.precision"]

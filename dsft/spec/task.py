@@ -54,6 +54,11 @@ class TaskFacts:
     options: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def stored(self) -> tuple[str, ...]:
+        """The fields of rows that are cached: the label, by which rows may be left out, and its own."""
+        return ("label", *self.fields)
+
+    @property
     def whole(self) -> bool:
         """Whether the objective compares whole answers, of which an example has `rows`."""
         return self.cut != "rows"

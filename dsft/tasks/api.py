@@ -103,9 +103,14 @@ class Task:
 
     evaluated_at_once: int | None = None
 
-    def __init__(self, objective: Callable[[Spec], Objective] | None = None) -> None:
-        """objective: returns what the engine minimizes; None: a subclass has the method."""
-        self._objective = objective
+    def __init__(
+        self,
+        objective: Callable[[Spec], Objective] | None = None,
+        evaluated: Callable[[Record], Record] = lambda record: record,
+    ) -> None:
+        """objective: returns what the engine minimizes; None: a subclass has the method. evaluated: completes
+        the metrics of the held-out rows."""
+        self._objective, self._evaluated = objective, evaluated
 
     def objective(self, spec: Spec) -> Objective:
         """Return the objective that the engine minimizes."""
@@ -146,7 +151,7 @@ class Task:
         def evaluate(step: int) -> Record:
             parts = [[model.engine.evaluate(batches) for batches in self._annotated(one)] for one in sets]
             sums = torch.stack([torch.stack(each).sum(0) for each in parts])
-            return evaluation_record(objective, world.sum(sums), counts, names)
+            return self._evaluated(evaluation_record(objective, world.sum(sums), counts, names))
 
         return evaluate
 

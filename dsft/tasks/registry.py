@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dsft.objective.api import with_perplexity
 from dsft.objective.classify import classification
 from dsft.objective.distill import distillation
 from dsft.objective.kto import kto
@@ -12,10 +13,9 @@ from dsft.spec.schema import Distill, Dpo, Kto, Reward, Spec
 from dsft.tasks.api import Task, section
 from dsft.tasks.distill import Distillation
 from dsft.tasks.kto import LabeledAnswers
-from dsft.tasks.language import LanguageModeling
 from dsft.tasks.preference import Preference
 
-_LANGUAGE = LanguageModeling(lambda spec: next_token(spec.train.label_smoothing))
+_LANGUAGE = Task(lambda spec: next_token(spec.train.label_smoothing), with_perplexity)
 TASKS: dict[str, Task] = {
     "sft": _LANGUAGE,
     "pretrain": _LANGUAGE,

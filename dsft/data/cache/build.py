@@ -27,6 +27,7 @@ from dsft.data.render.renderer import Renderer, pair_mistake
 from dsft.data.rows import BadRowError, Line, Row, Text
 from dsft.data.tokenizer.load import num_ids
 from dsft.errors import DsftError, WorldError
+from dsft.spec.task import TASKS
 from dsft.system.files import write_error
 from dsft.system.process import die_with
 
@@ -71,7 +72,7 @@ def tokenize_block(job: BlockJob, renderer: Renderer, dtype: str) -> TokenBlock:
     lines = blank = bad_rows = 0
     bad: list[tuple[int, str]] = []
     spelled: list[int] = []
-    builder = BlockBuilder(dtype, job.format.fields)
+    builder = BlockBuilder(dtype, TASKS[job.format.task].stored)
     for batch in _batches(read_block(job.block), job.format):
         lines = max([lines, *(line.number for line in batch)])
         blank += sum(line.row is None and line.mistake is None for line in batch)

@@ -145,7 +145,7 @@ def tokenized_rows(
             opened += zip(wave, store.open(wave), strict=True)
             if max_rows is not None and sum(len(index) for _, index in opened) >= max_rows:
                 break
-    rows = join_blocks(heads, opened, max_rows, share, formats.fields_of(task))
+    rows = join_blocks(heads, opened, max_rows, share, TASKS[task].stored)
     if cache.folder is not None:
         num_bytes, seconds = sum(index.num_bytes for _, index in opened), time.monotonic() - began
         counts = len(rows.lengths), len(opened), store.num_tokenized
@@ -328,7 +328,7 @@ class _BlockStore:
 def _open(job: BlockJob) -> BlockIndex | DamagedBlockError | None:
     """Return the block's index, the reason why its file cannot be used, or None if there is no file."""
     try:
-        block = open_block(job.path, job.key, job.block.index, job.format.fields)
+        block = open_block(job.path, job.key, job.block.index, TASKS[job.format.task].stored)
         return BlockIndex.of(block, job.path)
     except DamagedBlockError as error:
         return error

@@ -4,6 +4,6 @@ pairs."""
 from __future__ import annotations
 
 from dsft.data.formats.convert import content_hash, convert
-from dsft.data.formats.detect import Format, choose, fields_of
+from dsft.data.formats.detect import Format, choose
 
-__all__ = ["Format", "choose", "content_hash", "convert", "fields_of"]
+__all__ = ["Format", "choose", "content_hash", "convert"]

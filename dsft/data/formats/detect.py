@@ -48,16 +48,6 @@ class Format:
     task: str
     labels: tuple[str, ...] = ()
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return fields_of(self.task)
-
-
-def fields_of(task: str) -> tuple[str, ...]:
-    """Return the fields of rows that the cache stores: the label, by which undesirable rows are left out, and
-    those of the task."""
-    return ("label", *TASKS[task].fields)
-
 
 def choose(source: Source, lines: Sequence[Line], task: str, labels: tuple[str, ...] = ()) -> Format:
     """Return the format of a file from its first lines. labels: as in `Format`. Raises BadRowError if there

@@ -95,23 +95,39 @@ class Ledger:
 
     def outcomes(self, unit: str, refused: Collection[str] = ()) -> list[str]:
         """Return a sentence for each thing that happened to rows."""
-        stops = ", so a run stops"
-        outcomes = (
-            (self.held_out, "held out"),
-            (self.bad, f"bad{stops if 'bad' in refused else ' and dropped'}"),
-            (self.empty, "empty and left out"),
-            (self.undesirable, "labeled undesirable and left out"),
-            (self.dropped, f"longer than data.max_length{stops if 'dropped' in refused else ' and dropped'}"),
-            (self.truncated, "truncated"),
-            (self.split, "split"),
-            (self.without_target, "left out, without a target"),
-            (self.identical, "left out, with both answers truncated to the same tokens"),
-            (self.without_end, "without an end of turn"),
-        )
-        found = [f"{_were(count, unit)} {outcome}." for count, outcome in outcomes if count]
+        found = []
+        for name, (_, outcome) in COLUMNS.items():
+            if outcome and getattr(self, name):
+                ends = " and dropped" if name not in refused else ", so a run stops"
+                outcome += ends * (name in ("bad", "dropped"))
+                found.append(f"{_were(getattr(self, name), unit)} {outcome}.")
         if self.prompt_cut:
             found.append(f"The prompts of {self.prompt_cut:,} of {self.used:,} {unit}s lost their beginning.")
         return found
+
+
+COLUMNS: Mapping[str, tuple[str, str]] = {
+    "rows": ("", ""),  # it and the next three are always shown
+    "examples": ("examples", ""),
+    "example_tokens": ("tokens", ""),
+    "trained_tokens": ("trained on", ""),
+    "held_out": ("held out", "held out"),
+    "bad": ("bad", "bad"),
+    "empty": ("empty", "empty and left out"),
+    "undesirable": ("undesirable", "labeled undesirable and left out"),
+    "dropped": ("too long", "longer than data.max_length"),
+    "truncated": ("truncated", "truncated"),
+    "split": ("split", "split"),
+    "without_target": ("no target", "left out, without a target"),
+    "identical": ("same answers", "left out, with both answers truncated to the same tokens"),
+    "without_end": ("no end of turn", "without an end of turn"),
+    "prompt_cut": ("prompt cut", ""),
+    "duplicate": ("duplicate", ""),
+    "lost_tokens": ("tokens lost", ""),
+    "blank_lines": ("blank lines", ""),
+}
+"""Counts in the order in which they are shown -> the title of their column in a table, and what happened to
+these rows in a sentence; "": there is none."""
 
 
 def total(ledgers: Sequence[Ledger]) -> Ledger:
@@ -122,30 +138,13 @@ def table(ledgers: Mapping[str, Ledger], unit: str = "row") -> list[str]:
     """Return the lines of a table with a row per source and one for all; columns of zeros are left out. unit:
     "row" or "pair"."""
     sums = total(list(ledgers.values()))
-    names = [name for name in _COLUMNS if name in _COLUMNS[:4] or getattr(sums, name)]
-    titles = {**_TITLES, "rows": f"{unit}s"}
-    cells = [["", *(titles.get(name, name.replace("_", " ")) for name in names)]]
+    names = [name for number, name in enumerate(COLUMNS) if number < 4 or getattr(sums, name)]
+    cells = [["", *(COLUMNS[name][0] or f"{unit}s" for name in names)]]
     for source, ledger in {**ledgers, "all": sums}.items():
         cells.append([source, *(f"{getattr(ledger, name):,}" for name in names)])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rows = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in cells)
     return ["  ".join(row).rstrip() for row in rows]
-
-
-_COLUMNS = (
-    "rows", "examples", "example_tokens", "trained_tokens",  # always shown
-    "held_out", "bad", "empty", "undesirable", "dropped", "truncated", "split", "without_target", "identical",
-    "without_end", "prompt_cut", "duplicate", "lost_tokens", "blank_lines",
-)  # fmt: skip
-_TITLES = {
-    "example_tokens": "tokens",
-    "trained_tokens": "trained on",
-    "dropped": "too long",
-    "without_target": "no target",
-    "identical": "same answers",
-    "without_end": "no end of turn",
-    "lost_tokens": "tokens lost",
-}
 
 
 def _counted(count: int, what: str) -> str:

@@ -77,8 +77,8 @@ def load_data(
     """
     data, share_prompts, kind = spec.data, shares_prompts(spec), spec.task_kind
     bos, pad = tokenizer.bos_token_id, pad_id(tokenizer) if kind.head == "score" else None
-    fields = len(spec.labels), kind.fields
-    options = CutOptions(data.max_length, on_too_long(spec), bos, share_prompts, *fields, pad)
+    own = len(spec.labels), kind.fields, pad
+    options = CutOptions(data.max_length, on_too_long(spec), bos, share_prompts, *own)
     sets = _sets(spec, tokenizer, cache, options)
     weights = tuple(source.weight for source in data.train if source.weight is not None) or None
     how = kind.whole, spec.labels, kind.fields
@@ -87,10 +87,8 @@ def load_data(
         for sources in sets
     )
     train = replace(train, weights=weights)
-    refused = [
-        *(["bad"] if data.on_bad_row == "error" else []),
-        *(["dropped"] if options.how == "error" else []),
-    ]
+    stops = {"bad": data.on_bad_row, "dropped": options.how}
+    refused = [name for name, what in stops.items() if what == "error"]
     lines = [line for sources in sets for line in _lines(sources, refused)]
     lines += [f"{TRAIN}: {line}" for line in (*shares_text(train), *_labels(train))]
     if share_prompts:

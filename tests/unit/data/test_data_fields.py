@@ -4,6 +4,7 @@ them, and to the digest of its data."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ import pytest
 import torch
 
 from dsft.data.cache.store import Cache
+from dsft.data.rows import FIELDS, RowField
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.load import load_data
-from dsft.data.steps.steps import TrainSteps
+from dsft.data.steps.steps import TrainSteps, evaluation
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import DataError
-from dsft.spec.batch import batch_sizes
+from dsft.spec.batch import BatchSizes, batch_sizes
 from dsft.spec.schema import Data, Source, Train
+from dsft.spec.task import TASKS
 from tests.specs import minimal_spec
 
 MARGINS: list[Any] = [0.5, None, 3, -1.25, "0.1", "absent", 0, 2.5]
@@ -82,3 +85,18 @@ def test_tasks_without_margins_do_not_read_them(tmp_path: Path) -> None:
 def test_what_is_no_number_is_refused_with_its_place(margin: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r'rows.jsonl:2: "margin" is .*; it must be a number'):
         loaded(tmp_path, rows_of([0, margin]))
+
+
+def test_a_new_field_is_two_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of FIELDS, and its name among those of the task."""
+    monkeypatch.setitem(FIELDS, "weight", RowField("weights", "<f8", 1))
+    monkeypatch.setitem(TASKS, "reward", replace(TASKS["reward"], fields=("margin", "weight")))
+    rows = [row | {"weight": n} for n, row in enumerate(rows_of(MARGINS))]
+    for _ in range(2):
+        train = loaded(tmp_path, [*rows, *rows_of([2])])
+        assert train.values["weight"].tolist() == [*range(len(MARGINS)), 1.0]
+        assert train.values["margin"].tolist() == [*NUMBERS, 2.0]
+    (batch,) = evaluation(train, BatchSizes(9, 9, 1, 1, 1024), 0, 0)[0]
+    assert batch.answers is not None and list(batch.answers.values) == ["margin", "weight"]
+    expected = train.values["weight"][list(batch.ids)].tolist()
+    assert batch.answers.values["weight"].tolist() == expected
