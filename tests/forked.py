@@ -1,10 +1,12 @@
 """Forks ranks from a process that has imported torch, DeepSpeed and transformers, which is most of what a
 launch costs. Takes launches as JSON lines, gives {"pid": …} at a launch's start and {"code": …} at its end.
 
-    python tests/forked.py PARENT    {"script", "args", "ranks", "port", "environ", "cwd", "stdout", "stderr"}
+    python tests/forked.py PARENT
+    {"script", "args", "ranks", "supervised", "port", "environ", "cwd", "stdout", "stderr"}
 
-As under torchrun a rank that fails ends the others, and the exit code is then 1. With 0 ranks the script runs
-alone, as `python SCRIPT` does, and the exit code is its own.
+As under torchrun a rank that fails ends the others, and the exit code is then 1; unless `supervised` is
+false: then the others go on. With 0 ranks the script runs alone, as `python SCRIPT` does, and the exit code
+is its own.
 """
 
 from __future__ import annotations
@@ -124,10 +126,11 @@ def launch(asked: dict[str, Any]) -> int:
     while running:
         pid, status = os.wait()
         rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
-        if code and not failed:
+        if code and (not failed or not asked["supervised"]):
             failed = True
             print(f"rank {rank} ended with exit code {code}", file=sys.stderr, flush=True)
-            stop(running)
+            if asked["supervised"]:
+                stop(running)
     return int(failed)
 
 

@@ -70,13 +70,14 @@ def torchrun(
 
 
 def forked(
-    worker: Path, nproc: int, args: Sequence[str] = (), timeout: float = LATE
+    worker: Path, nproc: int, args: Sequence[str] = (), timeout: float = LATE, *, supervised: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """As `torchrun`, where neither the launcher nor what a rank imports is looked at. With `torchrun` where
-    ranks may take a GPU: DeepSpeed looks for it when it is imported, and CUDA knows no fork."""
+    ranks may take a GPU: DeepSpeed looks for it when it is imported, and CUDA knows no fork. Without
+    `supervised` the ranks that are left go on after one has failed."""
     if os.environ.get("DS_ACCELERATOR") != "cpu":
         return torchrun(worker, nproc, args, timeout)
-    return _forked(worker, nproc, args, timeout)
+    return _forked(worker, nproc, args, timeout, supervised)
 
 
 def alone(script: Path, args: Sequence[str] = (), timeout: float = LATE) -> subprocess.CompletedProcess[str]:
@@ -89,14 +90,15 @@ def alone(script: Path, args: Sequence[str] = (), timeout: float = LATE) -> subp
 
 
 def _forked(
-    worker: Path, nproc: int, args: Sequence[str], timeout: float
+    worker: Path, nproc: int, args: Sequence[str], timeout: float, supervised: bool = True
 ) -> subprocess.CompletedProcess[str]:
     server = _server()
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         asked = {
-            "script": str(worker), "args": list(args), "ranks": nproc, "port": free_port(),
-            "environ": _environ(), "cwd": str(Path.cwd()), "stdout": str(out), "stderr": str(err),
+            "script": str(worker), "args": list(args), "ranks": nproc, "supervised": supervised,
+            "port": free_port(), "environ": _environ(), "cwd": str(Path.cwd()),
+            "stdout": str(out), "stderr": str(err),
         }  # fmt: skip
         server.ask(asked)
         leader = server.answer("pid", LATE)

@@ -94,6 +94,11 @@ def run_forked(argv: Sequence[str], environ: Mapping[str, str], ranks: int, *, q
     return done.returncode
 
 
+def dsft(*words: str) -> subprocess.CompletedProcess[str]:
+    """Return the outcome of a command, which is forked; the ranks that it starts are not."""
+    return alone(Path(__file__).with_name("typed.py"), words)
+
+
 def trained(spec: Path, *overrides: str, nproc: int = 2) -> str:
     """Return the run's output; it must have ended well."""
     result = train(spec, *overrides, nproc=nproc)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import yaml
 from dsft.commands import answer as command
 from dsft.commands.chat import Sampling, load
 from dsft.errors import DataError, MissingInputError, StorageError
-from tests.integration.runs import trained, write_spec
+from tests.integration.runs import dsft, trained, write_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 GREEDY = Sampling(0.0, 1.0, 12, 0)
@@ -95,8 +93,7 @@ def test_a_stopped_command_continues(
 def test_processes_share_the_rows(export: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     words = ["answer", str(export), "--data", str(data), "--out", str(out), "--max-new-tokens", "12"]
-    argv = [sys.executable, "-c", "from dsft.cli import main; main()", *words, "--batch-size", "2"]
-    done = subprocess.run([*argv, "--processes", "2"], capture_output=True, text=True, check=False)
+    done = dsft(*words, "--batch-size", "2", "--processes", "2")
     assert done.returncode == 0, done.stderr
     alone = answers(export, data, tmp_path / "alone.jsonl")
     assert [json.loads(line) for line in out.read_text().splitlines()] == alone

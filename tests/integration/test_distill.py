@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from dsft.data.sets.order import epoch_order
 from tests.integration.runs import prompt_rows, train, trained, write_model, write_small_task
 from tests.integration.runs import series as series_of
-from tests.integration.test_reference import said_by, stalled
+from tests.integration.test_reference import interrupted
 
 ROWS, BATCH, STEPS, SEED = 10, 4, 4, 42
 TRAINED = f"global_batch_size: {BATCH}, max_steps: {STEPS}, seed: {SEED}"
@@ -168,9 +168,7 @@ def test_every_division_equals_the_plain_loop_at_the_whole_vocabulary(
 
 def test_scoring_that_is_killed_goes_on(models: tuple[Path, Path], tmp_path: Path) -> None:
     spec = write_spec(tmp_path, models, "killed", 8, "forward_kl")
-    ranks = stalled(tmp_path, spec, "--reference_only")
-    ranks[1].kill()
-    said_by(ranks)
+    interrupted("SIGKILL", "1", spec, "--reference_only")
     shown = trained(spec, "distill.recheck_rows=4", nproc=1)
     scored, stored = (
         int(re.findall(rf"([\d,]+) examples {what}", shown)[0]) for what in ("scored in", "already stored")

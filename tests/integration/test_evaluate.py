@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from dsft.commands import evaluate as command
 from dsft.commands import on_ranks
 from dsft.errors import DsftError, MissingInputError, SpecError
 from tests.integration import test_classify
-from tests.integration.runs import records, run_forked, trained, write_model, write_spec
+from tests.integration.runs import dsft, records, run_forked, trained, write_model, write_spec
 from tests.integration.test_preference import write_pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -160,9 +158,7 @@ def test_damaged_files_get_a_sentence(name: str, content: str | bytes, tmp_path:
 
 
 def test_json_alone_is_on_standard_output(run: Path) -> None:
-    typed = "from dsft.cli import main; main()"
-    argv = [sys.executable, "-c", typed, "eval", str(run), "--processes", "1", "--json"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    done = dsft("eval", str(run), "--processes", "1", "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     same(json.loads(done.stdout)["metrics"], run, 4)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +21,9 @@ from dsft.spec.files import CHAT_TEMPLATES
 from tests.architectures.cases import ARCHITECTURES
 from tests.architectures.wholes import WHOLES, small_whole
 from tests.integration import planted
-from tests.integration.runs import TRAIN, write_spec
+from tests.integration.runs import TRAIN, dsft, write_spec
 from tests.integration.test_preference import write_pairs
-from tests.launching import ROOT, alone, forked
+from tests.launching import alone, forked
 from tests.specs import minimal_spec
 from tests.unit.data.test_data_truth import conversation, with_specials
 
@@ -214,10 +211,8 @@ def test_masks_by_prefixes_are_those_of_the_renderer(name: str) -> None:
 
 def test_the_command(spec: Path) -> None:
     """With real processes, and nothing but the JSON on standard output."""
-    words = ["prove", str(spec), *PACKED, "--processes", "2", "--json"]
-    argv = [sys.executable, "-c", "from dsft.cli import main; main()", *words]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=dict(os.environ), check=False)
+    done = dsft("prove", str(spec), *PACKED, "--processes", "1", "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
-    assert found["holds"] and found["mode"] == "sft, fp32, ZeRO 2, packed, 2 processes"
+    assert found["holds"] and found["mode"] == "sft, fp32, ZeRO 2, packed, 1 process"
     assert found["resumed_in"].endswith("1 process") and found["versions"]["torch"]

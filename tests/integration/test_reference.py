@@ -8,11 +8,9 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import yaml
@@ -25,7 +23,7 @@ from dsft.setup.inputs import read_inputs
 from dsft.spec.load import load_spec
 from dsft.system.lock import lock_folder
 from tests.integration.runs import records
-from tests.launching import LATE, ROOT, end_group, free_port, torchrun
+from tests.launching import ROOT, end_group, forked, on_the_cpu
 from tests.specs import llama
 from tests.unit.reference.small import model, rows
 
@@ -62,40 +60,22 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def started(*command: str, **environ: str) -> subprocess.Popen[str]:
+def reference(spec: Path) -> subprocess.Popen[str]:
+    """`dsft reference` on one rank."""
     return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)} | environ, text=True,
+        [sys.executable, "-c", "from dsft.cli import main; main()", "reference", str(spec)],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
 
 
-def reference(spec: Path) -> subprocess.Popen[str]:
-    """`dsft reference` on one rank."""
-    return started("-c", "from dsft.cli import main; main()", "reference", str(spec))
-
-
-def stalled(folder: Path, spec: Path, *words: str) -> list[subprocess.Popen[str]]:
-    """Two ranks without a launcher, once each has written two shards and waits."""
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        started(str(WORKER), "stall", str(spec), *words, RANK=rank, LOCAL_RANK=rank, **place) for rank in "01"
-    ]
-    while len(list((folder / "runs").glob(".cache/reference/*/shard-*.safetensors"))) < 4:
-        if any(rank.poll() is not None for rank in ranks):
-            pytest.fail("\n".join(said_by(ranks)))
-        time.sleep(0.01)
-    assert not any(psutil.Process(rank.pid).children() for rank in ranks), "a rank scores by itself"
-    return ranks
-
-
-def said_by(ranks: list[subprocess.Popen[str]]) -> list[str]:
-    """What they have printed once all have ended; a rank that does not end is ended."""
-    try:
-        return [rank.communicate(timeout=LATE)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            end_group(rank.pid)
+def interrupted(signal: str, ranks: str, spec: Path, *words: str) -> tuple[str, dict[int, int]]:
+    """Return what two ranks have printed, of which some got a signal when each had written two shards, and
+    their exit codes."""
+    with on_the_cpu():
+        shown = forked(WORKER, 2, [signal, ranks, str(spec), *words], supervised=False).stderr
+    codes = re.findall(r"rank (\d) ended with exit code (-?\d+)", shown)
+    return shown, {int(rank): int(code) for rank, code in codes}
 
 
 def held(spec_path: Path) -> StoreContents:
@@ -107,11 +87,9 @@ def held(spec_path: Path) -> StoreContents:
 
 def test_after_a_killed_rank_one_of_two_jobs_continues(folder: Path) -> None:
     spec = write_spec(folder, "small", {"name_or_path": str(folder / "model")})
-    ranks = stalled(folder, spec, "--reference_only")
-    ranks[1].kill()
-    shown, _ = said_by(ranks)
-    assert "rank 0: rank 1 has ended too early, so this one ends too" in shown
-    assert [rank.returncode for rank in ranks] == [69, -signal.SIGKILL]
+    said, codes = interrupted("SIGKILL", "1", spec, "--reference_only")
+    assert "rank 0: rank 1 has ended too early, so this one ends too" in said
+    assert codes == {0: 69, 1: -signal.SIGKILL}, said
     there = PAIRS + HELD_OUT - held(spec).num_missing
     assert 0 < there < PAIRS + HELD_OUT
 
@@ -164,19 +142,16 @@ def check_values(spec_path: Path, where: Path, found: StoreContents) -> None:
 @pytest.mark.long  # a rank is always killed in the pass, and a run always asked to stop in test_stopped.py
 def test_a_run_is_stopped_in_the_pass(folder: Path) -> None:
     spec = write_spec(folder, "small", {"name_or_path": str(folder / "model")})
-    ranks = stalled(folder, spec)
-    for rank in ranks:
-        rank.send_signal(signal.SIGTERM)
-    shown, _ = said_by(ranks)
-    assert "stopped by SIGTERM before its first step; the same command starts it again" in shown
-    assert [rank.returncode for rank in ranks] == [75, 75]
+    said, codes = interrupted("SIGTERM", "01", spec)
+    assert "stopped by SIGTERM before its first step; the same command starts it again" in said
+    assert codes == {0: 75, 1: 75}, said
     assert 0 < held(spec).num_missing < PAIRS + HELD_OUT
 
 
 def test_the_memory_of_the_reference_is_given_back_before_the_policy_is_built(folder: Path) -> None:
     spec = write_spec(folder, "larger", {"from_config": LARGER})
     (folder / "b.jsonl").write_text((folder / "b.jsonl").read_text().splitlines()[0] + "\n")
-    result = torchrun(WORKER, 2, ["train", str(spec), "data.train.0.max_rows=12"])
+    result = forked(WORKER, 2, ["train", str(spec), "data.train.0.max_rows=12"])
     assert result.returncode == 0, result.stdout + result.stderr
     assert "13 pairs scored in" in result.stdout
     logged = re.findall(r"rank (\d): built beside (\d+) models and (.*) MiB", result.stdout)
