@@ -61,20 +61,20 @@ ALWAYS: tuple[dict[str, Any], ...] = (
     {"zero": 1, "precision": "bf16", "checkpointing": True},
     {"zero": 2},
     {"zero": 3, "precision": "bf16"},
-    {"zero": 3, "packed": True, "checkpointing": True},
     {"zero": 3, "task": "dpo"},
     {"zero": 0, "stages": 2, "packed": True},
-    {"zero": 2, "task": "dpo", "live": True},
     {"zero": 3, "task": "dpo", "live": True},
     {"zero": 1, "stages": 2, "task": "dpo", "live": True},
-    {"zero": 0, "of": "mixture", "packed": True},
     {"zero": 2, "of": "mixture", "eager": True},
-    {"zero": 3, "of": "mixture", "task": "dpo", "live": True},
     {"zero": 3, "of": "mixture", "packed": True, "checkpointing": True},
     {"zero": 1, "of": "mixture", "stages": 2},
     {"zero": 3, "of": "mixture", "targets": ["experts", "q_proj"], "packed": True},
 )
 OTHERS: tuple[dict[str, Any], ...] = (
+    {"zero": 3, "packed": True, "checkpointing": True},  # as the mixture
+    {"zero": 2, "task": "dpo", "live": True},  # as under ZeRO 3
+    {"zero": 0, "of": "mixture", "packed": True},  # as without a mixture
+    {"zero": 3, "of": "mixture", "task": "dpo", "live": True},  # as without a mixture
     {"zero": 1, "checkpointing": True},
     {"zero": 2, "task": "dpo"},
     {"zero": 1, "stages": 2, "task": "dpo"},
