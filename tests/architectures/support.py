@@ -73,10 +73,12 @@ TASK_OPTIONS = tuple(
         ([name for name, task in TASKS.items() if task.rows == 2 and task.head == "vocabulary"], {}),
         (["reward"], {}),
         (["distill"], {"distill.reference_model": "teacher"}),
+        (["classify"], {"classify.labels": ["good", "bad"]}),
+        (["kto"], {}),
     )
 )
-"""Tasks by their loss: of the next token, of pairs, of scores, and with a teacher; kto and classify have runs
-of their own. Engines see no other difference."""
+"""Tasks by their loss: of the next token, of pairs, of scores, with a teacher, and of labels. Engines see no
+other difference."""
 TRAINED = (option("all weights", {}), option("LoRA", {"model.lora": {}}))
 OPTIONS = (
     *(option(f"ZeRO {stage}", {"parallel.zero_stage": stage}) for stage in range(4)),
@@ -148,8 +150,15 @@ def shown() -> tuple[Shown, ...]:
 
 def _of_parity(case: Case) -> Shown:
     place = "on NVMe" if case.on_disk else "in host memory"
+    kinds = (
+        case.reference != "none",
+        case.reward,
+        case.teacher != "none",
+        case.labels == "classify",
+        case.labels == "kto",
+    )
     titles = {
-        TASK_OPTIONS[3 if case.teacher != "none" else 2 if case.reward else case.of_pairs].title: True,
+        TASK_OPTIONS[max((n for n, is_kind in enumerate(kinds, 1) if is_kind), default=0)].title: True,
         "all weights": case.trains in ("all", "groups"),
         "LoRA": case.trains.startswith("lora"),
         f"ZeRO {case.zero_stage}": True,
