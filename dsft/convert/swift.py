@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.convert import arguments
+from dsft.convert.distill import distillation
 from dsft.convert.draft import Draft, refuse
 from dsft.convert.values import names_in, whole
 from dsft.spec.aliases import VALUES
@@ -45,7 +46,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     elif task == "classify":
         arguments.classes(draft)
     elif task == "distill":
-        arguments.distillation(draft, cools=True)
+        distillation(draft, cools=True)
     dtype = draft.get("torch_dtype dtype")
     arguments.training(draft, VALUES["train.precision"].get(str(dtype), "bf16"))
     note = draft.comments["train.precision"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dsft.convert import adapter, arguments
+from dsft.convert.distill import distillation
 from dsft.convert.draft import Draft, hub_path, is_file_name
 from dsft.convert.values import flag
 from dsft.spec.task import task_names
@@ -56,7 +57,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     elif task == "reward":
         arguments.rewards(draft)
     elif task == "distill":
-        arguments.distillation(draft, cools=False)
+        distillation(draft, cools=False)
     arguments.training(draft, "bf16" if trl and draft.given.get("bf16") is None else "fp32")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from dsft.spec.findings import Finding, value_finding
 from dsft.spec.schema import Spec
+from dsft.spec.task import TASKS
 
 NEEDS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "messages": (("messages",),),
@@ -37,17 +38,18 @@ MAY_HAVE: Mapping[str, tuple[str, ...]] = {
     "text": (),
     "sharegpt": ("system", "tools", "functions"),
     "prompt_completion": ("system", "tools", "functions"),
-    "preference": (*_PROMPTED, "conversations", "instruction", "input", "history", "margin"),
+    "preference": (*_PROMPTED, "conversations", "instruction", "input", "history"),
     "kto": (*_PROMPTED, "input", "history"),
     "classify": ("label", "completion", "system", "tools", "functions"),
 }
 
 
 def column_names(format: str | None) -> tuple[str, ...]:
-    """Return the columns that `columns` can rename in a row of the format; of all formats if it is None (to
-    be detected)."""
+    """Return the columns that `columns` can rename in a row of the format, with the fields of tasks that take
+    it; of all formats if it is None (to be detected)."""
     names = [format] if format in NEEDS else list(NEEDS)
     keys = [key for name in names for keys in (*NEEDS[str(name)], MAY_HAVE[str(name)]) for key in keys]
+    keys += [key for facts in TASKS.values() if {*names} & {*facts.formats} for key in facts.fields]
     return tuple(dict.fromkeys(keys))
 
 

@@ -91,9 +91,9 @@ def test_a_new_field_is_two_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """One of FIELDS, and its name among those of the task."""
     monkeypatch.setitem(FIELDS, "weight", RowField("weights", "<f8", 1))
     monkeypatch.setitem(TASKS, "reward", replace(TASKS["reward"], fields=("margin", "weight")))
-    rows = [row | {"weight": n} for n, row in enumerate(rows_of(MARGINS))]
+    rows = [row | {"w": n} for n, row in enumerate(rows_of(MARGINS))]
     for _ in range(2):
-        train = loaded(tmp_path, [*rows, *rows_of([2])])
+        train = loaded(tmp_path, [*rows, *rows_of([2])], columns={"weight": "w"})
         assert train.values["weight"].tolist() == [*range(len(MARGINS)), 1.0]
         assert train.values["margin"].tolist() == [*NUMBERS, 2.0]
     (batch,) = evaluation(train, BatchSizes(9, 9, 1, 1, 1024), 0, 0)[0]
