@@ -12,19 +12,17 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dsft.commands.chat import ChatModel, Sampling, load
-from dsft.data.formats.convert import convert, with_answer
-from dsft.data.formats.detect import Format, choose
-from dsft.data.read.files import DataFile, data_files, file_digest, file_lines
+from dsft.data.formats.convert import file_rows, with_answer
+from dsft.data.read.files import data_files, file_digest
 from dsft.data.render.template import prepare_messages, template_of
-from dsft.data.rows import BadRowError, Conversation, Message, data_error
+from dsft.data.rows import BadRowError, Conversation, Message, Row, data_error
 from dsft.errors import MissingInputError, Problem, StorageError
 from dsft.rank.start import run_ranks
 from dsft.remote import without_rank_variables
@@ -33,7 +31,6 @@ from dsft.spec.schema import Source
 from dsft.system.files import atomic_write, write_error
 from dsft.system.run_folder import ANSWERS, named_export, named_run
 
-HEAD_ROWS = 100
 TASKS = ("sft", "dpo", "kto")
 """Tasks by which rows are read: the first that takes their format."""
 SHARE = "DSFT_ANSWER_SHARE"
@@ -117,14 +114,11 @@ def read_prompts(data: str, system: str | None) -> tuple[list[Prompt], str]:
     bad: list[Problem] = []
     files = data_files(data)
     for file in files:
-        found = _format(file)
-        for line in file_lines(file):
-            place = f"{file.name}:{line.number}"
+        for place, row, mistake in file_rows(file, Source(path=file.name), TASKS, with_answer):
             try:
-                if line.mistake is not None:
-                    raise BadRowError(line.mistake)
-                if line.row is not None and found is not None:
-                    prompts.append(_prompt(line.row, found, system, place))
+                if row is None:
+                    raise BadRowError(mistake)
+                prompts.append(_prompt(row, system, place))
             except BadRowError as error:
                 bad.append(Problem(place, str(error)))
     if bad:
@@ -134,25 +128,8 @@ def read_prompts(data: str, system: str | None) -> tuple[list[Prompt], str]:
     return prompts, " ".join(file_digest(file) for file in files)
 
 
-def _format(file: DataFile) -> Format | None:
-    """Detect a file's format, of rows with an answer or without; None where no row can be read. Raises
-    DataError where it is none."""
-    lines = islice((line for line in file_lines(file) if line.row is not None), HEAD_ROWS)
-    head = [replace(line, row=with_answer(line.row or {})) for line in lines]
-    refused = ""
-    for task in TASKS if head else ():
-        try:
-            return choose(Source(path=file.name), head, task)
-        except BadRowError as error:
-            refused = str(error)
-    if not refused:
-        return None
-    raise data_error([Problem(file.name, refused)], "the rows cannot be read:", 1)
-
-
-def _prompt(row: Mapping[str, Any], found: Format, system: str | None, place: str) -> Prompt:
-    whole = with_answer(row)
-    sample = convert(whole, found).samples[0]
+def _prompt(row: Row, system: str | None, place: str) -> Prompt:
+    sample = row.samples[0]
     if not isinstance(sample, Conversation):
         raise BadRowError("it is a text, not a prompt; give messages, a prompt or an instruction")
     messages, reference = list(sample.messages), None
@@ -162,7 +139,7 @@ def _prompt(row: Mapping[str, Any], found: Format, system: str | None, place: st
         raise BadRowError("it has an answer but no prompt")
     if system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    return Prompt(place, messages, sample.tools, reference if whole is row else reference or None)
+    return Prompt(place, messages, sample.tools, reference or None)
 
 
 def answered(part: Path, settings: Mapping[str, Any]) -> dict[int, str]:

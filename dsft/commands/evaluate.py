@@ -24,6 +24,7 @@ from dsft.plan.tables import printed, table
 from dsft.spec.document import quote
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
+from dsft.spec.task import task_of_export
 from dsft.system.json_file import read_json
 from dsft.system.run_folder import named_checkpoint
 
@@ -103,17 +104,13 @@ def _of_model(path: Path, files: Sequence[str]) -> str:
     text = config.get("text_config")
     positions = (text if isinstance(text, dict) else config).get("max_position_embeddings")
     length = min(positions, LENGTH) if isinstance(positions, int) and positions > 0 else LENGTH
-    classes = adapter.get("task_type") or config.get("architectures") or ""
-    has_scores = classes == "SEQ_CLS" or "ForSequenceClassification" in str(classes)
-    is_whole = has_scores and not adapter
-    labels = list((config.get("id2label") or {}).values()) if is_whole else []
-    task = "classify" if len(labels) > 1 else "reward" if has_scores else "sft"
+    task = task_of_export(adapter if adapter.get("task_type") else config)
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     return yaml.safe_dump(
         {
             "name": re.sub(r"[^A-Za-z0-9]+", "-", path.resolve().name).strip("-")[:80] or "model",
             "task": task,
-            **({"classify": {"labels": labels}} if task == "classify" else {}),
+            **({"classify": {"labels": [*config["id2label"].values()]}} if task == "classify" else {}),
             "model": model,
             "data": {"train": [{"path": file} for file in files], "max_length": length},
             "train": {"precision": precision, "micro_batch_size": 1, "accumulation_steps": 1},

@@ -21,6 +21,7 @@ from dsft.checkpoint.export import BY_HAND, ORIGIN
 from dsft.checkpoint.files import FileDigest, damages
 from dsft.errors import MissingInputError, StorageError, printable
 from dsft.model.lora import CONFIG
+from dsft.spec.task import task_of_export
 from dsft.system.disk import size_text
 from dsft.system.hub import hub_obstacle
 from dsft.system.json_file import read_json
@@ -107,8 +108,8 @@ def _card(folder: Path, origin: dict[str, Any], repo: str) -> str:
     is_adapter = (folder / CONFIG).exists()
     config = read_json(folder / (CONFIG if is_adapter else "config.json"))
     spec = {"name": repo.split("/")[-1], "model": {"name_or_path": config.get("base_model_name_or_path")}}
-    if any("SequenceClassification" in name for name in config.get("architectures") or ()):
-        spec["task"] = "reward"
+    if (task := task_of_export(config)) != "sft":
+        spec["task"] = task
     form: Form = "adapter" if is_adapter else "model"
     return model_card({"spec": spec, "progress": {"step": origin["from"]["step"]}}, form)
 

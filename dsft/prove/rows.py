@@ -9,15 +9,14 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from dsft.data.formats.convert import convert
-from dsft.data.formats.detect import choose
-from dsft.data.read.files import data_files, file_lines
-from dsft.data.rows import BadRowError, Conversation, Sample, Text
+from dsft.data.formats.convert import file_rows
+from dsft.data.read.files import data_files
+from dsft.data.rows import Conversation, Sample, Text
 from dsft.data.sets.dataset import Dataset, Example
 from dsft.prove.plain import Row
 from dsft.spec.schema import Data, Spec
 
-HEAD, LEAST = 100, 10  # rows that a format is detected from; rows to compare, if there are as many
+LEAST = 10  # rows to compare, if there are as many
 
 
 def masks(spec: Spec, data: Dataset, ids: Sequence[int], tokenizer: Any) -> dict[str, Any]:
@@ -60,13 +59,9 @@ def _samples(spec: Spec) -> Iterator[tuple[str, Sequence[Sample]]]:
     """Yield the place and the samples of each row of the training files."""
     for source in spec.data.train:
         for file in data_files(source.path):
-            lines = [one for one in islice(file_lines(file), source.max_rows) if one.row is not None]
-            form = choose(source, lines[:HEAD], spec.task)
-            for line in lines:
-                try:
-                    yield f"{file.name}:{line.number}", convert(line.row or {}, form).samples
-                except BadRowError:
-                    pass  # the run leaves it out, or stops
+            for place, row, _ in islice(file_rows(file, source, (spec.task,)), source.max_rows):
+                if row is not None:  # otherwise the run leaves it out, or stops
+                    yield place, row.samples
 
 
 def expected_row(sample: Sample, tokenizer: Any, data: Data) -> Row | str:

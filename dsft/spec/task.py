@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["fine-tuning", "pretraining", "preference training"]
 """What a task is like; it decides which learning rates are usual."""
@@ -160,6 +160,15 @@ TASKS: dict[str, TaskFacts] = {
     ),
 }
 """The facts of each task; `dsft.tasks.registry` has what it does."""
+
+
+def task_of_export(config: Mapping[str, Any]) -> str:
+    """Return which task exports a model with this config.json, or an adapter with this adapter_config.json:
+    reward or classify for models that give scores, else sft."""
+    classes = config.get("task_type") or config.get("architectures") or ""
+    if classes != "SEQ_CLS" and "ForSequenceClassification" not in str(classes):
+        return "sft"
+    return "classify" if len(config.get("id2label") or ()) > 1 else "reward"
 
 
 def task_names() -> str:

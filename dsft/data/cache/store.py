@@ -37,7 +37,6 @@ from dsft.system.host import cores
 from dsft.system.lock import lock_folder
 
 _PLACEHOLDER = re.compile(r"\{\{ ?\w+ ?\}\}")
-_HEAD_ROWS = 100  # first rows of a file, from which its format is detected
 _SMALL = 8 << 20  # bytes of data below which workers are not worth starting
 _FILES_AT_ONCE = 64  # files locked at the same time: each lock takes a file descriptor
 DIGESTS = "digests"
@@ -169,7 +168,7 @@ def _head(file: DataFile, source: Source, task: str, labels: tuple[str, ...]) ->
         else:
             bad_rows += 1
             bad += [(line.number, line.mistake)] * (len(bad) < MAX_BAD)
-        if len(rows) == _HEAD_ROWS:
+        if len(rows) == formats.HEAD_ROWS:
             break
     format = refusal = None
     try:
@@ -204,7 +203,7 @@ def _bad_rows(file: DataFile, head: FileHead) -> Iterator[tuple[int, str]]:
     yield from head.account.bad
     if head.format is None:
         return
-    for line in islice(file_lines(file), _HEAD_ROWS):
+    for line in islice(file_lines(file), formats.HEAD_ROWS):
         if line.row is not None:
             try:
                 formats.convert(line.row, head.format)

@@ -3,7 +3,7 @@ pairs."""
 
 from __future__ import annotations
 
-from dsft.data.formats.convert import content_hash, convert
+from dsft.data.formats.convert import HEAD_ROWS, content_hash, convert
 from dsft.data.formats.detect import Format, choose
 
-__all__ = ["Format", "choose", "content_hash", "convert"]
+__all__ = ["HEAD_ROWS", "Format", "choose", "content_hash", "convert"]

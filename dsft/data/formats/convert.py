@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 from dsft.data.formats.answers import classify, completed, kto, preference
-from dsft.data.formats.detect import Format, check_row
+from dsft.data.formats.detect import Format, check_row, choose
 from dsft.data.formats.message import (
     OPENAI,
     SHAREGPT,
@@ -22,7 +23,9 @@ from dsft.data.formats.message import (
     with_system,
 )
 from dsft.data.formats.values import Fields, is_empty, number
+from dsft.data.read.files import DataFile, file_lines
 from dsft.data.rows import BadRowError, Conversation, Row, Text
+from dsft.spec.schema import Source
 from dsft.spec.task import TASKS
 
 _MEDIA = ("images", "videos", "audios")
@@ -44,6 +47,41 @@ def convert(row: Mapping[str, Any], found: Format) -> Row:
         return converted
     own = {name: (number(fields.get(name), fields.name(name)),) * len(converted.samples) for name in given}
     return replace(converted, values={**converted.values, **own})
+
+
+def file_rows(
+    file: DataFile,
+    source: Source,
+    tasks: Sequence[str],
+    complete: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda row: row,
+) -> Iterator[tuple[str, Row | None, str]]:
+    """Yield ("file:line", row, mistake) of each line of a file that is not blank; a line with a mistake has
+    no row. tasks: the first that takes the format of the first rows decides; if none does, there is one
+    mistake for the file. complete: applied to each row before it is converted."""
+    rows = (replace(line, row=complete(line.row)) for line in file_lines(file) if line.row is not None)
+    head, found, refused = list(islice(rows, HEAD_ROWS)), None, ""
+    for task in tasks if head else ():
+        try:
+            found = choose(source, head, task)
+            break
+        except BadRowError as error:
+            refused = str(error)
+    if head and found is None:
+        yield f"{file.name}:{head[0].number}", None, refused
+        return
+    for line in file_lines(file):
+        row, mistake = None, line.mistake or ""
+        if line.row is not None and found is not None:
+            try:
+                row = convert(complete(line.row), found)
+            except BadRowError as error:
+                mistake = str(error)
+        if row is not None or mistake:
+            yield f"{file.name}:{line.number}", row, mistake
+
+
+HEAD_ROWS = 100
+"""First rows of a file, from which its format is detected."""
 
 
 def with_answer(row: Mapping[str, Any]) -> Mapping[str, Any]:

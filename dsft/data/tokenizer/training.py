@@ -10,14 +10,13 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import islice
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from dsft.data.formats import choose, convert
-from dsft.data.read.files import DataFile, data_files, file_lines, file_notes
-from dsft.data.rows import MAX_SHOWN, BadRowError, Sample, Text, data_error
+from dsft.data.formats.convert import file_rows
+from dsft.data.read.files import DataFile, data_files, file_notes
+from dsft.data.rows import MAX_SHOWN, Sample, Text, data_error
 from dsft.data.tokenizer.load import MODEL_FILE, PAD_TOKEN, TURN_END_TOKEN, TURN_START_TOKEN, chatml_tokenizer
 from dsft.errors import DataError, LockedError, Problem, SpecError, StorageError
 from dsft.spec.schema import Source
@@ -139,21 +138,8 @@ def _lines(files: Sequence[DataFile]) -> Iterator[tuple[str, str, str | None]]:
     """Yield ("file:line", text, mistake) of each line that is not blank. Rows are converted as in training;
     the turns of a conversation are joined by line breaks."""
     for file in files:
-        first = list(islice((line for line in file_lines(file) if line.row is not None), 100))
-        try:
-            format = choose(Source(path=file.name), first, "sft") if first else None
-        except BadRowError as error:
-            yield f"{file.name}:{first[0].number}", "", str(error)
-            continue
-        for line in file_lines(file):
-            text, mistake = "", line.mistake
-            if line.row is not None and format is not None:
-                try:
-                    text = _text(convert(line.row, format).samples[0])
-                except BadRowError as error:
-                    mistake = str(error)
-            if line.row is not None or line.mistake is not None:
-                yield f"{file.name}:{line.number}", text, mistake
+        for place, row, mistake in file_rows(file, Source(path=file.name), ("sft",)):
+            yield place, "" if row is None else _text(row.samples[0]), mistake or None
 
 
 def _text(sample: Sample) -> str:

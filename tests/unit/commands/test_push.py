@@ -373,3 +373,7 @@ def test_card_of_a_reward_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}')
     card = _card(tmp_path, {"from": {"step": 7}}, "me/judge")
     assert "pipeline_tag: text-classification\n" in card and "# judge\n" in card and "7 steps" in card
+    assert "of rewards on preference pairs" in card
+    config = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "calm", "1": "loud"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "cross entropy of each row's label" in _card(tmp_path, {"from": {"step": 7}}, "me/mood")
