@@ -3,7 +3,7 @@
 reference_worker.py SIGNAL RANKS SPEC …   each rank writes a shard for every micro-batch, two of them; when
                                           all have, those of RANKS get the signal and the others wait
 reference_worker.py train SPEC …          prints beside how many models each model of a rank was built, and
-                                          how much more memory was resident than at the one before it
+                                          how much more memory was resident than when the one before it was
 """
 
 from __future__ import annotations

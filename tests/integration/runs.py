@@ -26,7 +26,7 @@ model:
     num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 256, tie_word_embeddings: false}
 data:
   train: [{path: "builtin:quickstart"}]
-  eval: [{path: "builtin:quickstart-heldout"}]
+  eval: [{path: "builtin:quickstart-heldout", max_rows: 16}]
   max_length: 256
 train: {global_batch_size: 12, micro_batch_size: 3, max_steps: 10, eval_every: 5, precision: fp32}
 optim: {learning_rate: 3.0e-3, lr_scheduler_type: cosine, warmup_steps: 2, weight_decay: 0.01, eps: 1.0e-4}

@@ -46,7 +46,10 @@ def run_of(folder: Path, *overrides: str) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a packed run over ZeRO 2 and two ranks."""
-    overrides = ("parallel.zero_stage=2", "data.packing=true", "checkpoint.keep_last=null")
+    overrides = (
+        "parallel.zero_stage=2", "data.packing=true", "checkpoint.keep_last=null",
+        "data.eval=[{path: 'builtin:quickstart-heldout'}]",
+    )  # fmt: skip
     return run_of(tmp_path_factory.mktemp("run"), *overrides)
 
 
