@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.load import TINY, make_folder
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from tests.integration.runs import trained, write_spec
-from tests.launching import ROOT, forked, torchrun
+from tests.launching import ROOT, forked
 from tests.selected import tiered
 from tests.specs import dims
 
@@ -43,7 +43,7 @@ def test_ranks_together_hold_the_model_once(variant: str, folders: Path) -> None
     than what a rank may allocate."""
     worker = ROOT / "benchmarks" / "load.py"
     words = ["--rank", variant, str(folders / "tiny"), str(folders / "medium"), "--limit", "0.75"]
-    done = torchrun(worker, 2, words)
+    done = forked(worker, 2, words)
     assert done.returncode == 0, done.stderr
     sample = json.loads(done.stdout.splitlines()[-1])
     assert 0.95 < sample["held"] <= 1.1, sample
