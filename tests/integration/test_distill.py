@@ -151,7 +151,7 @@ CASES = {
 
 
 ALWAYS = [name for name in CASES if name not in ("packed", "sharded", "live3")]
-"""ZeRO 3 has a live teacher in splitlive, rows are packed in split and stages; tests/parity has ZeRO 2 and 3."""
+"""ZeRO 3 has a live teacher in splitlive, rows are packed in split and stages; tests/parity has ZeRO 2, 3."""
 
 
 @pytest.mark.parametrize("name", tiered(CASES, ALWAYS))
