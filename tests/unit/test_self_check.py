@@ -207,14 +207,11 @@ def test_shared_prompts_pass(tokens: Any, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("mutation", "message"),
-    [
-        (lambda n, start: (n, 0), "from what it is when alone"),  # the second answer without its prompt
-        (lambda n, start: (n, start and start + 2), "changes with the other answer"),  # its first token
-        (lambda n, start: (n, start and start - 1), "from what it is when alone"),  # one token less
-    ],
-)
+@pytest.mark.parametrize(("mutation", "message"), [
+    (lambda n, start: (n, 0), "from what it is when alone"),  # the second answer without its prompt
+    (lambda n, start: (n, start and start + 2), "changes with the other answer"),  # its first token
+    (lambda n, start: (n, start and start - 1), "from what it is when alone"),  # one token less
+])  # fmt: skip
 def test_wrong_prompt_is_found(
     monkeypatch: pytest.MonkeyPatch, mutation: Any, message: str, precision: str
 ) -> None:
@@ -362,25 +359,14 @@ def test_varlen_attention_passes(precision: str) -> None:
     assert {4, 6} <= set(varlen_on_cpu.calls[before:])  # rows; answers that share their prompt
 
 
-@pytest.mark.parametrize(
-    ("key", "mutation", "shared", "message"),
-    [
-        (
-            "cu_seq_lens",
-            lambda ends: ends[[*range(len(ends) - 2), -1]],
-            False,
-            "changes with another row of its pack",
-        ),
-        (
-            "cu_seq_lens",
-            lambda ends: ends + (ends == ends[1]).int(),
-            False,
-            "changes with another row of its pack",
-        ),
-        (KEY_INDEX, lambda index: (index - 1).clamp(min=0), True, "alone|changes with the other answer"),
-        (KEY_INDEX, lambda index: index.flip(0), True, "alone|changes with the other answer"),
-    ],
-)
+@pytest.mark.parametrize(("key", "mutation", "shared", "message"), [
+    ("cu_seq_lens", lambda ends: ends[[*range(len(ends) - 2), -1]], False,
+     "changes with another row of its pack"),
+    ("cu_seq_lens", lambda ends: ends + (ends == ends[1]).int(), False,
+     "changes with another row of its pack"),
+    (KEY_INDEX, lambda index: (index - 1).clamp(min=0), True, "alone|changes with the other answer"),
+    (KEY_INDEX, lambda index: index.flip(0), True, "alone|changes with the other answer"),
+])  # fmt: skip
 def test_wrong_border_of_varlen_attention_is_found(
     monkeypatch: pytest.MonkeyPatch, key: str, mutation: Any, shared: bool, message: str
 ) -> None:
@@ -429,9 +415,7 @@ def test_split_rows_pass_padded_and_packed(monkeypatch: pytest.MonkeyPatch, prec
     assert one == other and one.startswith("self-check passed: split and whole rows agree to ")
 
 
-def test_layer_mixing_tokens_is_found_with_split_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layer_mixing_tokens_is_found_with_split_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation: each token gets something of the one before it, where its rank has that."""
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, hidden: F.pad(hidden, (0, 0, 1, -1)))
     with pytest.raises(

@@ -41,16 +41,11 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        ({"RANK": "1"}, "the environment has RANK but not"),
-        (
-            dict(RANK="3", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="a", MASTER_PORT="1"),
-            "contradict each other",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("environ", "message"), [
+    ({"RANK": "1"}, "the environment has RANK but not"),
+    (dict(RANK="3", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="a", MASTER_PORT="1"),
+     "contradict each other"),
+])  # fmt: skip
 def test_process_without_a_rank_prints_its_error(
     environ: dict[str, str], message: str, jobs: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,52 +63,40 @@ SAMPLED = "068e122283f954b91873e060647a786247ca4e5b9b3ad2f6bc46ed4095623a16"
 """What dsft wrote of the file below when it compared samples."""
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"name": "moved", "output_dir": "/elsewhere"},
-        {"parallel": {"zero_stage": 3, "offload_optimizer": {"device": "cpu"}}},
-        {"parallel": {"sequence_parallel": 2}},
-        {"cluster": {"hosts": {"a": 2, "b": 2}}},
-        {"wandb__project": "other"},
-        {"checkpoint__every": 5},
-        {"train__global_batch_size": None, "train__accumulation_steps": 2},
-        {"train__micro_batch_size": 1},
-        {"data__packing": True, "data__max_tokens_per_micro_batch": 4096},
-        {"train__max_steps": 50},
-        {"train__num_train_epochs": 9.0},
-        {"train__log_every": 3, "train__eval_every": 4},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("changes", [
+    {},
+    {"name": "moved", "output_dir": "/elsewhere"},
+    {"parallel": {"zero_stage": 3, "offload_optimizer": {"device": "cpu"}}},
+    {"parallel": {"sequence_parallel": 2}},
+    {"cluster": {"hosts": {"a": 2, "b": 2}}},
+    {"wandb__project": "other"},
+    {"checkpoint__every": 5},
+    {"train__global_batch_size": None, "train__accumulation_steps": 2},
+    {"train__micro_batch_size": 1},
+    {"data__packing": True, "data__max_tokens_per_micro_batch": 4096},
+    {"train__max_steps": 50},
+    {"train__num_train_epochs": 9.0},
+    {"train__log_every": 3, "train__eval_every": 4},
+], ids=str)  # fmt: skip
 def test_changes_that_are_allowed(changes: dict[str, Any]) -> None:
     check_same_run(checkpoint(), spec_with(**changes), BatchSizes(8, 1, 2, 4), rows_of(a=10))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train__seed": 1}, "train.seed was 42, now 1"),
-        ({"train__precision": "fp32"}, "train.precision was 'bf16', now 'fp32'"),
-        ({"optim__learning_rate": 2e-3}, "optim.learning_rate was 0.001, now 0.002"),
-        ({"optim__betas": (0.9, 0.95)}, "optim.betas.1 was 0.999, now 0.95"),
-        ({"data__train": [{"path": "b.jsonl"}]}, "data.train.0.path was 'a.jsonl', now 'b.jsonl'"),
-        (
-            {"data__train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]},
-            "data.train.1.path was (not set), now 'b.jsonl'",
-        ),
-        (
-            {"model__from_config": {"model_type": "llama", "hidden_size": 32}},
-            "model.from_config.hidden_size was 64, now 32",
-        ),
-        ({"task": "sft"}, "task was 'pretrain', now 'sft'"),
-        ({"data__chat_template": "chatml"}, "data.chat_template was null, now 'chatml'"),
-        ({"data__packing": True, "train__tf32": True}, "train.tf32 was false, now true"),
-        ({"model__lora": {}}, "model.lora.alpha was (not set), now"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"train__seed": 1}, "train.seed was 42, now 1"),
+    ({"train__precision": "fp32"}, "train.precision was 'bf16', now 'fp32'"),
+    ({"optim__learning_rate": 2e-3}, "optim.learning_rate was 0.001, now 0.002"),
+    ({"optim__betas": (0.9, 0.95)}, "optim.betas.1 was 0.999, now 0.95"),
+    ({"data__train": [{"path": "b.jsonl"}]}, "data.train.0.path was 'a.jsonl', now 'b.jsonl'"),
+    ({"data__train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]},
+     "data.train.1.path was (not set), now 'b.jsonl'"),
+    ({"model__from_config": {"model_type": "llama", "hidden_size": 32}},
+     "model.from_config.hidden_size was 64, now 32"),
+    ({"task": "sft"}, "task was 'pretrain', now 'sft'"),
+    ({"data__chat_template": "chatml"}, "data.chat_template was null, now 'chatml'"),
+    ({"data__packing": True, "train__tf32": True}, "train.tf32 was false, now true"),
+    ({"model__lora": {}}, "model.lora.alpha was (not set), now"),
+], ids=str)  # fmt: skip
 def test_changes_are_refused_with_both_values(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError) as error:
         check_same_run(checkpoint(), spec_with(**changes), SAME, rows_of(a=10))
@@ -144,18 +132,12 @@ def test_all_differences_at_once_with_the_batch_and_the_rows() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (
-            rows_of(a=10, fingerprint="other"),
-            "a had 10 rows of 100 tokens, now the same number of different rows",
-        ),
-        (rows_of(b=10), "data.train a is not there now; data.train b was not there"),
-        (rows_of(a=10, b=3), "data.train b was not there"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("data", "message"), [
+    (rows_of(a=10, fingerprint="other"),
+     "a had 10 rows of 100 tokens, now the same number of different rows"),
+    (rows_of(b=10), "data.train a is not there now; data.train b was not there"),
+    (rows_of(a=10, b=3), "data.train b was not there"),
+], ids=str)  # fmt: skip
 def test_changed_rows_are_named(data: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError) as error:
         check_same_run(checkpoint(), spec_with(), SAME, data)

@@ -61,17 +61,14 @@ def test_export_has_tokenizer_template_and_generation_config(maker: Any, tmp_pat
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("null", "'NoneType' object is not a mapping"),
-        ("[" * 100_000, "recursion"),
-        ("{", "not a valid JSON file"),
-        ('{"eos_token_id": "</s>"}', "eos_token_id '</s>' is neither a token's id nor a list of them"),
-        ('{"num_return_sequences": 5}', "num_return_sequences"),
-        ('{"watermarking_config": 5}', "no attribute"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("null", "'NoneType' object is not a mapping"),
+    ("[" * 100_000, "recursion"),
+    ("{", "not a valid JSON file"),
+    ('{"eos_token_id": "</s>"}', "eos_token_id '</s>' is neither a token's id nor a list of them"),
+    ('{"num_return_sequences": 5}', "num_return_sequences"),
+    ('{"watermarking_config": 5}', "no attribute"),
+])  # fmt: skip
 def test_a_damaged_generation_config_is_named(
     maker: Any, tokenizer: Any, tmp_path: Path, text: str, reason: str
 ) -> None:

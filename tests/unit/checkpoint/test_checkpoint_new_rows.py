@@ -113,16 +113,13 @@ def test_run_does_not_resume_with_other_new_rows(base: Path, tmp_path: Path) -> 
             check_same_rows(held, rows)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({}, None),
-        ({"lora": {"rank": 2}}, "model.lora.modules_to_save: [embed_tokens, lm_head] trains them"),
-        ({"lora": {"rank": 2, "modules_to_save": ["embed_tokens", "lm_head"]}}, None),
-        ({"trainable": ["*norm.weight"]}, "model.trainable: [model.embed_tokens.weight"),
-        ({"trainable": ["*embed_tokens*", "*lm_head*"]}, None),
-    ],
-)
+@pytest.mark.parametrize(("keys", "message"), [
+    ({}, None),
+    ({"lora": {"rank": 2}}, "model.lora.modules_to_save: [embed_tokens, lm_head] trains them"),
+    ({"lora": {"rank": 2, "modules_to_save": ["embed_tokens", "lm_head"]}}, None),
+    ({"trainable": ["*norm.weight"]}, "model.trainable: [model.embed_tokens.weight"),
+    ({"trainable": ["*embed_tokens*", "*lm_head*"]}, None),
+])  # fmt: skip
 def test_frozen_new_rows_give_a_warning(base: Path, keys: dict[str, Any], message: str | None) -> None:
     model = Model.model_validate({"name_or_path": str(base), "add_tokens": ["<a>"], **keys})
     tokenizer, added = open_tokenizer(model)

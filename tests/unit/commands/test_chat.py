@@ -283,18 +283,15 @@ def test_the_command_answers_a_pipe_line_by_line(export: Path) -> None:
     assert "Traceback" not in answer.stderr
 
 
-@pytest.mark.parametrize(
-    ("file", "keys", "reason"),
-    [
-        ("config.json", {"tie_word_embeddings": "x"}, "Field 'tie_word_embeddings' expected bool, got str"),
-        ("config.json", {"intermediate_size": "a\nb"}, "Field 'intermediate_size' expected int, got str"),
-        ("config.json", {"eos_token_id": "…"}, "Field 'eos_token_id' with value '…' doesn't match any type"),
-        ("config.json", {"dtype": "__import__"}, "has no attribute '__import__'"),
-        ("config.json", {"hidden_act": "\x1b[2J"}, r"\x1b[2J"),
-        ("tokenizer_config.json", {"tokenizer_class": 5}, "no tokenizer that transformers can read"),
-        ("tokenizer_config.json", {"eos_token": 5}, "no tokenizer that transformers can read"),
-    ],
-)
+@pytest.mark.parametrize(("file", "keys", "reason"), [
+    ("config.json", {"tie_word_embeddings": "x"}, "Field 'tie_word_embeddings' expected bool, got str"),
+    ("config.json", {"intermediate_size": "a\nb"}, "Field 'intermediate_size' expected int, got str"),
+    ("config.json", {"eos_token_id": "…"}, "Field 'eos_token_id' with value '…' doesn't match any type"),
+    ("config.json", {"dtype": "__import__"}, "has no attribute '__import__'"),
+    ("config.json", {"hidden_act": "\x1b[2J"}, r"\x1b[2J"),
+    ("tokenizer_config.json", {"tokenizer_class": 5}, "no tokenizer that transformers can read"),
+    ("tokenizer_config.json", {"eos_token": 5}, "no tokenizer that transformers can read"),
+])  # fmt: skip
 def test_odd_values_in_a_folder_are_one_sentence(
     export: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], file: str, keys: Any, reason: str
 ) -> None:

@@ -300,22 +300,13 @@ def test_a_repository_keeps_who_may_read_it(whole: Path, hub: type[Hub]) -> None
     assert not any("commit" in path or "storage" in path for path, _ in hub.asked)
 
 
-@pytest.mark.parametrize(
-    ("repo", "match"),
-    [
-        ("a/b/c", "REPO is OWNER/NAME, or NAME for your own: "),
-        ("me/--no", "REPO is OWNER/NAME, or NAME for your own: "),
-        (
-            "stranger/small",
-            r"stranger/small cannot be written \(403: You don't have the rights.*a token that",
-        ),
-        (
-            "expired/small",
-            r"\(401: Invalid credentials in Authorization header\); log in again with",
-        ),
-        ("broken/small", r"\(507: out of order\); the same command sends what is missing\."),
-    ],
-)
+@pytest.mark.parametrize(("repo", "match"), [
+    ("a/b/c", "REPO is OWNER/NAME, or NAME for your own: "),
+    ("me/--no", "REPO is OWNER/NAME, or NAME for your own: "),
+    ("stranger/small", r"stranger/small cannot be written \(403: You don't have the rights.*a token that"),
+    ("expired/small", r"\(401: Invalid credentials in Authorization header\); log in again with"),
+    ("broken/small", r"\(507: out of order\); the same command sends what is missing\."),
+])  # fmt: skip
 def test_what_the_hub_refuses_is_one_sentence(repo: str, match: str, whole: Path, hub: type[Hub]) -> None:
     with pytest.raises(DsftError, match=match) as raised:
         push(whole, repo, None, public=False)

@@ -112,17 +112,14 @@ def test_llamafactory() -> None:
     assert "never runs code" in done.left["trust_remote_code"]
 
 
-@pytest.mark.parametrize(
-    ("more", "thinking"),
-    [
-        ({}, "empty"),  # dsft's default: templates of another family have no thoughts
-        ({"template": "qwen3"}, "keep"),
-        ({"template": "deepseekr1", "mask_history": True}, "empty"),
-        ({"template": "qwen3", "mask_history": True, "preserve_thinking": True}, "keep"),
-        ({"template": "qwen3", "enable_thinking": False}, "strip"),
-        ({"enable_thinking": True, "mask_history": True}, "empty"),
-    ],
-)
+@pytest.mark.parametrize(("more", "thinking"), [
+    ({}, "empty"),  # dsft's default: templates of another family have no thoughts
+    ({"template": "qwen3"}, "keep"),
+    ({"template": "deepseekr1", "mask_history": True}, "empty"),
+    ({"template": "qwen3", "mask_history": True, "preserve_thinking": True}, "keep"),
+    ({"template": "qwen3", "enable_thinking": False}, "strip"),
+    ({"enable_thinking": True, "mask_history": True}, "empty"),
+])  # fmt: skip
 def test_thoughts_of_llamafactory(more: dict[str, Any], thinking: str) -> None:
     spec, _ = converted({**LLAMA_FACTORY, **more})
     assert spec.data.thinking == thinking
@@ -367,19 +364,16 @@ def test_swift() -> None:
     assert spec.train.accumulation_steps == 2
 
 
-@pytest.mark.parametrize(
-    ("more", "thinking", "train_on"),
-    [
-        ({"enable_thinking": False}, "strip", "assistant"),
-        ({"enable_thinking": True}, "keep", "assistant"),
-        ({"enable_thinking": True, "loss_scale": "last_round+ignore_empty_think"}, "empty", "last"),
-        ({"loss_scale": "ignore_empty_think"}, "keep", "assistant"),
-        ({"preserve_thinking": False}, "empty", "assistant"),
-        ({"add_non_thinking_prefix": False}, "as_in_template", "assistant"),
-        ({"loss_scale": "all"}, "empty", "all"),
-        ({}, "empty", "assistant"),
-    ],
-)
+@pytest.mark.parametrize(("more", "thinking", "train_on"), [
+    ({"enable_thinking": False}, "strip", "assistant"),
+    ({"enable_thinking": True}, "keep", "assistant"),
+    ({"enable_thinking": True, "loss_scale": "last_round+ignore_empty_think"}, "empty", "last"),
+    ({"loss_scale": "ignore_empty_think"}, "keep", "assistant"),
+    ({"preserve_thinking": False}, "empty", "assistant"),
+    ({"add_non_thinking_prefix": False}, "as_in_template", "assistant"),
+    ({"loss_scale": "all"}, "empty", "all"),
+    ({}, "empty", "assistant"),
+])  # fmt: skip
 def test_thoughts_of_swift(more: dict[str, Any], thinking: str, train_on: str) -> None:
     spec, done = converted({**SWIFT, "tuner_type": "full", **more})
     assert (spec.data.thinking, spec.data.train_on) == (thinking, train_on)
@@ -602,15 +596,12 @@ def test_a_config_that_cannot_be_converted_is_refused(config: dict[str, Any], wa
     assert not Path("spec.yaml").exists()
 
 
-@pytest.mark.parametrize(
-    ("given", "ours"),
-    [
-        ({"flash_attention": True}, "auto"),
-        ({"attn_implementation": "flash_attention_3"}, "auto"),
-        ({"sdp_attention": True}, "sdpa"),
-        ({"eager_attention": True}, "eager"),
-    ],
-)
+@pytest.mark.parametrize(("given", "ours"), [
+    ({"flash_attention": True}, "auto"),
+    ({"attn_implementation": "flash_attention_3"}, "auto"),
+    ({"sdp_attention": True}, "sdpa"),
+    ({"eager_attention": True}, "eager"),
+])  # fmt: skip
 def test_attention_needs_no_further_package(given: dict[str, Any], ours: str) -> None:
     """flash-attn, which FlashAttention of transformers needs, is not installed with dsft."""
     spec, done = converted({**AXOLOTL, "attn_implementation": None, **given})
@@ -630,17 +621,14 @@ def test_dataset_info_beside_the_config() -> None:
         convert_file(Path("conv/lf.yaml"), out=Path("other.yaml"))
 
 
-@pytest.mark.parametrize(
-    ("more", "evaluated", "every"),
-    [
-        ({"eval_strategy": "steps", "eval_steps": 50}, "x/y:test", 50),
-        ({"eval_strategy": "steps"}, "x/y:test", 25),  # eval_steps is logging_steps by default
-        ({"eval_strategy": "epoch", "dataset_config": "en"}, "x/y:en:test", None),
-        ({"eval_strategy": "steps", "dataset_test_split": "dev", "eval_steps": 9}, "x/y:dev", 9),
-        ({"eval_strategy": False, "dataset_test_split": "dev"}, None, None),  # `no` in YAML
-        ({"dataset_test_split": "dev", "eval_steps": 9}, None, None),
-    ],
-)
+@pytest.mark.parametrize(("more", "evaluated", "every"), [
+    ({"eval_strategy": "steps", "eval_steps": 50}, "x/y:test", 50),
+    ({"eval_strategy": "steps"}, "x/y:test", 25),  # eval_steps is logging_steps by default
+    ({"eval_strategy": "epoch", "dataset_config": "en"}, "x/y:en:test", None),
+    ({"eval_strategy": "steps", "dataset_test_split": "dev", "eval_steps": 9}, "x/y:dev", 9),
+    ({"eval_strategy": False, "dataset_test_split": "dev"}, None, None),  # `no` in YAML
+    ({"dataset_test_split": "dev", "eval_steps": 9}, None, None),
+])  # fmt: skip
 def test_trl_evaluates_the_test_split(more: dict[str, Any], evaluated: str | None, every: int | None) -> None:
     """TRL's scripts evaluate dataset[dataset_test_split], by default `test`, unless eval_strategy is `no`."""
     spec, done = converted({**TRL, "logging_steps": 25, **more})
@@ -691,14 +679,11 @@ def test_options_of_a_shell_script() -> None:
             of(text)
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "llamafactory-cli train lf.yaml learning_rate=2.0e-05 'output_dir=out/mine'",
-        "FORCE_TORCHRUN=1 llamafactory-cli train lf.yaml --learning_rate 2e-5 --output-dir out/mine",
-        "deepspeed --num_gpus 2 src/train.py --config lf.yaml --learning_rate=2e-5 --output_dir=out/mine",
-    ],
-)
+@pytest.mark.parametrize("command", [
+    "llamafactory-cli train lf.yaml learning_rate=2.0e-05 'output_dir=out/mine'",
+    "FORCE_TORCHRUN=1 llamafactory-cli train lf.yaml --learning_rate 2e-5 --output-dir out/mine",
+    "deepspeed --num_gpus 2 src/train.py --config lf.yaml --learning_rate=2e-5 --output_dir=out/mine",
+])  # fmt: skip
 def test_options_of_a_command_replace_those_of_its_config(command: str) -> None:
     Path("lf.yaml").write_text(yaml.safe_dump({**LLAMA_FACTORY, "dataset": "identity"}))
     done = convert_file(command, out=Path("spec.yaml"))
@@ -732,18 +717,15 @@ def test_files_that_are_no_config() -> None:
 BOMB = "".join(f"x{i}: &x{i} [{'x, x' if i == 0 else f'*x{i - 1}, *x{i - 1}'}]\n" for i in range(40))
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        *(
-            (f"{BOMB}{key}: *x39\n", "more than 20000 values")
-            for key in ("dataset", "output_dir", "learning_rate")
-        ),
-        ('{"a": &a {b: *a}}', "nested more than 40 levels deep"),
-        ("x" * 1_000_001, "it is larger than 1,000,000 bytes"),
-        ("stage: !!python/object:os.system x", "is not allowed"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    *(
+        (f"{BOMB}{key}: *x39\n", "more than 20000 values")
+        for key in ("dataset", "output_dir", "learning_rate")
+    ),
+    ('{"a": &a {b: *a}}', "nested more than 40 levels deep"),
+    ("x" * 1_000_001, "it is larger than 1,000,000 bytes"),
+    ("stage: !!python/object:os.system x", "is not allowed"),
+])  # fmt: skip
 def test_a_config_has_limits(text: str, reason: str) -> None:
     Path("config.yaml").write_text(text)
     with pytest.raises(SpecError, match=reason):
@@ -821,13 +803,10 @@ def test_no_loss_and_no_file_of_several_is_dropped_silently() -> None:
     assert "sources of their own: more.json" in done.left["datasets.0.data_files"]
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {**SFT, "dataset": "hub,openai", "interleave_probs": "0.3,0.7"},
-        {"model": "a/b", "dataset": ["x/y", "u/v"], "interleave_prob": [0.3, 0.7], "columns": {"a": "b"}},
-    ],
-)
+@pytest.mark.parametrize("config", [
+    {**SFT, "dataset": "hub,openai", "interleave_probs": "0.3,0.7"},
+    {"model": "a/b", "dataset": ["x/y", "u/v"], "interleave_prob": [0.3, 0.7], "columns": {"a": "b"}},
+])  # fmt: skip
 def test_weights_of_sources(config: dict[str, Any]) -> None:
     spec, done = converted(config)
     assert [source.weight for source in spec.data.train] == [0.3, 0.7]

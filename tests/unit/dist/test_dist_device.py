@@ -82,17 +82,14 @@ def test_a_gpu_that_is_asked_for_and_not_there(gpus: Gpus, monkeypatch: pytest.M
 H100, NAMED_CPU = Accelerator(name="H100"), Accelerator(name="cpu")
 
 
-@pytest.mark.parametrize(
-    ("built_for", "promised", "has_driver", "text"),
-    [
-        (CUDA, None, False, "is built for GPUs"),
-        (CUDA, H100, False, "cluster.accelerator names H100"),
-        (None, H100, False, "cluster.accelerator names H100"),
-        (None, None, True, "this host has NVIDIA's driver"),
-        (CUDA, NAMED_CPU, True, None),
-        (None, None, False, None),
-    ],
-)
+@pytest.mark.parametrize(("built_for", "promised", "has_driver", "text"), [
+    (CUDA, None, False, "is built for GPUs"),
+    (CUDA, H100, False, "cluster.accelerator names H100"),
+    (None, H100, False, "cluster.accelerator names H100"),
+    (None, None, True, "this host has NVIDIA's driver"),
+    (CUDA, NAMED_CPU, True, None),
+    (None, None, False, None),
+])  # fmt: skip
 def test_the_cpu_is_taken_only_where_it_is_meant(
     built_for: str | None,
     promised: Accelerator | None,

@@ -33,9 +33,7 @@ def test_sequence_parallel_groups_are_consecutive_ranks(monkeypatch: pytest.Monk
         assert RowSplit(model, world).reported(sums) is sums
 
 
-def test_all_to_all_exchanges_heads_for_tokens_and_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_to_all_exchanges_heads_for_tokens_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks, three tokens each, of two tensors: two of four heads, and one of two heads of another
     size."""
     ranks, parts, keys = Threads(2, monkeypatch), torch.randn(2, 1, 4, 3, 5), torch.randn(2, 1, 2, 3, 7)

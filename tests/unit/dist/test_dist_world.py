@@ -39,20 +39,13 @@ def test_equal_ranks_go_on() -> None:
     assert met(SAME, dict(reversed(SAME.items())), SAME) == ["", "", ""]
 
 
-@pytest.mark.parametrize(
-    ("other", "text"),
-    [
-        ({"versions": {"torch": "2.12.0", "dsft": "0.1.0, files 1a2b"}}, "versions.torch is '2.13.0'"),
-        (
-            {"versions": {"torch": "2.13.0", "dsft": "0.1.0, files ffff"}},
-            "versions.dsft is '0.1.0, files 1a2b'",
-        ),
-        ({"device": "cuda"}, "device is (not set) on rank 0, 'cuda'"),
-        ({"environment": {"NVIDIA_TF32_OVERRIDE": "1"}}, "environment.NVIDIA_TF32_OVERRIDE is (not set)"),
-        ({"spec": {"train": {"seed": 7}}}, "spec.train.seed is 42 on rank 0, 7"),
-    ],
-    ids=["torch", "code", "device", "variable", "spec"],
-)
+@pytest.mark.parametrize(("other", "text"), [
+    ({"versions": {"torch": "2.12.0", "dsft": "0.1.0, files 1a2b"}}, "versions.torch is '2.13.0'"),
+    ({"versions": {"torch": "2.13.0", "dsft": "0.1.0, files ffff"}}, "versions.dsft is '0.1.0, files 1a2b'"),
+    ({"device": "cuda"}, "device is (not set) on rank 0, 'cuda'"),
+    ({"environment": {"NVIDIA_TF32_OVERRIDE": "1"}}, "environment.NVIDIA_TF32_OVERRIDE is (not set)"),
+    ({"spec": {"train": {"seed": 7}}}, "spec.train.seed is 42 on rank 0, 7"),
+], ids=["torch", "code", "device", "variable", "spec"])  # fmt: skip
 def test_every_rank_refuses_by_key_and_rank(other: dict[str, Any], text: str) -> None:
     raised = met(SAME, SAME, SAME | other, SAME | other)
     assert text in raised[0] and "on ranks 2, 3" in raised[0]

@@ -257,15 +257,7 @@ def test_space_for_checkpoints_that_are_kept(facts: Facts) -> None:
 
 @pytest.mark.parametrize(
     ("named", "expected"),
-    [
-        ("e0", "e0"),
-        ("e", "e0"),
-        ("=e0", "e0"),
-        ("ib,e", "ib"),
-        ("^lo", None),
-        ("", None),
-        (None, None),
-    ],
+    [("e0", "e0"), ("e", "e0"), ("=e0", "e0"), ("ib,e", "ib"), ("^lo", None), ("", None), (None, None)],
 )
 def test_chosen_interface(facts: Facts, named: str | None, expected: str | None) -> None:
     part = {**facts["node1"]["network"], "named": named}

@@ -80,9 +80,7 @@ class Event:
         return 2.0
 
 
-def test_gpu_timing_does_not_synchronize(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpu_timing_does_not_synchronize(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", None)
     backend = SimpleNamespace(**{name: lambda: "reduced" for name in CALLS})

@@ -36,16 +36,13 @@ def prepared(spec: Spec, say: Callable[[str], None] = print) -> bool | None:
     return ops.prepare_ops(spec, NOWHERE, say)
 
 
-@pytest.mark.parametrize(
-    ("made", "names"),
-    [
-        (spec(), []),
-        (spec(offload_optimizer=CPU), ["cpu_adam"]),
-        (spec("sgd", offload_optimizer=CPU), []),
-        (spec(offload_parameters=NVME), ["pin_memory", "async_io"]),
-        (spec(offload_optimizer=NVME), ["cpu_adam", "pin_memory", "async_io"]),
-    ],
-)
+@pytest.mark.parametrize(("made", "names"), [
+    (spec(), []),
+    (spec(offload_optimizer=CPU), ["cpu_adam"]),
+    (spec("sgd", offload_optimizer=CPU), []),
+    (spec(offload_parameters=NVME), ["pin_memory", "async_io"]),
+    (spec(offload_optimizer=NVME), ["cpu_adam", "pin_memory", "async_io"]),
+])  # fmt: skip
 def test_ops_needed_by_a_spec(loaded: list[str], made: Spec, names: list[str]) -> None:
     assert prepared(made) is (True if "cpu_adam" in names else None)
     assert loaded == names

@@ -12,14 +12,11 @@ from dsft.engine import reduction
 from dsft.engine.reduction import OverlappedZero, install_reduction
 
 
-@pytest.mark.parametrize(
-    ("overlap_comm", "contiguous_gradients", "kind"),
-    [
-        (True, True, OverlappedZero),
-        (True, False, DeepSpeedZeroOptimizer),  # a user's file may say so: then there are no buffers
-        (False, True, DeepSpeedZeroOptimizer),
-    ],
-)
+@pytest.mark.parametrize(("overlap_comm", "contiguous_gradients", "kind"), [
+    (True, True, OverlappedZero),
+    (True, False, DeepSpeedZeroOptimizer),  # a user's file may say so: then there are no buffers
+    (False, True, DeepSpeedZeroOptimizer),
+])  # fmt: skip
 def test_only_buffered_buckets_overlap_with_backward(
     monkeypatch: pytest.MonkeyPatch, overlap_comm: bool, contiguous_gradients: bool, kind: type
 ) -> None:

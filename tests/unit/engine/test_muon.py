@@ -75,18 +75,12 @@ def test_singular_values_are_near_1_and_vectors_unchanged(shape: tuple[int, ...]
     assert (values - torch.diag_embed(diagonal)).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        (
-            {"model": {"name_or_path": "a/b", "lora": {"rank": 4}}},
-            "is for whole matrices",
-        ),
-        ({"parallel": {"zero_stage": 2, "offload_optimizer": {"device": "cpu"}}}, "is not supported with"),
-        ({"optim": {"momentum": 0.9}}, "has no effect with muon; use muon_momentum"),
-        ({"optim": {"name": "adamw", "muon_momentum": 0.9}}, "has no effect with adamw; set name to muon"),
-    ],
-)
+@pytest.mark.parametrize(("sections", "message"), [
+    ({"model": {"name_or_path": "a/b", "lora": {"rank": 4}}}, "is for whole matrices"),
+    ({"parallel": {"zero_stage": 2, "offload_optimizer": {"device": "cpu"}}}, "is not supported with"),
+    ({"optim": {"momentum": 0.9}}, "has no effect with muon; use muon_momentum"),
+    ({"optim": {"name": "adamw", "muon_momentum": 0.9}}, "has no effect with adamw; set name to muon"),
+])  # fmt: skip
 def test_settings_that_cannot_be(sections: dict[str, Any], message: str) -> None:
     optim = {"name": "muon", "learning_rate": 1e-2} | sections.pop("optim", {})
     found = combinations(minimal_spec(optim=optim, **sections))

@@ -135,15 +135,12 @@ def test_refused_start_names_an_existing_option(monkeypatch: pytest.MonkeyPatch)
     assert program == "dsft" and options[0] in CliRunner().invoke(app, [word, "--help"]).output
 
 
-@pytest.mark.parametrize(
-    ("asked", "at"),
-    [
-        (signal.SIGTERM, "launching"),
-        (signal.SIGINT, "launching"),
-        (signal.SIGUSR1, "launching"),
-        (signal.SIGTERM, "step"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "at"), [
+    (signal.SIGTERM, "launching"),
+    (signal.SIGINT, "launching"),
+    (signal.SIGUSR1, "launching"),
+    (signal.SIGTERM, "step"),
+])  # fmt: skip
 def test_signal_after_the_first_line_ends_with_75(tmp_path: Path, asked: signal.Signals, at: str) -> None:
     words = [ONE, "cluster.hosts={localhost: 2}", f"output_dir={tmp_path}"]
     with subprocess.Popen(

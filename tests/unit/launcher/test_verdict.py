@@ -27,18 +27,15 @@ HUNG = Failure("hang", "two", None, "has sent no heartbeat for 60 seconds", 1, 7
 ENDED = Failure("rank", "one", 143, None, 0)
 
 
-@pytest.mark.parametrize(
-    ("failures", "first", "code"),
-    [
-        ((PEER, KILLED), KILLED, 137),
-        ((NCCL, PEER, RAISED), RAISED, 65),
-        ((PEER, LOST), LOST, 69),
-        ((ENDED, KILLED), KILLED, 137),
-        ((PEER,), PEER, 1),
-        ((PEER, HUNG, LOST), HUNG, 124),
-        ((), None, 0),
-    ],
-)
+@pytest.mark.parametrize(("failures", "first", "code"), [
+    ((PEER, KILLED), KILLED, 137),
+    ((NCCL, PEER, RAISED), RAISED, 65),
+    ((PEER, LOST), LOST, 69),
+    ((ENDED, KILLED), KILLED, 137),
+    ((PEER,), PEER, 1),
+    ((PEER, HUNG, LOST), HUNG, 124),
+    ((), None, 0),
+])  # fmt: skip
 def test_first_cause(failures: tuple[Failure, ...], first: Failure | None, code: int) -> None:
     assert first_cause(failures) is first
     assert exit_code(first) == code
@@ -55,22 +52,15 @@ def test_may_succeed() -> None:
     assert not may_succeed(Failure("rank", "one", 69, "cluster.hosts expects 4 processes"), 69)
 
 
-@pytest.mark.parametrize(
-    ("lines", "error"),
-    [
-        (["x", "error: rank 1: out of memory", "bye"], "rank 1: out of memory"),
-        (
-            ["Traceback (most recent call last):", '  File "a", line 1', "    f()", "KeyError: 'x'"],
-            "KeyError: 'x'",
-        ),
-        (
-            ["[rank1]: Traceback (most recent call last):", "[rank1]:   File", "[rank1]: OSError: no"],
-            "OSError: no",
-        ),
-        (["step 1", "step 2"], None),
-        (["Traceback (most recent call last):"], None),
-    ],
-)
+@pytest.mark.parametrize(("lines", "error"), [
+    (["x", "error: rank 1: out of memory", "bye"], "rank 1: out of memory"),
+    (["Traceback (most recent call last):", '  File "a", line 1', "    f()", "KeyError: 'x'"],
+     "KeyError: 'x'"),
+    (["[rank1]: Traceback (most recent call last):", "[rank1]:   File", "[rank1]: OSError: no"],
+     "OSError: no"),
+    (["step 1", "step 2"], None),
+    (["Traceback (most recent call last):"], None),
+])  # fmt: skip
 def test_error_in(lines: list[str], error: str | None) -> None:
     assert error_in(lines) == error
 
@@ -82,15 +72,12 @@ def test_error_printed_at_the_end_is_left_out() -> None:
     assert shown_lines(lines, "another") == shown_lines(lines, None) == lines[1:]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d store: TCPStore",
-        "DistBackendError: NCCL error: remote process exited or there was a network error",
-        "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection reset by peer",
-        "BrokenPipeError: [Errno 32] Broken pipe",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "[1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d store: TCPStore",
+    "DistBackendError: NCCL error: remote process exited or there was a network error",
+    "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection reset by peer",
+    "BrokenPipeError: [Errno 32] Broken pipe",
+])  # fmt: skip
 def test_consequences(text: str) -> None:
     assert is_consequence(text)
     assert not is_consequence("OutOfMemoryError: CUDA out of memory")

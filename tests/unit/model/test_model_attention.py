@@ -133,15 +133,12 @@ def test_attention_dropout_drops() -> None:
         assert (whole - half).abs().max() > 0.1
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({}, "does not pass the segments"),
-        ({KEYWORD: ALONE, "s_aux": torch.ones(4)}, "passes s_aux to its attention, which"),
-        ({KEYWORD: ALONE, "is_causal": False}, "not causal"),
-        ({KEYWORD: ALONE, "attention_mask": torch.ones(1)}, "passes its own mask"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "message"), [
+    ({}, "does not pass the segments"),
+    ({KEYWORD: ALONE, "s_aux": torch.ones(4)}, "passes s_aux to its attention, which"),
+    ({KEYWORD: ALONE, "is_causal": False}, "not causal"),
+    ({KEYWORD: ALONE, "attention_mask": torch.ones(1)}, "passes its own mask"),
+])  # fmt: skip
 def test_unknown_arguments_are_refused(asked: dict[str, Any], message: str) -> None:
     row = [torch.randn(1, HEADS, TOKENS, SIZE) for _ in range(3)]
     mask = asked.pop("attention_mask", None)
@@ -397,16 +394,13 @@ LONGROPE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "keys", "message"),
-    [
-        ("mamba", {}, "recurrent layers"),
-        ("bloom", {"n_head": 4}, "takes no position_ids"),
-        ("gptj", {"rotary_dim": 4}, "computes its attention itself"),
-        ("llama4_text", {}, "layers of type chunked_attention"),
-        ("phi3", {}, "would rotate all packed rows as the longest one where that has over 32 tokens"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "keys", "message"), [
+    ("mamba", {}, "recurrent layers"),
+    ("bloom", {"n_head": 4}, "takes no position_ids"),
+    ("gptj", {"rotary_dim": 4}, "computes its attention itself"),
+    ("llama4_text", {}, "layers of type chunked_attention"),
+    ("phi3", {}, "would rotate all packed rows as the longest one where that has over 32 tokens"),
+])  # fmt: skip
 def test_models_that_cannot_be_packed_are_refused(kind: str, keys: dict[str, Any], message: str) -> None:
     keys |= LONGROPE if kind == "phi3" else {}
     with pytest.raises(SpecError, match=f"data.packing: a {kind} model cannot be packed: .*{message}"):
@@ -493,17 +487,14 @@ def test_equal_rows_equal_the_loop(rows: int, window: int | None, key_heads: int
         torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("segments", "expected"),
-    [
-        (((256, 0), (256, 0)), True),
-        (((1000, 0), (1000, 0)), True),  # data.max_length
-        (((1001, 0), (1001, 0)), False),
-        (((256, 0), (512, 0)), False),
-        (((512, 0), (256, 256)), False),  # answers that share their prompt
-        (((512, 0), (512, 256)), False),
-    ],
-)
+@pytest.mark.parametrize(("segments", "expected"), [
+    (((256, 0), (256, 0)), True),
+    (((1000, 0), (1000, 0)), True),  # data.max_length
+    (((1001, 0), (1001, 0)), False),
+    (((256, 0), (512, 0)), False),
+    (((512, 0), (256, 256)), False),  # answers that share their prompt
+    (((512, 0), (512, 256)), False),
+])  # fmt: skip
 def test_rows_that_use_cudnn(segments: Segments, expected: bool) -> None:
     for shapes, is_rows in (
         (SegmentShapes(1000, with_cudnn=True), expected),
@@ -523,16 +514,13 @@ def test_shapes_without_a_plan_do_not_use_cudnn() -> None:
         assert [n for n in lengths if shapes.planned(2, n)] == list(lengths)[:16]
 
 
-@pytest.mark.parametrize(
-    ("max_length", "bounds"),
-    [
-        (100, [100]),
-        (1000, [128, 256, 512, 1000]),
-        (4096, [128, 256, 512, 1024, 2048, 4096]),
-        (5000, [256, 512, 1024, 2048, 4096, 5000]),
-        (131072, [4096, 8192, 16384, 32768, 65536, 131072]),
-    ],
-)
+@pytest.mark.parametrize(("max_length", "bounds"), [
+    (100, [100]),
+    (1000, [128, 256, 512, 1000]),
+    (4096, [128, 256, 512, 1024, 2048, 4096]),
+    (5000, [256, 512, 1024, 2048, 4096, 5000]),
+    (131072, [4096, 8192, 16384, 32768, 65536, 131072]),
+])  # fmt: skip
 def test_bounds_of_the_longest_segment(max_length: int, bounds: list[int]) -> None:
     shapes = SegmentShapes(max_length)
     found = {length: shapes.bound(length) for length in range(1, max_length + 1)}
@@ -604,15 +592,12 @@ def test_micro_batch_moves_segment_borders_to_the_device() -> None:
 
 
 @pytest.mark.parametrize("implementation", [VARLEN, PACKAGE, PACKAGE_3])
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"with_segments": False}, "does not pass the segments"),
-        ({"s_aux": torch.ones(4)}, "passes s_aux to its attention, which"),
-        ({"is_causal": False}, "not causal"),
-        ({"attention_mask": torch.ones(1)}, "passes its own mask"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "message"), [
+    ({"with_segments": False}, "does not pass the segments"),
+    ({"s_aux": torch.ones(4)}, "passes s_aux to its attention, which"),
+    ({"is_causal": False}, "not causal"),
+    ({"attention_mask": torch.ones(1)}, "passes its own mask"),
+])  # fmt: skip
 def test_varlen_refuses_what_the_loop_refuses(
     asked: dict[str, Any], message: str, implementation: str
 ) -> None:
@@ -688,9 +673,7 @@ def test_flash_attn_is_called_with_its_keywords(monkeypatch: pytest.MonkeyPatch)
 
 
 @whole_varlen
-def test_flash_attention_3_is_called_with_its_keywords(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_flash_attention_3_is_called_with_its_keywords(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own kernels stay for all other attention of the process. Its first releases return a tuple."""
 
     def called(*values: Tensor, max_seqlen_q: int, max_seqlen_k: int, **keywords: Any) -> Any:

@@ -61,21 +61,18 @@ def test_keys_that_the_class_renames_are_known() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"model_type": "lama"}, "did you mean llama?"),
-        ({"hidden_size": 64}, "model.from_config.model_type"),
-        (LLAMA | {"hidden_size": "wide"}, "expected int"),
-        (LLAMA | {"num_attention_heads": 7}, "not a multiple"),
-        (LLAMA | {"vocab_size": 50}, "the tokenizer has 96 tokens"),
-        ({"model_type": "vit"}, "is not a causal language model"),
-        ({"model_type": "bert"}, "training a bert model is not tested"),
-        ({"model_type": "gemma3"}, "more than a text model (its config has text_config, vision_config)"),
-        ({"model_type": "phi4_multimodal"}, "more than a text model"),
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attends to later tokens"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "words"), [
+    ({"model_type": "lama"}, "did you mean llama?"),
+    ({"hidden_size": 64}, "model.from_config.model_type"),
+    (LLAMA | {"hidden_size": "wide"}, "expected int"),
+    (LLAMA | {"num_attention_heads": 7}, "not a multiple"),
+    (LLAMA | {"vocab_size": 50}, "the tokenizer has 96 tokens"),
+    ({"model_type": "vit"}, "is not a causal language model"),
+    ({"model_type": "bert"}, "training a bert model is not tested"),
+    ({"model_type": "gemma3"}, "more than a text model (its config has text_config, vision_config)"),
+    ({"model_type": "phi4_multimodal"}, "more than a text model"),
+    ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "attends to later tokens"),
+])  # fmt: skip
 def test_invalid_config_is_refused_in_one_sentence(keys: dict[str, object], words: str) -> None:
     message = refused(keys)
     assert words in message
@@ -93,13 +90,10 @@ def test_a_vocabulary_smaller_than_a_pretrained_models_is_fine() -> None:
     assert resolve_config(Model(from_config=LLAMA | {"vocab_size": 128}), FACTS).vocab_size == 128
 
 
-@pytest.mark.parametrize(
-    ("keys", "stages", "words"),
-    [
-        (LLAMA | {"num_hidden_layers": 4}, 2, "a cut of 5 layers is not one of 4"),
-        ({"model_type": "gemma4_text", "num_hidden_layers": 5}, 2, "looks up tokens again"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "stages", "words"), [
+    (LLAMA | {"num_hidden_layers": 4}, 2, "a cut of 5 layers is not one of 4"),
+    ({"model_type": "gemma4_text", "num_hidden_layers": 5}, 2, "looks up tokens again"),
+])  # fmt: skip
 def test_what_cannot_be_cut_is_refused(keys: dict[str, object], stages: int, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         build_model(Model(from_config=keys), FACTS, 0, torch.float32, 0, balanced([1] * 5, stages))
@@ -124,18 +118,13 @@ def test_missing_model_is_reported(tmp_path: Path) -> None:
         build_model(Model(name_or_path=str(tmp_path)), TokenFacts(9, 1, 2, None), 0, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"model_type": "llama", "hidden_size": "a"}, "cannot be read: Field 'hidden_size' expected int"),
-        ({"model_type": "gemma3", "text_config": 5}, "cannot be read: Field 'text_config' with value 5"),
-        (
-            {"model_type": "qwen3_moe", "decoder_sparse_step": 0},
-            "transformers cannot build a qwen3_moe model of this config: integer modulo by zero",
-        ),
-        ({"model_type": "qwen3_moe", "num_experts_per_tok": 0}, "a token cannot go to 0 of 128 experts"),
-    ],
-)
+@pytest.mark.parametrize(("config", "words"), [
+    ({"model_type": "llama", "hidden_size": "a"}, "cannot be read: Field 'hidden_size' expected int"),
+    ({"model_type": "gemma3", "text_config": 5}, "cannot be read: Field 'text_config' with value 5"),
+    ({"model_type": "qwen3_moe", "decoder_sparse_step": 0},
+     "transformers cannot build a qwen3_moe model of this config: integer modulo by zero"),
+    ({"model_type": "qwen3_moe", "num_experts_per_tok": 0}, "a token cannot go to 0 of 128 experts"),
+])  # fmt: skip
 def test_invalid_config_values_give_no_traceback(
     config: dict[str, object], words: str, tmp_path: Path
 ) -> None:

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dsft.data.steps.batch import NO_TARGET
-from dsft.model.head import (
-    Chunks,
-    GradientInBackward,
-    Head,
-    install_head,
-    shaping_of,
-)
+from dsft.model.head import Chunks, GradientInBackward, Head, install_head, shaping_of
 from dsft.model.products import pieces
 from dsft.model.softmax import Shaping, Softmax
 from dsft.plan.memory import sizes

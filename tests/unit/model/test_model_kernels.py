@@ -87,13 +87,10 @@ def apart(one: Tensor, other: Tensor) -> float:
 
 
 @installed
-@pytest.mark.parametrize(
-    ("kind", "dtype", "bound"),
-    [
-        *((kind, torch.float32, 3e-6) for kind in CHANGED),
-        *((kind, torch.float16, 3e-3) for kind in ("llama", "gemma2")),  # the interpreter has no bfloat16
-    ],
-)
+@pytest.mark.parametrize(("kind", "dtype", "bound"), [
+    *((kind, torch.float32, 3e-6) for kind in CHANGED),
+    *((kind, torch.float16, 3e-3) for kind in ("llama", "gemma2")),  # the interpreter has no bfloat16
+])  # fmt: skip
 def test_kernels_equal_the_modules(kind: str, dtype: torch.dtype, bound: float) -> None:
     made = model(kind, dtype)
     names = list(made.state_dict())

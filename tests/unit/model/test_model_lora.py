@@ -91,20 +91,15 @@ def test_names_have_no_peft_prefixes() -> None:
         assert plain_name(name) == plain
 
 
-@pytest.mark.parametrize(
-    ("lora", "message"),
-    [
-        (
-            {"target_modules": ("q_prj",)},
-            "'q_prj' matches no name here; write one that matches, such as q_proj, ",
-        ),
-        ({"target_modules": ("mlp",)}, "model.layers.0.mlp, which is of class LlamaMLP and no linear layer"),
-        ({"target_modules": ("embed_tokens",)}, "of class Embedding and no linear layer"),
-        ({"target_modules": ("lm_head",)}, "is the output head, which gets no adapter"),
-        ({"modules_to_save": ("lm_hed",)}, "model.lora.modules_to_save.0: 'lm_hed' matches no name"),
-        ({"target_modules": ("q_proj",), "modules_to_save": ("q_proj",)}, "is in modules_to_save too"),
-    ],
-)
+@pytest.mark.parametrize(("lora", "message"), [
+    ({"target_modules": ("q_prj",)},
+     "'q_prj' matches no name here; write one that matches, such as q_proj, "),
+    ({"target_modules": ("mlp",)}, "model.layers.0.mlp, which is of class LlamaMLP and no linear layer"),
+    ({"target_modules": ("embed_tokens",)}, "of class Embedding and no linear layer"),
+    ({"target_modules": ("lm_head",)}, "is the output head, which gets no adapter"),
+    ({"modules_to_save": ("lm_hed",)}, "model.lora.modules_to_save.0: 'lm_hed' matches no name"),
+    ({"target_modules": ("q_proj",), "modules_to_save": ("q_proj",)}, "is in modules_to_save too"),
+])  # fmt: skip
 def test_unmatched_lora_names_are_refused(lora: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as caught:
         policy(**lora)

@@ -114,17 +114,14 @@ def write_adapter(folder: Path, model: Model, checkpoint: CheckpointReader) -> b
     return adapter.is_misread
 
 
-@pytest.mark.parametrize(
-    ("kind", "layers"),
-    [
-        ("qwen3_moe", ATTENTION),
-        ("mixtral", ATTENTION),
-        ("olmoe", ATTENTION),
-        ("gpt_oss", ATTENTION),
-        ("qwen2_moe", ATTENTION | MLP | {"shared_expert_gate"}),
-        ("deepseek_v3", MLP | {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "layers"), [
+    ("qwen3_moe", ATTENTION),
+    ("mixtral", ATTENTION),
+    ("olmoe", ATTENTION),
+    ("gpt_oss", ATTENTION),
+    ("qwen2_moe", ATTENTION | MLP | {"shared_expert_gate"}),
+    ("deepseek_v3", MLP | {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+])  # fmt: skip
 def test_all_linear_covers_attention_dense_layers_and_shared_experts(kind: str, layers: set[str]) -> None:
     made = policy_of(model_of(kind))
     names = [name for name in made.named_trained() if name.endswith("lora_A.weight")]
@@ -172,31 +169,19 @@ def test_router_can_be_trained_in_full(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(loaded), logits(made.causal_lm), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("kind", "lora", "message"),
-    [
-        (
-            "qwen3_moe",
-            {"target_modules": ("gate_proj",)},
-            "'gate_proj' is a name that routed experts have in files",
-        ),
-        ("mixtral", {"target_modules": ("w1", "q_proj")}, "'w1' is a name that routed experts have in files"),
-        ("gpt_oss", {"target_modules": ("experts",)}, "of class GptOssExperts, for which adapters are not"),
-        (
-            "mixtral",
-            {"target_modules": ("experts",), "dropout": 0.1},
-            "and adapters of experts cannot have dropout",
-        ),
-        (
-            "mixtral",
-            {"target_modules": ("experts",), "use_dora": True},
-            "and adapters of experts cannot have use_dora",
-        ),
-        ("qwen3_moe", {"target_modules": ("gate",)}, "of class Qwen3MoeTopKRouter and no linear layer"),
-        ("qwen3_moe", {"modules_to_save": ("experts",)}, "which are not trained beside adapters; train them"),
-        ("qwen3_moe", {"target_modules": ("q_prj",)}, "'q_prj' matches no name here"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "lora", "message"), [
+    ("qwen3_moe", {"target_modules": ("gate_proj",)},
+     "'gate_proj' is a name that routed experts have in files"),
+    ("mixtral", {"target_modules": ("w1", "q_proj")}, "'w1' is a name that routed experts have in files"),
+    ("gpt_oss", {"target_modules": ("experts",)}, "of class GptOssExperts, for which adapters are not"),
+    ("mixtral", {"target_modules": ("experts",), "dropout": 0.1},
+     "and adapters of experts cannot have dropout"),
+    ("mixtral", {"target_modules": ("experts",), "use_dora": True},
+     "and adapters of experts cannot have use_dora"),
+    ("qwen3_moe", {"target_modules": ("gate",)}, "of class Qwen3MoeTopKRouter and no linear layer"),
+    ("qwen3_moe", {"modules_to_save": ("experts",)}, "which are not trained beside adapters; train them"),
+    ("qwen3_moe", {"target_modules": ("q_prj",)}, "'q_prj' matches no name here"),
+])  # fmt: skip
 def test_names_that_mean_no_layer_are_refused(kind: str, lora: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as caught:
         policy_of(model_of(kind, **lora))
@@ -210,15 +195,12 @@ def test_shared_experts_can_be_named() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "names", "adapted"),
-    [
-        ("qwen3_moe", ("down_proj",), {"down_proj": [2]}),
-        ("qwen3_moe", ("experts", "q_proj"), {"down_proj": [2], "gate_up_proj": [2], "q_proj": []}),
-        ("deepseek_v3", ("down_proj",), {"down_proj": []}),
-        ("deepseek_v3", ("experts.down_proj",), {"down_proj": [2]}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "names", "adapted"), [
+    ("qwen3_moe", ("down_proj",), {"down_proj": [2]}),
+    ("qwen3_moe", ("experts", "q_proj"), {"down_proj": [2], "gate_up_proj": [2], "q_proj": []}),
+    ("deepseek_v3", ("down_proj",), {"down_proj": []}),
+    ("deepseek_v3", ("experts.down_proj",), {"down_proj": [2]}),
+])  # fmt: skip
 def test_names_mean_linear_layers_and_experts_where_only_these_have_them(
     kind: str, names: tuple[str, ...], adapted: dict[str, list[int]]
 ) -> None:

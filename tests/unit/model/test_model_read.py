@@ -140,20 +140,14 @@ def change(folder: Path, how: Callable[[dict[str, Tensor]], dict[str, Tensor]]) 
 NORM = "model.norm.weight"
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        (lambda held: {n: t for n, t in held.items() if n != NORM}, f"{NORM} is missing"),
-        (
-            lambda held: held | {"model.extra.weight": torch.ones(2)},
-            "model.extra.weight is not a tensor of the model",
-        ),
-        (lambda held: held | {NORM: torch.ones(33)}, rf"{NORM} has shape \[33\] instead of \[32\]"),
-        (lambda held: {}, "and 16 more"),
-        (lambda held: held | {NORM: torch.ones(32, dtype=torch.int8)}, f"{NORM} has the type I8"),
-    ],
-    ids=["missing", "left over", "shape", "nothing", "quantized"],
-)
+@pytest.mark.parametrize(("how", "words"), [
+    (lambda held: {n: t for n, t in held.items() if n != NORM}, f"{NORM} is missing"),
+    (lambda held: held | {"model.extra.weight": torch.ones(2)},
+     "model.extra.weight is not a tensor of the model"),
+    (lambda held: held | {NORM: torch.ones(33)}, rf"{NORM} has shape \[33\] instead of \[32\]"),
+    (lambda held: {}, "and 16 more"),
+    (lambda held: held | {NORM: torch.ones(32, dtype=torch.int8)}, f"{NORM} has the type I8"),
+], ids=["missing", "left over", "shape", "nothing", "quantized"])  # fmt: skip
 def test_weights_of_another_model_are_an_error(
     how: Callable[[dict[str, Tensor]], dict[str, Tensor]], words: str, tmp_path: Path
 ) -> None:

@@ -127,16 +127,13 @@ def assert_equal_gradients(found: tuple[Any, ...], expected: tuple[Any, ...]) ->
             torch.testing.assert_close(mine, other, rtol=0, atol=3e-5 * max(1.0, float(other.abs().max())))
 
 
-@pytest.mark.parametrize(
-    ("kind", "attention", "checkpointing"),
-    [
-        *((kind, "auto", False) for kind in USUAL),
-        *(pytest.param(kind, "auto", False, marks=pytest.mark.long) for kind in KINDS if kind not in USUAL),
-        ("qwen3_5_text", "eager", False),
-        ("qwen3_5_text", "auto", True),
-        ("kimi_linear", "auto", True),
-    ],
-)
+@pytest.mark.parametrize(("kind", "attention", "checkpointing"), [
+    *((kind, "auto", False) for kind in USUAL),
+    *(pytest.param(kind, "auto", False, marks=pytest.mark.long) for kind in KINDS if kind not in USUAL),
+    ("qwen3_5_text", "eager", False),
+    ("qwen3_5_text", "auto", True),
+    ("kimi_linear", "auto", True),
+])  # fmt: skip
 def test_packed_equals_alone(kind: str, attention: str, checkpointing: bool) -> None:
     """Log-probabilities and the gradients of all parameters."""
     model = small(kind)

@@ -194,13 +194,10 @@ def test_the_census_has_their_form_and_their_bytes(folder: Path) -> None:
     assert policy.causal_lm(ids).logits.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("more", "key"),
-    [
-        ({"compile": True}, "model.compile"),
-        ({"experts": Experts(implementation="batched_mm")}, "model.experts.implementation"),
-    ],
-)
+@pytest.mark.parametrize(("more", "key"), [
+    ({"compile": True}, "model.compile"),
+    ({"experts": Experts(implementation="batched_mm")}, "model.experts.implementation"),
+])  # fmt: skip
 def test_what_would_not_compute_them_is_refused(more: dict[str, Any], key: str) -> None:
     config = {"model_type": "qwen3_moe"} | keys_of("qwen3_moe")
     lora = Lora(rank=2, target_modules=("experts",))

@@ -39,15 +39,12 @@ def resized(held: Tensor, first: int, stop: int) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("kind", "names"),
-    [
-        ("llama", ["model.embed_tokens.weight", "lm_head.weight"]),
-        ("gpt2", ["transformer.wte.weight"]),
-        ("phi", ["model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"]),
-        ("gpt_neox", ["gpt_neox.embed_in.weight", "lm_head.weight"]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "names"), [
+    ("llama", ["model.embed_tokens.weight", "lm_head.weight"]),
+    ("gpt2", ["transformer.wte.weight"]),
+    ("phi", ["model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"]),
+    ("gpt_neox", ["gpt_neox.embed_in.weight", "lm_head.weight"]),
+])  # fmt: skip
 def test_vocabulary_larger_than_the_embedding(
     kind: str, names: Sequence[str], dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -62,17 +59,14 @@ def test_vocabulary_larger_than_the_embedding(
     torch.testing.assert_close(found(ids).logits[..., :96], before(ids).logits, rtol=0, atol=near)
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "first_new", "rows", "message"),
-    [
-        (96, None, None, ""),
-        (80, None, None, ""),
-        (88, 86, (86, 88), "embeddings stay at 96 rows, of which some were spare: 2 new rows start from"),
-        (97, 94, (94, 97), "resized from 96 to 97 tokens: 3 new rows start from the mean of the first 94"),
-        (99, 98, (96, 99), "resized from 96 to 99 tokens: 3 new rows start from the mean of the first 96"),
-        (97, None, (96, 97), "resized from 96 to 97 tokens: 1 new row starts from the mean of the first 96"),
-    ],
-)
+@pytest.mark.parametrize(("vocab_size", "first_new", "rows", "message"), [
+    (96, None, None, ""),
+    (80, None, None, ""),
+    (88, 86, (86, 88), "embeddings stay at 96 rows, of which some were spare: 2 new rows start from"),
+    (97, 94, (94, 97), "resized from 96 to 97 tokens: 3 new rows start from the mean of the first 94"),
+    (99, 98, (96, 99), "resized from 96 to 99 tokens: 3 new rows start from the mean of the first 96"),
+    (97, None, (96, 97), "resized from 96 to 97 tokens: 1 new row starts from the mean of the first 96"),
+])  # fmt: skip
 def test_new_rows_are_found(
     vocab_size: int, first_new: int | None, rows: tuple[int, int] | None, message: str, tmp_path: Path
 ) -> None:

@@ -36,14 +36,11 @@ def test_heads_and_rope(kind: str, keys: dict[str, Any], size: int, message: str
     check_can_split(config, 2, max_length=16)
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("mamba", "recurrent layers"),
-        ("llama4_text", "layers of type chunked_attention"),
-        ("bloom", "takes no"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "message"), [
+    ("mamba", "recurrent layers"),
+    ("llama4_text", "layers of type chunked_attention"),
+    ("bloom", "takes no"),
+])  # fmt: skip
 def test_unpackable_models_are_refused_for_sequence_parallel(kind: str, message: str) -> None:
     config = CONFIG_MAPPING[kind](num_hidden_layers=1, hidden_size=16, vocab_size=32)
     with pytest.raises(

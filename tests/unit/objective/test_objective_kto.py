@@ -122,15 +122,11 @@ def test_values_that_are_missing_are_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # TRL's own
-@pytest.mark.parametrize(
-    "own",
-    [
-        Kto(),
-        Kto(beta=0.4, desirable_weight=1.3, undesirable_weight=0.6),
-        Kto(loss_type="apo_zero_unpaired", beta=0.7, undesirable_weight=2.0),
-    ],
-    ids=["kto", "weights", "apo_zero_unpaired"],
-)
+@pytest.mark.parametrize("own", [
+    Kto(),
+    Kto(beta=0.4, desirable_weight=1.3, undesirable_weight=0.6),
+    Kto(loss_type="apo_zero_unpaired", beta=0.7, undesirable_weight=2.0),
+], ids=["kto", "weights", "apo_zero_unpaired"])  # fmt: skip
 def test_kto_trainer(own: Kto) -> None:
     loss, gradient, metrics = trl_kto(own)
     found, found_gradient, found_metrics = ours(own)

@@ -201,85 +201,61 @@ def test_an_empty_file_is_the_specs_own_configuration(merge: Any, make_spec: Any
     assert merge({}).config == deepspeed_config(spec, batch_sizes(spec.train, 4))
 
 
-@pytest.mark.parametrize(
-    ("file", "problem"),
-    [
+@pytest.mark.parametrize(("file", "problem"), [
+    ({"zero_optimisation": {"stage": 3}},
+     "zero_optimisation: DeepSpeed does not know this key; did you mean"),
+    ({"elasticity": {"enabled": True}}, "elasticity: DeepSpeed has removed this feature"),
+    ({"fp16": {"enabled": True}}, "fp16.enabled: true, but dsft supports only false; set train.precision"),
+    ({"prescale_gradients": True}, "prescale_gradients: true"),
+    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: dsft does not offer tensor parallelism"),
+    *(
+        ({feature: {"enabled": True}}, f"{feature}: {not_offered(feature)}")
+        for feature in ("compile", "autotuning", "data_efficiency", "hybrid_engine")
+    ),
+    ({"sequence_parallel_size": 2}, "sequence_parallel_size: dsft does not offer sequence parallelism by"),
+    ({"zero_optimization": {"stage": 4}},
+     "zero_optimization.stage: 4, but it must be 0, 1, 2 or 3; correct it"),
+    ({"zero_optimization": {"stage": True}}, "zero_optimization.stage: true, but it must be 0, 1, 2 or 3"),
+    ({"zero_optimization": True}, "zero_optimization: true is not a section"),
+    ({"zero_optimization": {"stage": 2, "sub_group_size": "auto"}},
+     'zero_optimization.sub_group_size: "auto", but'),
+    ({"communication_data_type": "fp8"}, "train.reduce_dtype: 'fp8'"),
+    ('{"a": 1, "a": 2}', "has the key 'a' twice"),
+    ({"zero_optimization": {"offload_optimizer": True}}, "offload_optimizer: true is not a section"),
+    ({"zero_optimization": {"stage": 2, "overlap_comm": 1}}, "overlap_comm: 1, but it must be true or false"),
+    ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}}, '"5e8", but it must be a whole'),
+    ({"zero_optimization": {"stage": 1.0}}, "zero_optimization.stage: 1.0, but it must be 0, 1, 2 or 3"),
+    *(
         (
-            {"zero_optimisation": {"stage": 3}},
-            "zero_optimisation: DeepSpeed does not know this key; did you mean",
-        ),
-        ({"elasticity": {"enabled": True}}, "elasticity: DeepSpeed has removed this feature"),
-        (
-            {"fp16": {"enabled": True}},
-            "fp16.enabled: true, but dsft supports only false; set train.precision",
-        ),
-        ({"prescale_gradients": True}, "prescale_gradients: true"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: dsft does not offer tensor parallelism"),
-        *(
-            ({feature: {"enabled": True}}, f"{feature}: {not_offered(feature)}")
-            for feature in ("compile", "autotuning", "data_efficiency", "hybrid_engine")
-        ),
-        (
-            {"sequence_parallel_size": 2},
-            "sequence_parallel_size: dsft does not offer sequence parallelism by",
-        ),
-        (
-            {"zero_optimization": {"stage": 4}},
-            "zero_optimization.stage: 4, but it must be 0, 1, 2 or 3; correct it",
-        ),
-        (
-            {"zero_optimization": {"stage": True}},
-            "zero_optimization.stage: true, but it must be 0, 1, 2 or 3",
-        ),
-        ({"zero_optimization": True}, "zero_optimization: true is not a section"),
-        (
-            {"zero_optimization": {"stage": 2, "sub_group_size": "auto"}},
-            'zero_optimization.sub_group_size: "auto", but',
-        ),
-        ({"communication_data_type": "fp8"}, "train.reduce_dtype: 'fp8'"),
-        ('{"a": 1, "a": 2}', "has the key 'a' twice"),
-        ({"zero_optimization": {"offload_optimizer": True}}, "offload_optimizer: true is not a section"),
-        (
-            {"zero_optimization": {"stage": 2, "overlap_comm": 1}},
-            "overlap_comm: 1, but it must be true or false",
-        ),
-        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}}, '"5e8", but it must be a whole'),
-        ({"zero_optimization": {"stage": 1.0}}, "zero_optimization.stage: 1.0, but it must be 0, 1, 2 or 3"),
-        *(
-            (
-                {"zero_optimization": {"stage": 3, key: value}},
-                f"zero_optimization.{key}: {value}, but it must",
-            )
-            for key, value in (
-                ("reduce_bucket_size", 0),
-                ("reduce_bucket_size", -5),
-                ("allgather_bucket_size", 0),
-                ("sub_group_size", 0),
-                ("stage3_prefetch_bucket_size", -7),
-                ("stage3_max_live_parameters", -1),
-                ("stage3_max_reuse_distance", 0.5),
-                ("reduce_bucket_size", 10**20),
-                ("reduce_bucket_size", [5]),
-            )
-        ),
-        (
-            '{"zero_optimization": {"reduce_bucket_size": Infinity}}',
-            "holds the number Infinity, which is not",
-        ),
-        ({"data_types": {"grad_accum_dtype": "../../x"}}, '"../../x", but it must be "fp32", "fp16"'),
-        ({"flops_profiler": {"enabled": True, "output_file": "/tmp/x"}}, '"/tmp/x", but it must be null'),
-        ({"optimizer": {"type": "AdamW", "params": 3}}, "optimizer.params: 3, but it must be a section"),
-        ({"bfloat16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states: "),
-        ({"bfloat16": 3}, "bf16: 3 is not a section"),
-        ('{"a":' * 100_000, "is nested more than 100 levels deep"),
-        ("[" * 100_000, "is nested more than 100 levels deep"),
-        ('{"steps_per_print": ' + "9" * 5_000 + "}", "holds an integer of more than 300 digits"),
-        ('{"steps_per_print": 1e999}', "holds the number 1e999, which is not finite"),
-        (" " * 2**20 + "{}", "is larger than 1,048,576 bytes"),
-        ("{", "is not JSON at line 1"),
-        ("[]", "is not a JSON object"),
-    ],
-)
+            {"zero_optimization": {"stage": 3, key: value}},
+            f"zero_optimization.{key}: {value}, but it must"
+        )
+        for key, value in (
+            ("reduce_bucket_size", 0),
+            ("reduce_bucket_size", -5),
+            ("allgather_bucket_size", 0),
+            ("sub_group_size", 0),
+            ("stage3_prefetch_bucket_size", -7),
+            ("stage3_max_live_parameters", -1),
+            ("stage3_max_reuse_distance", 0.5),
+            ("reduce_bucket_size", 10**20),
+            ("reduce_bucket_size", [5]),
+        )
+    ),
+    ('{"zero_optimization": {"reduce_bucket_size": Infinity}}', "holds the number Infinity, which is not"),
+    ({"data_types": {"grad_accum_dtype": "../../x"}}, '"../../x", but it must be "fp32", "fp16"'),
+    ({"flops_profiler": {"enabled": True, "output_file": "/tmp/x"}}, '"/tmp/x", but it must be null'),
+    ({"optimizer": {"type": "AdamW", "params": 3}}, "optimizer.params: 3, but it must be a section"),
+    ({"bfloat16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states: "),
+    ({"bfloat16": 3}, "bf16: 3 is not a section"),
+    ('{"a":' * 100_000, "is nested more than 100 levels deep"),
+    ("[" * 100_000, "is nested more than 100 levels deep"),
+    ('{"steps_per_print": ' + "9" * 5_000 + "}", "holds an integer of more than 300 digits"),
+    ('{"steps_per_print": 1e999}', "holds the number 1e999, which is not finite"),
+    (" " * 2**20 + "{}", "is larger than 1,048,576 bytes"),
+    ("{", "is not JSON at line 1"),
+    ("[]", "is not a JSON object"),
+])  # fmt: skip
 def test_files_that_cannot_be_used(merge: Any, file: Any, problem: str) -> None:
     with pytest.raises(SpecError) as error:
         merge(file)

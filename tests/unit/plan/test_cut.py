@@ -65,23 +65,14 @@ def test_a_list_is_used_unchanged() -> None:
     assert cut_of(Parallel(pipeline_stages=2, pipeline_cut=(5, 1)), census(tied=False)).counts == (5, 1)
 
 
-@pytest.mark.parametrize(
-    ("parallel", "counted", "message"),
-    [
-        (Parallel(pipeline_stages=7), census(tied=False), "7 stages are more than the model's 6 layers"),
-        (
-            Parallel(pipeline_stages=2, pipeline_cut=(4, 3)),
-            census(tied=False),
-            r"pipeline_cut: \[4, 3\] has 7 layers in 2 stages, but the model has 6, and pipeline_stages is 2",
-        ),
-        (
-            Parallel(pipeline_stages=3, pipeline_cut=(3, 3)),
-            census(tied=False),
-            r"\[3, 3\] has 6 layers in 2 stages, but the model has 6, and pipeline_stages is 3",
-        ),
-        (Parallel(pipeline_stages=2), census(tied=False, uncuttable="it is odd"), "it is odd; set it to 1"),
-    ],
-)
+@pytest.mark.parametrize(("parallel", "counted", "message"), [
+    (Parallel(pipeline_stages=7), census(tied=False), "7 stages are more than the model's 6 layers"),
+    (Parallel(pipeline_stages=2, pipeline_cut=(4, 3)), census(tied=False),
+     r"pipeline_cut: \[4, 3\] has 7 layers in 2 stages, but the model has 6, and pipeline_stages is 2"),
+    (Parallel(pipeline_stages=3, pipeline_cut=(3, 3)), census(tied=False),
+     r"\[3, 3\] has 6 layers in 2 stages, but the model has 6, and pipeline_stages is 3"),
+    (Parallel(pipeline_stages=2), census(tied=False, uncuttable="it is odd"), "it is odd; set it to 1"),
+])  # fmt: skip
 def test_what_cannot_be_cut_is_refused(parallel: Parallel, counted: Census, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         cut_of(parallel, counted)

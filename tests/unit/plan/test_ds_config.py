@@ -71,21 +71,18 @@ def test_gradients_accumulate_in_fp32_where_deepspeed_can(make_spec: Any) -> Non
     assert [accumulated(stage, "fp32") for stage in range(4)] == ["fp32"] * 4
 
 
-@pytest.mark.parametrize(
-    ("ranks", "sections", "stays"),
-    [
-        (1, {}, True),
-        (2, {}, False),
-        (2, {"train": {"reduce_dtype": "bf16"}}, True),
-        (1, {"train": {"accumulation_steps": 2}}, False),
-        (1, {"train": {"precision": "fp32"}}, False),
-        (1, {"parallel": {"zero_stage": 2}}, False),
-        (1, {"parallel": {"offload_optimizer": {"device": "cpu"}}}, False),
-        (1, {"data": {"packing": True}}, True),
-        (1, {"data": {"packing": True, "max_tokens_per_micro_batch": 2 * 2048}}, True),
-        (1, {"data": {"packing": True, "max_tokens_per_micro_batch": 2 * 2048 - 1}}, False),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "sections", "stays"), [
+    (1, {}, True),
+    (2, {}, False),
+    (2, {"train": {"reduce_dtype": "bf16"}}, True),
+    (1, {"train": {"accumulation_steps": 2}}, False),
+    (1, {"train": {"precision": "fp32"}}, False),
+    (1, {"parallel": {"zero_stage": 2}}, False),
+    (1, {"parallel": {"offload_optimizer": {"device": "cpu"}}}, False),
+    (1, {"data": {"packing": True}}, True),
+    (1, {"data": {"packing": True, "max_tokens_per_micro_batch": 2 * 2048}}, True),
+    (1, {"data": {"packing": True, "max_tokens_per_micro_batch": 2 * 2048 - 1}}, False),
+])  # fmt: skip
 def test_bf16_gradients_stay_where_nothing_is_added_to_them_in_fp32(
     make_spec: Any, ranks: int, sections: dict[str, Any], stays: bool
 ) -> None:
@@ -145,17 +142,14 @@ def test_offload_asks_for_deepspeeds_adam_unless_the_spec_allows_another(make_sp
     assert forced(parallel={"zero_stage": 3}) is False
 
 
-@pytest.mark.parametrize(
-    ("elements", "size"),
-    [
-        (None, LARGEST_BUCKET),
-        (8_000_000_000, LARGEST_BUCKET),
-        (100_000_000, 25_000_000),
-        (8_000_002, 2_000_000),
-        (2_000_000, SMALLEST_BUCKET),
-        (500_001, 500_002),  # even
-    ],
-)
+@pytest.mark.parametrize(("elements", "size"), [
+    (None, LARGEST_BUCKET),
+    (8_000_000_000, LARGEST_BUCKET),
+    (100_000_000, 25_000_000),
+    (8_000_002, 2_000_000),
+    (2_000_000, SMALLEST_BUCKET),
+    (500_001, 500_002),  # even
+])  # fmt: skip
 def test_a_bucket_is_a_quarter_of_the_model_within_bounds(elements: int | None, size: int) -> None:
     assert bucket_size(elements) == size
 

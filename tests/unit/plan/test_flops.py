@@ -35,23 +35,20 @@ def test_frozen_weights_have_no_gradient_and_an_untied_embedding_no_product() ->
     assert work(model(100, 2, tied=False, vocabulary=40), 8).per_token == 360
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA L40S", 362.05),
-        ("NVIDIA L4", 121.0),
-        ("NVIDIA A10", 125.0),
-        ("NVIDIA A100", 312.0),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA RTX 6000 Ada Generation", 364.2),
-        ("Tesla V100-SXM2-16GB", 125.0),
-        ("Quadro GP100", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "peak"), [
+    ("NVIDIA H100 80GB HBM3", 989.4),
+    ("NVIDIA H100 PCIe", 756.0),
+    ("NVIDIA H200", 989.4),
+    ("NVIDIA A100-SXM4-80GB", 312.0),
+    ("NVIDIA L40S", 362.05),
+    ("NVIDIA L4", 121.0),
+    ("NVIDIA A10", 125.0),
+    ("NVIDIA A100", 312.0),
+    ("NVIDIA GeForce RTX 4090", 165.2),
+    ("NVIDIA RTX 6000 Ada Generation", 364.2),
+    ("Tesla V100-SXM2-16GB", 125.0),
+    ("Quadro GP100", None),
+])  # fmt: skip
 def test_the_peak_of_a_device_by_its_name(name: str, peak: float | None) -> None:
     assert peak_tflops(name) == peak
 

@@ -15,19 +15,16 @@ def test_hosts_come_back_in_their_order() -> None:
     assert parse("# two hosts\n\n  a slots=1  \nb\tslots=2\n", "hosts") == {"a": 1, "b": 2}
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("a slots=2 # fast\n", "hosts:1: 'a slots=2 # fast' is not `host slots=n`"),
-        ("a slots=2\na slots=3\n", "hosts:2: a is on an earlier line too"),
-        ("a\n", "hosts:1: 'a' is not `host slots=n`"),
-        ("a slots=0\n", "hosts:1: a has 0 slots"),
-        ("-a slots=1\n", "'-a' is neither a host name"),
-        ("10.0.0.300 slots=1\n", "'10.0.0.300' is neither a host name"),
-        ("a_b slots=1\n", "'a_b' is neither a host name"),
-        ("# nothing\n", "no host in the file"),
-    ],
-)
+@pytest.mark.parametrize(("text", "problem"), [
+    ("a slots=2 # fast\n", "hosts:1: 'a slots=2 # fast' is not `host slots=n`"),
+    ("a slots=2\na slots=3\n", "hosts:2: a is on an earlier line too"),
+    ("a\n", "hosts:1: 'a' is not `host slots=n`"),
+    ("a slots=0\n", "hosts:1: a has 0 slots"),
+    ("-a slots=1\n", "'-a' is neither a host name"),
+    ("10.0.0.300 slots=1\n", "'10.0.0.300' is neither a host name"),
+    ("a_b slots=1\n", "'a_b' is neither a host name"),
+    ("# nothing\n", "no host in the file"),
+])  # fmt: skip
 def test_what_is_not_a_host_is_refused_with_its_line(text: str, problem: str) -> None:
     with pytest.raises(SpecError) as error:
         parse(text, "hosts")

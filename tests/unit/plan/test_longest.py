@@ -69,16 +69,12 @@ def full(made: dict[str, Any], row: LongestRow, tokens: int) -> float:
     return max(need.needs / need.limit for need in memory_needs(plan.spec, plan.memory, plan.reference))
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {"model": {"gradient_checkpointing": True}, "parallel": {"zero_stage": 3}},
-        {"data": {"packing": True, "max_tokens_per_micro_batch": 1024}},
-        {"gpu": None, "cluster": {"hosts": {"a": 4}, "host_memory_gib": 12, "accelerator": {"name": "cpu"}}},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("sections", [
+    {},
+    {"model": {"gradient_checkpointing": True}, "parallel": {"zero_stage": 3}},
+    {"data": {"packing": True, "max_tokens_per_micro_batch": 1024}},
+    {"gpu": None, "cluster": {"hosts": {"a": 4}, "host_memory_gib": 12, "accelerator": {"name": "cpu"}}},
+], ids=str)  # fmt: skip
 def test_that_length_fits_and_a_somewhat_longer_one_does_not(sections: dict[str, Any]) -> None:
     made = document(**sections)
     rows = longest_rows(made)

@@ -15,18 +15,15 @@ from dsft.spec.layout import Layout
 CPU, NONE = {"device": "cpu"}, {"device": "none"}
 
 
-@pytest.mark.parametrize(
-    ("zero", "optimizer", "parameters", "precision", "each"),
-    [
-        (1, CPU, NONE, "bf16", 4 + 4 + 2),
-        (2, CPU, NONE, "bf16", 4 + 4 + 2),
-        (2, CPU, NONE, "fp32", 4 + 4 + 4 + 4),
-        (3, CPU, NONE, "bf16", 4 + 4),
-        (3, CPU, CPU, "bf16", 4 + 4 + 2),
-        (3, NONE, CPU, "bf16", 2),
-        (3, NONE, NONE, "bf16", 0),
-    ],
-)
+@pytest.mark.parametrize(("zero", "optimizer", "parameters", "precision", "each"), [
+    (1, CPU, NONE, "bf16", 4 + 4 + 2),
+    (2, CPU, NONE, "bf16", 4 + 4 + 2),
+    (2, CPU, NONE, "fp32", 4 + 4 + 4 + 4),
+    (3, CPU, NONE, "bf16", 4 + 4),
+    (3, CPU, CPU, "bf16", 4 + 4 + 2),
+    (3, NONE, CPU, "bf16", 2),
+    (3, NONE, NONE, "bf16", 0),
+])  # fmt: skip
 def test_bytes_that_deepspeed_locks_for_each_element(
     make_spec: Any, zero: int, optimizer: Any, parameters: Any, precision: str, each: int
 ) -> None:

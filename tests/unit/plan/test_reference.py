@@ -118,16 +118,13 @@ def test_what_is_gathered_ahead_follows_the_references_own_size() -> None:
     assert "optimizer" not in sized and "offload_param" not in sized["zero_optimization"]
 
 
-@pytest.mark.parametrize(
-    ("dpo", "parallel", "is_there"),
-    [
-        ({"reference": "live"}, {}, True),
-        ({"reference": "live", "reference_zero_stage": 3}, {"pipeline_stages": 2}, True),
-        ({"reference": "live"}, {"pipeline_stages": 2}, False),
-        ({}, {}, False),
-        ({"reference": "live", "loss_type": "simpo"}, {}, False),
-    ],
-)
+@pytest.mark.parametrize(("dpo", "parallel", "is_there"), [
+    ({"reference": "live"}, {}, True),
+    ({"reference": "live", "reference_zero_stage": 3}, {"pipeline_stages": 2}, True),
+    ({"reference": "live"}, {"pipeline_stages": 2}, False),
+    ({}, {}, False),
+    ({"reference": "live", "loss_type": "simpo"}, {}, False),
+])  # fmt: skip
 def test_a_live_reference_gets_a_file_of_its_own(
     dpo: dict[str, Any], parallel: dict[str, Any], is_there: bool, make_spec: Any, tmp_path: Path
 ) -> None:

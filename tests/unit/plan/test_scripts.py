@@ -33,16 +33,13 @@ def words(stage: Stage, program: str) -> list[str]:
     return [word.decode() for word in asked]
 
 
-@pytest.mark.parametrize(
-    ("hostname", "addresses", "place"),
-    [
-        ("node1", "", 0),
-        ("NODE1", "", 0),
-        ("node1.cluster", "", 0),
-        ("node2.rack", "", 1),
-        ("host7", "10.0.0.2 172.16.0.1", 1),  # known by an address alone
-    ],
-)
+@pytest.mark.parametrize(("hostname", "addresses", "place"), [
+    ("node1", "", 0),
+    ("NODE1", "", 0),
+    ("node1.cluster", "", 0),
+    ("node2.rack", "", 1),
+    ("host7", "10.0.0.2 172.16.0.1", 1),  # known by an address alone
+])  # fmt: skip
 def test_a_host_finds_its_place(tmp_path: Path, hostname: str, addresses: str, place: int) -> None:
     stage = Stage(
         tmp_path,

@@ -260,14 +260,11 @@ def test_names_cannot_steer_the_terminal(terminal: bool) -> None:
     assert r"evil \x1b]0;x\x1b\ \x1b[2J" in text and ("\x1b[1m" in text) is terminal
 
 
-@pytest.mark.parametrize(
-    ("device", "precision", "shown"),
-    [
-        ("H100", "bf16", "FlashAttention in one call"),
-        ("H100", "fp32", "segment by segment, as FlashAttention does not compute in fp32"),
-        ("cpu", "fp32", "segment by segment, as FlashAttention needs a GPU"),
-    ],
-)
+@pytest.mark.parametrize(("device", "precision", "shown"), [
+    ("H100", "bf16", "FlashAttention in one call"),
+    ("H100", "fp32", "segment by segment, as FlashAttention does not compute in fp32"),
+    ("cpu", "fp32", "segment by segment, as FlashAttention needs a GPU"),
+])  # fmt: skip
 def test_the_attention_of_packed_rows_is_named(
     make_spec: Any, device: str, precision: str, shown: str
 ) -> None:

@@ -143,16 +143,13 @@ def test_packed_pretraining_fills_its_rows(tmp_path: Path) -> None:
     assert found.tokens == pytest.approx(128, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("data", "model", "says"),
-    [
-        ("absent.jsonl", {}, "no such file"),
-        ("owner/rows", {}, "owner/rows is a data set of the hub"),
-        ("a.jsonl", {"tokenizer": "owner/model"}, "the tokenizer owner/model is not on this machine"),
-        ("broken.jsonl", {}, "no row is left"),
-        ("huge.csv", {}, "too large"),
-    ],
-)
+@pytest.mark.parametrize(("data", "model", "says"), [
+    ("absent.jsonl", {}, "no such file"),
+    ("owner/rows", {}, "owner/rows is a data set of the hub"),
+    ("a.jsonl", {"tokenizer": "owner/model"}, "the tokenizer owner/model is not on this machine"),
+    ("broken.jsonl", {}, "no row is left"),
+    ("huge.csv", {}, "too large"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_named(
     data: str, model: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

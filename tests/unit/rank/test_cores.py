@@ -92,17 +92,14 @@ def test_a_limit_on_processor_time_limits_the_threads(monkeypatch: pytest.Monkey
     assert share is not None and (share.threads, len(share.cpus)) == (2, 4)
 
 
-@pytest.mark.parametrize(
-    ("what", "found"),
-    [
-        ("nothing is offloaded", lambda: share_of(spec("none"), launched(), {})),
-        ("alone on the host", lambda: share_of(spec(), launched(ranks=1), {})),
-        ("the launcher does not say", lambda: share_of(spec(), launched(ranks=None), {})),
-        ("more ranks than cores", lambda: share_of(spec(), launched(ranks=13), {})),
-        ("the spec's own", lambda: share_of(spec(OMP_NUM_THREADS="4"), launched(), {})),
-        ("chosen", lambda: share_of(spec(), launched(launcher="deepspeed"), {"OMP_NUM_THREADS": "4"})),
-    ],
-)
+@pytest.mark.parametrize(("what", "found"), [
+    ("nothing is offloaded", lambda: share_of(spec("none"), launched(), {})),
+    ("alone on the host", lambda: share_of(spec(), launched(ranks=1), {})),
+    ("the launcher does not say", lambda: share_of(spec(), launched(ranks=None), {})),
+    ("more ranks than cores", lambda: share_of(spec(), launched(ranks=13), {})),
+    ("the spec's own", lambda: share_of(spec(OMP_NUM_THREADS="4"), launched(), {})),
+    ("chosen", lambda: share_of(spec(), launched(launcher="deepspeed"), {"OMP_NUM_THREADS": "4"})),
+])  # fmt: skip
 def test_cores_are_left_alone(what: str, found: Any) -> None:
     assert found() is None, what
 

@@ -37,23 +37,20 @@ def test_the_five_variables_are_read() -> None:
     assert launched.hosts is None and launched.local_world_size is None
 
 
-@pytest.mark.parametrize(
-    ("environ", "launcher", "address"),
-    [
-        (TORCHRUN, "torchrun", "node1"),
-        (DEEPSPEED, "deepspeed", "node1"),
-        (SRUN, "srun", "node1"),
-        (SRUN | {"MASTER_ADDR": "ib1", "MASTER_PORT": "7"}, "srun", "ib1"),
-        (MPIRUN, "mpirun", "10.77.0.1"),
-        (MPIRUN | {"MASTER_ADDR": "ib1"}, "mpirun", "ib1"),
-        (SRUN | TORCHRUN, "torchrun", "node1"),
-        (SRUN | DEEPSPEED, "deepspeed", "node1"),
-        (SRUN | MPIRUN, "mpirun", "10.77.0.1"),  # mpirun starts its daemons by srun
-        (SRUN | FIVE, "environment", "node1"),
-        (MPIRUN | FIVE, "environment", "node1"),
-        (SRUN | FIVE | {"WORLD_SIZE": "8", "DSFT_JOB": "x"}, "dsft launch", "node1"),
-    ],
-)
+@pytest.mark.parametrize(("environ", "launcher", "address"), [
+    (TORCHRUN, "torchrun", "node1"),
+    (DEEPSPEED, "deepspeed", "node1"),
+    (SRUN, "srun", "node1"),
+    (SRUN | {"MASTER_ADDR": "ib1", "MASTER_PORT": "7"}, "srun", "ib1"),
+    (MPIRUN, "mpirun", "10.77.0.1"),
+    (MPIRUN | {"MASTER_ADDR": "ib1"}, "mpirun", "ib1"),
+    (SRUN | TORCHRUN, "torchrun", "node1"),
+    (SRUN | DEEPSPEED, "deepspeed", "node1"),
+    (SRUN | MPIRUN, "mpirun", "10.77.0.1"),  # mpirun starts its daemons by srun
+    (SRUN | FIVE, "environment", "node1"),
+    (MPIRUN | FIVE, "environment", "node1"),
+    (SRUN | FIVE | {"WORLD_SIZE": "8", "DSFT_JOB": "x"}, "dsft launch", "node1"),
+])  # fmt: skip
 def test_every_launcher_tells_the_same_place(environ: dict[str, str], launcher: str, address: str) -> None:
     launched = detect(environ)
     assert (launched.launcher, launched.master_addr) == (launcher, address)
@@ -74,17 +71,14 @@ def test_all_ranks_of_a_job_meet_at_one_port_and_another_job_at_another() -> Non
     assert len(ports) == 9
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("node1", "node1"),
-        ("node[01-16]", "node01"),
-        ("node[3,1-2],gpu7", "node3"),
-        ("gpu[2-3]-ib,cpu1", "gpu2-ib"),
-        ("rack[2-3]n[1-4]", "rack2n1"),
-        ("b1,a1", "b1"),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "first"), [
+    ("node1", "node1"),
+    ("node[01-16]", "node01"),
+    ("node[3,1-2],gpu7", "node3"),
+    ("gpu[2-3]-ib,cpu1", "gpu2-ib"),
+    ("rack[2-3]n[1-4]", "rack2n1"),
+    ("b1,a1", "b1"),
+])  # fmt: skip
 def test_slurms_first_host_is_where_rank_0_listens(nodes: str, first: str) -> None:
     assert detect(SRUN | {"SLURM_STEP_NODELIST": nodes}).master_addr == first
 
@@ -111,13 +105,10 @@ def test_half_a_set_is_refused_by_name(missing: str) -> None:
         detect(environ)
 
 
-@pytest.mark.parametrize(
-    ("environ", "missing"),
-    [
-        *((SRUN, name) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")),
-        *((MPIRUN, name) for name in list(MPIRUN)[:3]),
-    ],
-)
+@pytest.mark.parametrize(("environ", "missing"), [
+    *((SRUN, name) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_JOB_ID")),
+    *((MPIRUN, name) for name in list(MPIRUN)[:3]),
+])  # fmt: skip
 def test_half_of_a_launchers_own_set_is_refused_by_name(environ: dict[str, str], missing: str) -> None:
     with pytest.raises(WorldError, match=f"not {missing}"):
         detect({name: value for name, value in environ.items() if name != missing})
@@ -158,14 +149,11 @@ def test_contradictions_are_refused_by_name(environ: dict[str, str], message: st
         detect(environ)
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        TORCHRUN | {"NNODES": "2", "NPROC_PER_NODE": "2", "NODE_RANK": "0"},
-        SRUN | {"CUDA_VISIBLE_DEVICES": "0,1"},
-        SRUN | {"CUDA_VISIBLE_DEVICES": "0", "DS_ACCELERATOR": "cpu"},
-    ],
-)
+@pytest.mark.parametrize("environ", [
+    TORCHRUN | {"NNODES": "2", "NPROC_PER_NODE": "2", "NODE_RANK": "0"},
+    SRUN | {"CUDA_VISIBLE_DEVICES": "0,1"},
+    SRUN | {"CUDA_VISIBLE_DEVICES": "0", "DS_ACCELERATOR": "cpu"},
+])  # fmt: skip
 def test_consistent_variables(environ: dict[str, str]) -> None:
     assert detect(environ).world_size == 4
 

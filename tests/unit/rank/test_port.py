@@ -27,17 +27,14 @@ def taken() -> Iterator[int]:
         yield other.getsockname()[1]
 
 
-@pytest.mark.parametrize(
-    ("launcher", "environ", "way_out"),
-    [
-        ("deepspeed", {}, "give deepspeed another one (--master_port N)"),
-        ("deepspeed", {"DSFT_JOB": "j.0"}, "unset MASTER_PORT, so that dsft launch finds a free one"),
-        ("environment", {}, "set MASTER_PORT to another one, for every rank"),
-        ("srun", {}, "set MASTER_PORT to another one, for every rank"),
-        ("mpirun", {}, "set MASTER_PORT to another one, for every rank"),
-        ("python", {}, "start again"),
-    ],
-)
+@pytest.mark.parametrize(("launcher", "environ", "way_out"), [
+    ("deepspeed", {}, "give deepspeed another one (--master_port N)"),
+    ("deepspeed", {"DSFT_JOB": "j.0"}, "unset MASTER_PORT, so that dsft launch finds a free one"),
+    ("environment", {}, "set MASTER_PORT to another one, for every rank"),
+    ("srun", {}, "set MASTER_PORT to another one, for every rank"),
+    ("mpirun", {}, "set MASTER_PORT to another one, for every rank"),
+    ("python", {}, "start again"),
+])  # fmt: skip
 def test_error_of_a_taken_port_names_what_chooses_it(
     taken: int, launcher: str, environ: dict[str, str], way_out: str
 ) -> None:

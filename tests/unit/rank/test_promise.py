@@ -55,17 +55,14 @@ def test_promised_world_passes() -> None:
     check_promise(cluster(HOSTS), launched(6, "srun", 4, 2, (4, 2)))
 
 
-@pytest.mark.parametrize(
-    ("started", "message"),
-    [
-        (launched(6, "torchrun", 6, 1), "but torchrun started 6 on 1 host: torchrun's --nnodes and"),
-        (launched(6, "torchrun", 3, 2), "but torchrun started 6 on 2 hosts: .*give --nnodes=2"),
-        (launched(6, "srun", 3, 2, (3, 3)), r"but srun started 6 on 2 hosts \(3 \+ 3\): srun's --nodes"),
-        (launched(6, "srun", 2, 3, (2, 2, 2)), r"but srun started 6 on 3 hosts \(2 \+ 2 \+ 2\)"),
-        (launched(4, "mpirun", 4, 1), "but mpirun started 4 on 1 host: mpirun's -n and hostfile"),
-        (launched(2, "environment"), "but environment started 2: WORLD_SIZE decides that"),
-    ],
-)
+@pytest.mark.parametrize(("started", "message"), [
+    (launched(6, "torchrun", 6, 1), "but torchrun started 6 on 1 host: torchrun's --nnodes and"),
+    (launched(6, "torchrun", 3, 2), "but torchrun started 6 on 2 hosts: .*give --nnodes=2"),
+    (launched(6, "srun", 3, 2, (3, 3)), r"but srun started 6 on 2 hosts \(3 \+ 3\): srun's --nodes"),
+    (launched(6, "srun", 2, 3, (2, 2, 2)), r"but srun started 6 on 3 hosts \(2 \+ 2 \+ 2\)"),
+    (launched(4, "mpirun", 4, 1), "but mpirun started 4 on 1 host: mpirun's -n and hostfile"),
+    (launched(2, "environment"), "but environment started 2: WORLD_SIZE decides that"),
+])  # fmt: skip
 def test_other_hosts_or_slots_with_the_same_number_of_processes_are_refused(
     started: Launched, message: str
 ) -> None:
@@ -136,12 +133,7 @@ def test_the_rank_map() -> None:
     assert rank_map(places(2, 1)) == "rank map: 0-1 = node0 0-1, 2 = node1 0"
     turned = [RankPlace("b", "b", 1), RankPlace("b", "b", 0), RankPlace("a", "a", 0)]
     assert rank_map(turned) == "rank map: 0 = b 1, 1 = b 0, 2 = a 0"
-    assert json.loads(rank_map_json(turned))[1] == {
-        "rank": 1,
-        "host": "b",
-        "local_rank": 0,
-        "device": "CPU",
-    }
+    assert json.loads(rank_map_json(turned))[1] == {"rank": 1, "host": "b", "local_rank": 0, "device": "CPU"}
 
 
 def test_the_devices() -> None:
@@ -158,14 +150,11 @@ def test_the_devices() -> None:
     assert warning.startswith("warning: the ranks have different devices")
 
 
-@pytest.mark.parametrize(
-    ("launcher", "size", "cause"),
-    [
-        ("python", 1, "plain python starts one"),
-        ("deepspeed", 1, "its --hostfile was left out"),
-        ("torchrun", 8, "give --nnodes=2 and --nproc_per_node, or change"),
-    ],
-)
+@pytest.mark.parametrize(("launcher", "size", "cause"), [
+    ("python", 1, "plain python starts one"),
+    ("deepspeed", 1, "its --hostfile was left out"),
+    ("torchrun", 8, "give --nnodes=2 and --nproc_per_node, or change"),
+])  # fmt: skip
 def test_other_world_size_is_refused_with_both_numbers(launcher: str, size: int, cause: str) -> None:
     with pytest.raises(WorldError, match=rf"expects 6 processes \(node1 4 \+ node2 2\).*{size}.*{cause}"):
         check_promise(cluster(HOSTS), launched(size, launcher))
@@ -176,14 +165,11 @@ def test_one_host_needs_no_hostfile() -> None:
         check_promise(cluster({"node1": 4}), launched(1, "deepspeed"))
 
 
-@pytest.mark.parametrize(
-    ("words", "hostfile"),
-    [
-        (("--num_gpus", "2", "dsft/train.py", "--hostfile", "mine"), None),
-        (("--master_port=1", "--hostfile=h", "--force_multi", "train.py", "a=b"), "h"),
-        (("-H", "h", "train.py"), "h"),
-    ],
-)
+@pytest.mark.parametrize(("words", "hostfile"), [
+    (("--num_gpus", "2", "dsft/train.py", "--hostfile", "mine"), None),
+    (("--master_port=1", "--hostfile=h", "--force_multi", "train.py", "a=b"), "h"),
+    (("-H", "h", "train.py"), "h"),
+])  # fmt: skip
 def test_hostfile_of_deepspeeds_command(words: tuple[str, ...], hostfile: str | None) -> None:
     """Options after the script are the script's."""
     options = deepspeed_options(["/env/bin/python", "/env/bin/deepspeed", *words])
@@ -234,16 +220,13 @@ except WorldError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "world", "expected"),
-    [
-        (None, (), 1, "--hostfile hosts does not exist"),
-        ("localhost slots=2\n", (), 1, "lists 2 processes but 1"),
-        ("localhost slots=2\n", ("--num_gpus", "1"), 1, "passed"),
-        ("localhost slots=2\n", (), 2, "passed"),
-        ("nobody.invalid slots=2\n", (), 2, "names nobody.invalid alone, which is not this machine"),
-    ],
-)
+@pytest.mark.parametrize(("text", "options", "world", "expected"), [
+    (None, (), 1, "--hostfile hosts does not exist"),
+    ("localhost slots=2\n", (), 1, "lists 2 processes but 1"),
+    ("localhost slots=2\n", ("--num_gpus", "1"), 1, "passed"),
+    ("localhost slots=2\n", (), 2, "passed"),
+    ("nobody.invalid slots=2\n", (), 2, "names nobody.invalid alone, which is not this machine"),
+])  # fmt: skip
 def test_hostfile_on_the_parents_command_line_is_checked(
     tmp_path: Path, text: str | None, options: tuple[str, ...], world: int, expected: str
 ) -> None:

@@ -18,17 +18,14 @@ def at(machine: str, address: str | None) -> RankPlace:
     return RankPlace(machine, machine, 0, CPU, address)
 
 
-@pytest.mark.parametrize(
-    ("addresses", "rank", "asked"),
-    [
-        (["10.0.0.1", "10.0.0.2"], 0, "10.0.0.1"),
-        (["10.0.0.1", "10.0.0.2"], 1, "10.0.0.2"),
-        (["127.0.0.1", "10.0.0.2"], 0, "towards 10.0.0.2"),  # 127.0.1.1 of Debian's /etc/hosts
-        (["127.0.0.1", "10.0.0.2"], 1, "10.0.0.2"),
-        (["127.0.0.1", "127.0.0.1"], 0, None),
-        ([None, "10.0.0.2"], 0, "towards 10.0.0.2"),
-    ],
-)
+@pytest.mark.parametrize(("addresses", "rank", "asked"), [
+    (["10.0.0.1", "10.0.0.2"], 0, "10.0.0.1"),
+    (["10.0.0.1", "10.0.0.2"], 1, "10.0.0.2"),
+    (["127.0.0.1", "10.0.0.2"], 0, "towards 10.0.0.2"),  # 127.0.1.1 of Debian's /etc/hosts
+    (["127.0.0.1", "10.0.0.2"], 1, "10.0.0.2"),
+    (["127.0.0.1", "127.0.0.1"], 0, None),
+    ([None, "10.0.0.2"], 0, "towards 10.0.0.2"),
+])  # fmt: skip
 def test_between_hosts(
     addresses: list[str | None], rank: int, asked: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,52 +17,34 @@ from dsft.rank.slurm import allocation
 NODES = {"SLURM_JOB_NODELIST": "n[1-3],m"}
 
 
-@pytest.mark.parametrize(
-    ("environ", "slots", "counts"),
-    [
-        ({"SLURM_TASKS_PER_NODE": "2(x3),1"}, None, [2, 2, 2, 1]),
-        ({"SLURM_TASKS_PER_NODE": "1,2,3,4"}, None, [1, 2, 3, 4]),
-        ({"SLURM_NTASKS_PER_NODE": "2"}, None, [2, 2, 2, 2]),
-        ({"SLURM_TASKS_PER_NODE": "1(x4)", "SLURM_GPUS_ON_NODE": "8"}, None, [8] * 4),
-        ({"SLURM_TASKS_PER_NODE": "2(x4)", "SLURM_GPUS_ON_NODE": "0"}, None, [2] * 4),
-        ({"SLURM_GPUS_PER_NODE": "a100:4", "SLURM_GPUS_ON_NODE": "1"}, None, [4] * 4),
-        ({"SLURM_GPUS_PER_NODE": "a100:4,h100:2"}, None, [6] * 4),
-        ({"SLURM_TASKS_PER_NODE": "2(x3),1"}, 5, [5] * 4),
-        ({}, 3, [3] * 4),
-    ],
-)
+@pytest.mark.parametrize(("environ", "slots", "counts"), [
+    ({"SLURM_TASKS_PER_NODE": "2(x3),1"}, None, [2, 2, 2, 1]),
+    ({"SLURM_TASKS_PER_NODE": "1,2,3,4"}, None, [1, 2, 3, 4]),
+    ({"SLURM_NTASKS_PER_NODE": "2"}, None, [2, 2, 2, 2]),
+    ({"SLURM_TASKS_PER_NODE": "1(x4)", "SLURM_GPUS_ON_NODE": "8"}, None, [8] * 4),
+    ({"SLURM_TASKS_PER_NODE": "2(x4)", "SLURM_GPUS_ON_NODE": "0"}, None, [2] * 4),
+    ({"SLURM_GPUS_PER_NODE": "a100:4", "SLURM_GPUS_ON_NODE": "1"}, None, [4] * 4),
+    ({"SLURM_GPUS_PER_NODE": "a100:4,h100:2"}, None, [6] * 4),
+    ({"SLURM_TASKS_PER_NODE": "2(x3),1"}, 5, [5] * 4),
+    ({}, 3, [3] * 4),
+])  # fmt: skip
 def test_slots_of_a_slurm_node(environ: Mapping[str, str], slots: int | None, counts: list[int]) -> None:
     found = allocation(NODES | environ, slots).hosts
     assert list(found.items()) == list(zip(["n1", "n2", "n3", "m"], counts, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("environ", "kind", "words"),
-    [
-        ({}, WorldError, "SLURM_JOB_NODELIST is not set, so this is not a Slurm job"),
-        (NODES, WorldError, "give --processes N"),
-        (NODES | {"SLURM_TASKS_PER_NODE": "2(x3)"}, SpecError, "is for 3 hosts, SLURM_JOB_NODELIST has 4"),
-        (
-            NODES | {"SLURM_TASKS_PER_NODE": "2(x3),0"},
-            SpecError,
-            "such as 2(x3),1",
-        ),
-        (
-            NODES | {"SLURM_TASKS_PER_NODE": "2(x3),1; id"},
-            SpecError,
-            "such as 2(x3),1",
-        ),
-        (
-            NODES | {"SLURM_TASKS_PER_NODE": "2(x999999)"},
-            SpecError,
-            "such as 2(x3),1",
-        ),
-        (NODES | {"SLURM_GPUS_ON_NODE": "many"}, SpecError, "'many' is not a number of GPUs"),
-        ({"SLURM_JOB_NODELIST": "-oProxyCommand=id"}, SpecError, "is neither a host name"),
-        ({"SLURM_JOB_NODELIST": "n[1-2],n2"}, SpecError, "n2 is in"),
-        ({"SLURM_JOB_NODELIST": "n[1-2"}, SpecError, "is not a list of hosts"),
-    ],
-)
+@pytest.mark.parametrize(("environ", "kind", "words"), [
+    ({}, WorldError, "SLURM_JOB_NODELIST is not set, so this is not a Slurm job"),
+    (NODES, WorldError, "give --processes N"),
+    (NODES | {"SLURM_TASKS_PER_NODE": "2(x3)"}, SpecError, "is for 3 hosts, SLURM_JOB_NODELIST has 4"),
+    (NODES | {"SLURM_TASKS_PER_NODE": "2(x3),0"}, SpecError, "such as 2(x3),1"),
+    (NODES | {"SLURM_TASKS_PER_NODE": "2(x3),1; id"}, SpecError, "such as 2(x3),1"),
+    (NODES | {"SLURM_TASKS_PER_NODE": "2(x999999)"}, SpecError, "such as 2(x3),1"),
+    (NODES | {"SLURM_GPUS_ON_NODE": "many"}, SpecError, "'many' is not a number of GPUs"),
+    ({"SLURM_JOB_NODELIST": "-oProxyCommand=id"}, SpecError, "is neither a host name"),
+    ({"SLURM_JOB_NODELIST": "n[1-2],n2"}, SpecError, "n2 is in"),
+    ({"SLURM_JOB_NODELIST": "n[1-2"}, SpecError, "is not a list of hosts"),
+])  # fmt: skip
 def test_invalid_slurm_variables_are_refused(
     environ: Mapping[str, str], kind: type[DsftError], words: str
 ) -> None:
@@ -78,19 +60,16 @@ def test_hosts_and_slots_from_words() -> None:
     assert of_words(["node[01-02]", "a"], 2) == {"node01": 2, "node02": 2, "a": 2}
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["node1:0"], "a host needs at least 1 slot"),
-        (["node1"], "has no number of slots"),
-        (["node1:8x"], "'8x' is not a number of slots"),
-        (["node1:8 trailing"], "'8 trailing' is not a number of slots"),
-        (["node1:-1"], "'-1' is not a number of slots"),
-        (["node[1-2]:1", "NODE2:1"], "NODE2 is given twice"),
-        (["-oProxyCommand=id:1"], "is neither a host name"),
-        (["a\n:1"], "is neither a host name"),
-    ],
-)
+@pytest.mark.parametrize(("words", "reason"), [
+    (["node1:0"], "a host needs at least 1 slot"),
+    (["node1"], "has no number of slots"),
+    (["node1:8x"], "'8x' is not a number of slots"),
+    (["node1:8 trailing"], "'8 trailing' is not a number of slots"),
+    (["node1:-1"], "'-1' is not a number of slots"),
+    (["node[1-2]:1", "NODE2:1"], "NODE2 is given twice"),
+    (["-oProxyCommand=id:1"], "is neither a host name"),
+    (["a\n:1"], "is neither a host name"),
+])  # fmt: skip
 def test_invalid_words_for_hosts_are_refused(words: list[str], reason: str) -> None:
     with pytest.raises(SpecError) as error:
         of_words(words, None)

@@ -73,9 +73,7 @@ def test_a_signal_asks_for_a_stop(start: Callable, asked: signal.Signals) -> Non
     assert name_of(asked) in REASONS and ("saves at the end of its step" in err) == (asked != signal.SIGUSR1)
 
 
-def test_two_signals_at_once_are_one_request_and_a_later_one_ends_at_once(
-    start: Callable,
-) -> None:
+def test_two_signals_at_once_are_one_request_and_a_later_one_ends_at_once(start: Callable) -> None:
     rank, _ = start("train", "saves long")
     rank.send_signal(signal.SIGUSR1)  # that the time is nearly over, and a while later that it is
     assert rank.stdout.readline() == "asked by SIGUSR1\n"

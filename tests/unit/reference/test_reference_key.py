@@ -57,15 +57,12 @@ def one_number_of_the_config(folder: Path) -> None:
     path.write_text(text.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'), encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    "change, shown",
-    [
-        (one_weight, "the weight file model.safetensors has changed"),
-        (one_template_character, "the chat template has changed at its character"),
-        (one_row, "data.eval had 2 pairs of"),
-        (one_number_of_the_config, "the model's config: rms_norm_eps was 1e-06, now 1e-05"),
-    ],
-)
+@pytest.mark.parametrize("change, shown", [
+    (one_weight, "the weight file model.safetensors has changed"),
+    (one_template_character, "the chat template has changed at its character"),
+    (one_row, "data.eval had 2 pairs of"),
+    (one_number_of_the_config, "the model's config: rms_norm_eps was 1e-06, now 1e-05"),
+])  # fmt: skip
 def test_files_that_change(folder: Path, change: Callable[[Path], None], shown: str) -> None:
     before = key(folder)
     assert key(folder).digest == before.digest
@@ -77,18 +74,13 @@ def test_files_that_change(folder: Path, change: Callable[[Path], None], shown: 
         assert len(differences(before.components, now.components)) == 1
 
 
-@pytest.mark.parametrize(
-    "changed, shown",
-    [
-        ({"data": {"max_length": 128}}, "data.max_length was 256, now 128"),
-        ({"train": {"precision": "bf16"}}, "train.precision was fp32, now bf16"),
-        ({"model": {"add_tokens": ("<new>",)}}, "model.add_tokens"),
-        (
-            {"model": {"name_or_path": None, "from_config": {"model_type": "llama"} | TINY}},
-            "the weights were read from files, now fresh ones of model.from_config",
-        ),
-    ],
-)
+@pytest.mark.parametrize("changed, shown", [
+    ({"data": {"max_length": 128}}, "data.max_length was 256, now 128"),
+    ({"train": {"precision": "bf16"}}, "train.precision was fp32, now bf16"),
+    ({"model": {"add_tokens": ("<new>",)}}, "model.add_tokens"),
+    ({"model": {"name_or_path": None, "from_config": {"model_type": "llama"} | TINY}},
+     "the weights were read from files, now fresh ones of model.from_config"),
+])  # fmt: skip
 def test_keys_of_the_spec_that_change(folder: Path, changed: dict[str, Any], shown: str) -> None:
     before, now = key(folder), key(folder, changed)
     assert now.digest != before.digest

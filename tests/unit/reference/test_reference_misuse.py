@@ -24,15 +24,12 @@ from tests.launching import ROOT
 from tests.unit.reference.small import TINY, model, rows, spec
 
 
-@pytest.mark.parametrize(
-    "changed, shown",
-    [
-        ({"task": "sft"}, "task: task sft has no reference; start dsft/train.py"),
-        ({"dpo": {"loss_type": "simpo"}}, "dpo.loss_type: simpo needs no reference"),
-        ({"dpo": {"reference": "live"}}, "dpo.reference: live computes the reference while it trains"),
-        ({"dpo": {"reference": "adapter"}}, "dpo.reference: adapter computes the reference while it trains"),
-    ],
-)
+@pytest.mark.parametrize("changed, shown", [
+    ({"task": "sft"}, "task: task sft has no reference; start dsft/train.py"),
+    ({"dpo": {"loss_type": "simpo"}}, "dpo.loss_type: simpo needs no reference"),
+    ({"dpo": {"reference": "live"}}, "dpo.reference: live computes the reference while it trains"),
+    ({"dpo": {"reference": "adapter"}}, "dpo.reference: adapter computes the reference while it trains"),
+])  # fmt: skip
 def test_nothing_to_score(changed: dict[str, Any], shown: str, tmp_path: Path) -> None:
     sections = {name: keys for name, keys in changed.items() if name != "task"}
     asked = spec(tmp_path, sections).model_copy(update={k: v for k, v in changed.items() if k == "task"})
@@ -87,14 +84,11 @@ def test_dsft_reference_starts_train_py_on_its_own_ranks(
     assert several[0][3:] == ["--reference_only", "--any_ranks"]
 
 
-@pytest.mark.parametrize(
-    "program, code",
-    [
-        ("sys.exit(0)", 0),
-        ("sys.exit(65 if rank == 1 else 69)", 65),
-        ("rank == 1 and sys.exit(73); time.sleep(60)", 73),
-    ],
-)
+@pytest.mark.parametrize("program, code", [
+    ("sys.exit(0)", 0),
+    ("sys.exit(65 if rank == 1 else 69)", 65),
+    ("rank == 1 and sys.exit(73); time.sleep(60)", 73),
+])  # fmt: skip
 def test_the_exit_code_is_that_of_the_first_rank_that_fails(
     program: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

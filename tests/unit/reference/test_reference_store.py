@@ -176,10 +176,7 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("truncation", {"max_length": 256, "on_too_long": "truncate"}, "data.max_length was 512, now 256"),
     (
         "data",
-        {
-            "sources": {"data.train a.jsonl": {"rows": 9, "tokens": 90, "fingerprint": "g"}},
-            "examples": ["g"],
-        },
+        {"sources": {"data.train a.jsonl": {"rows": 9, "tokens": 90, "fingerprint": "g"}}, "examples": ["g"]},
         r"data.train a.jsonl had 9 pairs of 90 tokens, now the same number of different pairs",
     ),
     ("data", COMPONENTS["data"] | {"examples": ["g"]}, "in another order"),

@@ -121,16 +121,13 @@ def test_a_store_that_is_removed_while_the_run_trains_is_named(folder: Path) -> 
         look_up_rows(table)([batch])[0]
 
 
-@pytest.mark.parametrize(
-    "teacher, student, top_k, shown",
-    [
-        (300, 270, 270, None),
-        (300, 270, 271, "the teacher has 300 tokens and the student 270; set at most 270"),
-        (270, 270, 270, None),
-        (270, 300, 269, None),
-        (270, 300, 270, "set at most 269"),
-    ],
-)
+@pytest.mark.parametrize("teacher, student, top_k, shown", [
+    (300, 270, 270, None),
+    (300, 270, 271, "the teacher has 300 tokens and the student 270; set at most 270"),
+    (270, 270, 270, None),
+    (270, 300, 269, None),
+    (270, 300, 270, "set at most 269"),
+])  # fmt: skip
 def test_more_tokens_than_both_models_have(
     teacher: int, student: int, top_k: int, shown: str | None, tmp_path: Path
 ) -> None:

@@ -102,14 +102,11 @@ def test_the_file_has_each_phase_with_the_plans_figure_and_the_error(tmp_path: P
         MemoryFile(tmp_path / "none", meter, gather, {}).enter("save")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "figures"),
-    [
-        ((100, None, 0), {"measured": 100}),
-        ((100, 0, 30), {"measured": 100, "above_start": 70}),
-        ((100, 140, 30), {"measured": 100, "above_start": 70, "planned": 140, "error": -0.5}),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "figures"), [
+    ((100, None, 0), {"measured": 100}),
+    ((100, 0, 30), {"measured": 100, "above_start": 70}),
+    ((100, 140, 30), {"measured": 100, "above_start": 70, "planned": 140, "error": -0.5}),
+])  # fmt: skip
 def test_the_error_is_of_what_the_model_took(arguments: Any, figures: dict[str, float]) -> None:
     assert compared(*arguments) == figures
 

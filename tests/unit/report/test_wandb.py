@@ -195,34 +195,28 @@ def test_a_folder_that_wandb_cannot_write(tmp_path: Path) -> None:
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 6
 
 
-@pytest.mark.parametrize(
-    ("mode", "environ", "expected"),
-    [
-        ("auto", {}, "offline"),
-        ("auto", {"WANDB_API_KEY": KEY}, "online"),
-        ("auto", {"WANDB_API_KEY": ""}, "offline"),
-        ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, "offline"),
-        ("auto", {"WANDB_MODE": "disabled"}, "disabled"),
-        ("auto", {"WANDB_MODE": "online"}, "offline"),  # there is no key
-        ("online", {}, "offline"),
-        ("online", {"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, "online"),  # the spec is asked first
-        ("offline", {"WANDB_API_KEY": KEY}, "offline"),
-        ("disabled", {"WANDB_API_KEY": KEY}, "disabled"),
-    ],
-)
+@pytest.mark.parametrize(("mode", "environ", "expected"), [
+    ("auto", {}, "offline"),
+    ("auto", {"WANDB_API_KEY": KEY}, "online"),
+    ("auto", {"WANDB_API_KEY": ""}, "offline"),
+    ("auto", {"WANDB_API_KEY": KEY, "WANDB_MODE": "offline"}, "offline"),
+    ("auto", {"WANDB_MODE": "disabled"}, "disabled"),
+    ("auto", {"WANDB_MODE": "online"}, "offline"),  # there is no key
+    ("online", {}, "offline"),
+    ("online", {"WANDB_API_KEY": KEY, "WANDB_MODE": "disabled"}, "online"),  # the spec is asked first
+    ("offline", {"WANDB_API_KEY": KEY}, "offline"),
+    ("disabled", {"WANDB_API_KEY": KEY}, "disabled"),
+])  # fmt: skip
 def test_which_mode_it_is(tmp_path: Path, mode: Any, environ: dict[str, str], expected: str) -> None:
     assert mode_of(Wandb(mode=mode), {"NETRC": str(tmp_path / "absent")} | environ) == expected
 
 
-@pytest.mark.parametrize(
-    ("content", "base", "expected"),
-    [
-        (f"machine api.wandb.ai login user password {KEY}", None, "online"),
-        (f"machine wandb.my.org login user password {KEY}", None, "offline"),
-        (f"machine wandb.my.org login user password {KEY}", "https://wandb.my.org:8080/", "online"),
-        ("machine", None, "offline"),
-    ],
-)
+@pytest.mark.parametrize(("content", "base", "expected"), [
+    (f"machine api.wandb.ai login user password {KEY}", None, "online"),
+    (f"machine wandb.my.org login user password {KEY}", None, "offline"),
+    (f"machine wandb.my.org login user password {KEY}", "https://wandb.my.org:8080/", "online"),
+    ("machine", None, "offline"),
+])  # fmt: skip
 def test_the_key_in_a_netrc_file(tmp_path: Path, content: str, base: str | None, expected: str) -> None:
     path = tmp_path / "netrc"
     path.write_text(content)

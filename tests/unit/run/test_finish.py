@@ -86,16 +86,13 @@ def test_an_export_of_plain_texts_stops_as_its_base_does(
     assert described(base, {"text": "a"}, tmp_path / "runs") == ([], TEXT_END)
 
 
-@pytest.mark.parametrize(
-    ("task", "model", "text", "answers"),
-    [
-        ("sft", {"name_or_path": "base"}, "model: runs/a/export", True),
-        ("pretrain", {"name_or_path": "base"}, "model: runs/a/export", False),
-        ("dpo", {"name_or_path": "base"}, "model: runs/a/export", True),
-        ("sft", {"name_or_path": "base", "lora": {}}, "step-9 OUT --merged", True),
-        ("sft", {"from_config": {"model_type": "llama"}, "lora": {}}, "which no folder holds", False),
-    ],
-)
+@pytest.mark.parametrize(("task", "model", "text", "answers"), [
+    ("sft", {"name_or_path": "base"}, "model: runs/a/export", True),
+    ("pretrain", {"name_or_path": "base"}, "model: runs/a/export", False),
+    ("dpo", {"name_or_path": "base"}, "model: runs/a/export", True),
+    ("sft", {"name_or_path": "base", "lora": {}}, "step-9 OUT --merged", True),
+    ("sft", {"from_config": {"model_type": "llama"}, "lora": {}}, "which no folder holds", False),
+])  # fmt: skip
 def test_chat_is_suggested_for_models_that_answer(
     task: str, model: dict[str, object], text: str, answers: bool
 ) -> None:
@@ -121,9 +118,7 @@ def test_the_outcome_has_first_and_last_loss_and_each_set() -> None:
     assert outcome([pairs]) == ["held-out loss 0.5000, accuracy 0.750, margin 1.25"]
 
 
-def test_resume_warns_of_another_learning_rate_and_a_fresh_start_of_replaced_metrics(
-    tmp_path: Path,
-) -> None:
+def test_resume_warns_of_another_learning_rate_and_a_fresh_start_of_replaced_metrics(tmp_path: Path) -> None:
     given = spec("sft", {"from_config": {"model_type": "llama"}})
     given = given.model_copy(update={"train": given.train.model_copy(update={"max_steps": 60})})
     given = given.model_copy(update={"output_dir": str(tmp_path.parent), "name": tmp_path.name})

@@ -144,26 +144,14 @@ def test_every_step_is_reported_and_the_end_is_evaluated_and_saved_once() -> Non
 
 def test_each_checkpoint_is_evaluated_where_the_best_are_kept() -> None:
     log = Log()
-    fit(
-        FakeEngine(),
-        Steps(),
-        schedule(evaluate_saved=True, eval_every=None),
-        log.run(),
-        Progress(),
-    )
+    fit(FakeEngine(), Steps(), schedule(evaluate_saved=True, eval_every=None), log.run(), Progress())
     assert [step for step, _ in log.of("eval/loss")] == [3, 5]
     assert log.losses == [1.0, 1.0]
 
 
 def test_a_window_of_steps_is_the_sum_over_the_count() -> None:
     log = Log()
-    fit(
-        FakeEngine(),
-        Steps(),
-        schedule(log_every=2, save_every=None, evaluates=False),
-        log.run(),
-        Progress(),
-    )
+    fit(FakeEngine(), Steps(), schedule(log_every=2, save_every=None, evaluates=False), log.run(), Progress())
     # steps 1 and 2: (10·5 + 20·4) ÷ 30, not the mean of 5 and 4
     assert log.of("train/loss")[0] == (2, pytest.approx(130 / 30, abs=1e-15))
     assert [step for step, _ in log.of("train/loss")] == [2, 4, 5]

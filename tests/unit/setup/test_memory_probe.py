@@ -41,30 +41,24 @@ def test_the_first_part_of_a_padded_and_of_a_packed_micro_batch() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("measured", "limit", "fit"),
-    [
-        ([PeakMemory(100, 1000), PeakMemory(200, 1400)], 2000, 350),  # 4 bytes a token above 600
-        ([PeakMemory(100, 1000), PeakMemory(200, 1000)], 2000, 200),  # the update was the fullest moment
-        ([PeakMemory(100, 1000)], 2000, 100),
-        ([], 2000, None),
-    ],
-)
+@pytest.mark.parametrize(("measured", "limit", "fit"), [
+    ([PeakMemory(100, 1000), PeakMemory(200, 1400)], 2000, 350),  # 4 bytes a token above 600
+    ([PeakMemory(100, 1000), PeakMemory(200, 1000)], 2000, 200),  # the update was the fullest moment
+    ([PeakMemory(100, 1000)], 2000, 100),
+    ([], 2000, None),
+])  # fmt: skip
 def test_what_fits_by_a_straight_line(measured: list[PeakMemory], limit: int, fit: int | None) -> None:
     assert tokens_that_fit(measured, limit) == fit
 
 
-@pytest.mark.parametrize(
-    ("batch", "fit", "way_out"),
-    [
-        (micro_batch(4, 100), 250, "set train.micro_batch_size to 2 or less"),
-        (micro_batch(4, 100), 80, "set train.micro_batch_size to 1 and data.max_length to 80 or less"),
-        (micro_batch(1, 400, (200, 200)), 250, "set data.max_tokens_per_micro_batch to 250 or less"),
-        (micro_batch(4, 100), 4000, "set train.micro_batch_size to 3 or less"),  # all of it did not fit
-        (of_pairs(8, 100), 650, "set train.micro_batch_size to 3 or less"),
-        (of_pairs(8, 100), 180, "set train.micro_batch_size to 1 and data.max_length to 90 or less"),
-    ],
-)
+@pytest.mark.parametrize(("batch", "fit", "way_out"), [
+    (micro_batch(4, 100), 250, "set train.micro_batch_size to 2 or less"),
+    (micro_batch(4, 100), 80, "set train.micro_batch_size to 1 and data.max_length to 80 or less"),
+    (micro_batch(1, 400, (200, 200)), 250, "set data.max_tokens_per_micro_batch to 250 or less"),
+    (micro_batch(4, 100), 4000, "set train.micro_batch_size to 3 or less"),  # all of it did not fit
+    (of_pairs(8, 100), 650, "set train.micro_batch_size to 3 or less"),
+    (of_pairs(8, 100), 180, "set train.micro_batch_size to 1 and data.max_length to 90 or less"),
+])  # fmt: skip
 def test_the_way_out_is_a_size_of_the_spec(batch: MicroBatch, fit: int, way_out: str) -> None:
     measured = [PeakMemory(50, GIB), PeakMemory(60, GIB + 10 * 2**20)]
     text = advice(batch, measured, GIB + (fit - 50) * 2**20, "CUDA out of memory.\nTried")
@@ -93,15 +87,12 @@ def test_only_failed_allocations_are_taken_for_such() -> None:
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
-@pytest.mark.parametrize(
-    ("phase", "text"),
-    [
-        ("load", "The model and its engine do not fit into memory (CUDA out of memory. Tried to"),
-        ("steady", "The memory is full in a step (CUDA out of memory. Tried to"),
-        ("evaluation", "The memory is full in an evaluation (CUDA out of memory. Tried to"),
-        ("save", "The memory is full in a save (CUDA out of memory. Tried to"),
-    ],
-)
+@pytest.mark.parametrize(("phase", "text"), [
+    ("load", "The model and its engine do not fit into memory (CUDA out of memory. Tried to"),
+    ("steady", "The memory is full in a step (CUDA out of memory. Tried to"),
+    ("evaluation", "The memory is full in an evaluation (CUDA out of memory. Tried to"),
+    ("save", "The memory is full in a save (CUDA out of memory. Tried to"),
+])  # fmt: skip
 def test_after_the_probe_a_full_memory_ends_the_run_with_advice(phase: Phase, text: str) -> None:
     meter = MemoryMeter(torch.device("cpu"))
     meter.enter(phase)

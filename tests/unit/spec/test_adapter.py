@@ -70,15 +70,12 @@ def test_what_contradicts_it_is_told_with_both_values(write: Write) -> None:
     assert "model.lora.use_dora: true differs from the saved adapter's false" in found
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"peft_type": "IA3"}, "has peft_type 'IA3', but dsft can only continue plain LoRA"),
-        ({"bias": "all"}, "has bias 'all'"),
-        ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern {'q_proj': 4}"),
-        ({"r": "eight"}, "is not the config of a saved adapter"),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"peft_type": "IA3"}, "has peft_type 'IA3', but dsft can only continue plain LoRA"),
+    ({"bias": "all"}, "has bias 'all'"),
+    ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern {'q_proj': 4}"),
+    ({"r": "eight"}, "is not the config of a saved adapter"),
+])  # fmt: skip
 def test_an_adapter_of_another_kind_is_refused(write: Write, changed: Any, message: str) -> None:
     assert message in " ".join(messages(write(), f"model.lora={{path: {save(**changed)}}}"))
 

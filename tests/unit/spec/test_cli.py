@@ -194,18 +194,15 @@ def test_init_overwrites_nothing(dsft, write: Write) -> None:  # noqa: ANN001
     assert Path("specs/fresh.yaml").read_text(encoding="utf-8") == "mine"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["../x"],
-        ["a/b"],
-        ["x", "--task", "chat"],
-        [""],
-        ["x", "--model", "m"],
-        ["x", "--data", "rows.jsonl"],
-        ["x", "--lora"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    ["../x"],
+    ["a/b"],
+    ["x", "--task", "chat"],
+    [""],
+    ["x", "--model", "m"],
+    ["x", "--data", "rows.jsonl"],
+    ["x", "--lora"],
+])  # fmt: skip
 def test_init_refuses(dsft, write: Write, arguments: Sequence[str]) -> None:  # noqa: ANN001
     write()
     before = set(Path().rglob("*"))

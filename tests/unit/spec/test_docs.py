@@ -83,14 +83,11 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
     return tuple(choice for part in get_args(annotation) for choice in _choices(part))
 
 
-@pytest.mark.parametrize(
-    ("file", "name", "make"),
-    [
-        ("limits.md", "rules", rules_markdown),
-        ("limits.md", "not offered", not_offered_markdown),
-        ("spec.md", "keys", keys_markdown),
-    ],
-)
+@pytest.mark.parametrize(("file", "name", "make"), [
+    ("limits.md", "rules", rules_markdown),
+    ("limits.md", "not offered", not_offered_markdown),
+    ("spec.md", "keys", keys_markdown),
+])  # fmt: skip
 def test_the_table_in_the_docs_is_the_one_in_the_code(file: str, name: str, make: Callable[[], str]) -> None:
     check_block(file, name, make())
 

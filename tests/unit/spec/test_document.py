@@ -11,32 +11,29 @@ from hypothesis import strategies as st
 from dsft.spec.document import SpecDumper, dotted, parse_yaml, quote, read_document
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-5", 1e-5),
-        ("5E3", 5000.0),
-        (".5", 0.5),
-        ("1.", 1.0),
-        ("-3", -3),
-        ("010", 10),
-        ("0x1F", 31),
-        ("0o17", 15),
-        ("true", True),
-        ("False", False),
-        ("~", None),
-        ("", None),
-        ("yes", "yes"),
-        ("on", "on"),
-        ("NO", "NO"),
-        ("1_000", "1_000"),
-        ("12:30:00", "12:30:00"),
-        ("2001-01-01", "2001-01-01"),
-        (".inf", ".inf"),
-        ("'1'", "1"),
-        ("1.2.3.4", "1.2.3.4"),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [
+    ("1e-5", 1e-5),
+    ("5E3", 5000.0),
+    (".5", 0.5),
+    ("1.", 1.0),
+    ("-3", -3),
+    ("010", 10),
+    ("0x1F", 31),
+    ("0o17", 15),
+    ("true", True),
+    ("False", False),
+    ("~", None),
+    ("", None),
+    ("yes", "yes"),
+    ("on", "on"),
+    ("NO", "NO"),
+    ("1_000", "1_000"),
+    ("12:30:00", "12:30:00"),
+    ("2001-01-01", "2001-01-01"),
+    (".inf", ".inf"),
+    ("'1'", "1"),
+    ("1.2.3.4", "1.2.3.4"),
+])  # fmt: skip
 def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
     data = read_document(f"key: {text}").data["key"]
     assert data == value and type(data) is type(value)
@@ -117,19 +114,16 @@ def bomb(levels: int, merge: bool = False) -> str:
     return "\n".join([first, *lines])
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (bomb(30), "there are more than 20000 values"),
-        (bomb(30, merge=True), "there are more than 20000 values"),
-        ("a: &a {b: *a}", "values are nested more than 40 levels deep"),
-        ("[" * 5_000, "values are nested more than 40 levels deep"),
-        ("a: !!python/name:os.system x", "line 1: the tag 'tag:yaml.org,2002:python/name:os.system'"),
-        ("a: !!int ''", "line 1: the tag 'tag:yaml.org,2002:int' is not allowed"),
-        ("a: 2026-13-01", "month must be in 1..12"),
-        ("a: [", "expected the node content"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    (bomb(30), "there are more than 20000 values"),
+    (bomb(30, merge=True), "there are more than 20000 values"),
+    ("a: &a {b: *a}", "values are nested more than 40 levels deep"),
+    ("[" * 5_000, "values are nested more than 40 levels deep"),
+    ("a: !!python/name:os.system x", "line 1: the tag 'tag:yaml.org,2002:python/name:os.system'"),
+    ("a: !!int ''", "line 1: the tag 'tag:yaml.org,2002:int' is not allowed"),
+    ("a: 2026-13-01", "month must be in 1..12"),
+    ("a: [", "expected the node content"),
+])  # fmt: skip
 def test_yaml_of_other_programs_has_limits(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
         parse_yaml(text)

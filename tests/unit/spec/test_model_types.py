@@ -26,22 +26,13 @@ def test_table_has_the_model_types_of_transformers() -> None:
     assert not {kind for kind in PIPELINE_MODEL_TYPES if not source_of(kind)} - without
 
 
-@pytest.mark.parametrize(
-    ("kind", "modules", "message"),
-    [
-        (
-            "lama",
-            "q_proj",
-            "from_config.model_type: 'lama' is not a model type of transformers; did you mean llama?",
-        ),
-        (
-            "llama",
-            "q_proj, c_attn",
-            "'c_attn' is not a module of a llama model; write one that is, such as gate_proj",
-        ),
-        ("gpt2", "model.layers.3.q_proj", "'model.layers.3.q_proj' is not a module of a gpt2 model"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "modules", "message"), [
+    ("lama", "q_proj",
+     "from_config.model_type: 'lama' is not a model type of transformers; did you mean llama?"),
+    ("llama", "q_proj, c_attn",
+     "'c_attn' is not a module of a llama model; write one that is, such as gate_proj"),
+    ("gpt2", "model.layers.3.q_proj", "'model.layers.3.q_proj' is not a module of a gpt2 model"),
+])  # fmt: skip
 def test_what_transformers_does_not_have_is_a_mistake(
     write: Write, kind: str, modules: str, message: str
 ) -> None:

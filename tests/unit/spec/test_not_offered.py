@@ -35,21 +35,18 @@ def test_each_is_refused_by_its_names(one: Any) -> None:
     assert one.clause().startswith("dsft does not offer ") and "; " in one.clause()
 
 
-@pytest.mark.parametrize(
-    ("key", "title"),
-    [
-        ("load_in_4bit", "QLoRA"),
-        ("bnb_4bit_quant_type", "QLoRA"),
-        ("tensor_model_parallel_size", "tensor parallelism"),
-        ("ring_attention", "context parallelism"),
-        ("fsdp_transformer_layer_cls_to_wrap", "parallel engines other"),
-        ("expert_model_parallel_size", "expert parallelism"),
-        ("fp8_enable_fsdp_float8_all_gather", "parallel engines other"),
-        ("freeze_vision_tower", "training on images"),
-        ("zero_hpz_partition_size", "other ways to shard"),
-        ("ppo_epochs", "training with generated"),
-    ],
-)
+@pytest.mark.parametrize(("key", "title"), [
+    ("load_in_4bit", "QLoRA"),
+    ("bnb_4bit_quant_type", "QLoRA"),
+    ("tensor_model_parallel_size", "tensor parallelism"),
+    ("ring_attention", "context parallelism"),
+    ("fsdp_transformer_layer_cls_to_wrap", "parallel engines other"),
+    ("expert_model_parallel_size", "expert parallelism"),
+    ("fp8_enable_fsdp_float8_all_gather", "parallel engines other"),
+    ("freeze_vision_tower", "training on images"),
+    ("zero_hpz_partition_size", "other ways to shard"),
+    ("ppo_epochs", "training with generated"),
+])  # fmt: skip
 def test_names_in_other_tools(key: str, title: str) -> None:
     assert suggestion("", key, 4).startswith(f"dsft does not offer {title}")
 

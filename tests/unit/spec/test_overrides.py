@@ -17,21 +17,18 @@ def overridden(text: str, *overrides: str) -> Any:
     return document.data
 
 
-@pytest.mark.parametrize(
-    ("text", "path"),
-    [
-        ("name", ("name",)),
-        ("train.max_steps", ("train", "max_steps")),
-        ("data.train.0.path", ("data", "train", 0, "path")),
-        ('cluster.hosts."10.77.0.1"', ("cluster", "hosts", "10.77.0.1")),
-        ("cluster.hosts.'10.77.0.1'", ("cluster", "hosts", "10.77.0.1")),
-        ("cluster.hosts.10.77.0.1", ("cluster", "hosts", "10.77.0.1")),  # the shell took the quotes
-        ("cluster.hosts.node1.lan", ("cluster", "hosts", "node1.lan")),
-        ("cluster.hosts.fe80::1", ("cluster", "hosts", "fe80::1")),
-        ("data.train.0.columns.a.b", ("data", "train", 0, "columns", "a.b")),
-        ("model.from_config.rope_parameters.factor", ("model", "from_config", "rope_parameters", "factor")),
-    ],
-)
+@pytest.mark.parametrize(("text", "path"), [
+    ("name", ("name",)),
+    ("train.max_steps", ("train", "max_steps")),
+    ("data.train.0.path", ("data", "train", 0, "path")),
+    ('cluster.hosts."10.77.0.1"', ("cluster", "hosts", "10.77.0.1")),
+    ("cluster.hosts.'10.77.0.1'", ("cluster", "hosts", "10.77.0.1")),
+    ("cluster.hosts.10.77.0.1", ("cluster", "hosts", "10.77.0.1")),  # the shell took the quotes
+    ("cluster.hosts.node1.lan", ("cluster", "hosts", "node1.lan")),
+    ("cluster.hosts.fe80::1", ("cluster", "hosts", "fe80::1")),
+    ("data.train.0.columns.a.b", ("data", "train", 0, "columns", "a.b")),
+    ("model.from_config.rope_parameters.factor", ("model", "from_config", "rope_parameters", "factor")),
+])  # fmt: skip
 def test_paths(text: str, path: tuple[str | int, ...]) -> None:
     assert parse_path(text) == path
 
@@ -57,19 +54,16 @@ def test_no_override_makes_the_parser_fail(text: str) -> None:
     apply_overrides(document, [text, f"a={text}", f"b.{text}=1"])
 
 
-@pytest.mark.parametrize(
-    ("override", "value"),
-    [
-        ("a.b=2", {"a": {"b": 2, "c": [1, {"d": 3}]}}),
-        ("a.b==x=y", {"a": {"b": "=x=y", "c": [1, {"d": 3}]}}),
-        ("a.b=", {"a": {"b": None, "c": [1, {"d": 3}]}}),
-        ("a={x: 1e-5}", {"a": {"x": 1e-5}}),
-        ("a.c.1.d=on", {"a": {"b": 1, "c": [1, {"d": "on"}]}}),
-        ("a.c.2=new", {"a": {"b": 1, "c": [1, {"d": 3}, "new"]}}),
-        ("a.c.2.e=new", {"a": {"b": 1, "c": [1, {"d": 3}, {"e": "new"}]}}),
-        ("n.o.0.p=1", {"a": {"b": 1, "c": [1, {"d": 3}]}, "n": {"o": [{"p": 1}]}}),
-    ],
-)
+@pytest.mark.parametrize(("override", "value"), [
+    ("a.b=2", {"a": {"b": 2, "c": [1, {"d": 3}]}}),
+    ("a.b==x=y", {"a": {"b": "=x=y", "c": [1, {"d": 3}]}}),
+    ("a.b=", {"a": {"b": None, "c": [1, {"d": 3}]}}),
+    ("a={x: 1e-5}", {"a": {"x": 1e-5}}),
+    ("a.c.1.d=on", {"a": {"b": 1, "c": [1, {"d": "on"}]}}),
+    ("a.c.2=new", {"a": {"b": 1, "c": [1, {"d": 3}, "new"]}}),
+    ("a.c.2.e=new", {"a": {"b": 1, "c": [1, {"d": 3}, {"e": "new"}]}}),
+    ("n.o.0.p=1", {"a": {"b": 1, "c": [1, {"d": 3}]}, "n": {"o": [{"p": 1}]}}),
+])  # fmt: skip
 def test_what_an_override_does(override: str, value: Any) -> None:
     assert overridden("a: {b: 1, c: [1, {d: 3}]}", override) == value
 

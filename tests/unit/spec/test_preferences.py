@@ -92,48 +92,39 @@ def test_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
     assert words in findings[key]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"dpo": {"loss_type": "robust", "label_smoothing": 0.1}},
-        {"dpo": {"loss_type": "simpo", "simpo_gamma": 1.5, "sft_weight": 0.5}},
-        {"dpo": {"reference": "live", "reference_zero_stage": 3, "reference_offload": "cpu"}},
-        {"dpo": {"reference_offload": "cpu"}, "parallel": {"zero_stage": 3}},
-        {"dpo": {"reference_store": "store", "recheck_rows": 0, "reference_model": "a/c"}},
-        {"dpo": {"reference": "adapter"}, "model": LORA},
-        {"dpo": {"share_prompts": True}, "data": {"packing": True}},
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    {},
+    {"dpo": {"loss_type": "robust", "label_smoothing": 0.1}},
+    {"dpo": {"loss_type": "simpo", "simpo_gamma": 1.5, "sft_weight": 0.5}},
+    {"dpo": {"reference": "live", "reference_zero_stage": 3, "reference_offload": "cpu"}},
+    {"dpo": {"reference_offload": "cpu"}, "parallel": {"zero_stage": 3}},
+    {"dpo": {"reference_store": "store", "recheck_rows": 0, "reference_model": "a/c"}},
+    {"dpo": {"reference": "adapter"}, "model": LORA},
+    {"dpo": {"share_prompts": True}, "data": {"packing": True}},
+])  # fmt: skip
 def test_goes_together(changes: dict[str, Any]) -> None:
     assert told(**changes) == {}
 
 
-@pytest.mark.parametrize(
-    ("key", "words", "changes"),
-    [
-        ("train.global_batch_size", "no second row", {"train": ALONE}),
-        ("kto.reference", "needs model.lora", {"kto": {"reference": "adapter"}}),
-        ("data.train_on", "no part of the answer", {"data": {"train_on": "all"}}),
-        ("train.label_smoothing", "leave it out", {"train": {"label_smoothing": 0.1}}),
-        ("dpo", "set task: dpo", {"dpo": {"beta": 0.2}}),
-    ],
-)
+@pytest.mark.parametrize(("key", "words", "changes"), [
+    ("train.global_batch_size", "no second row", {"train": ALONE}),
+    ("kto.reference", "needs model.lora", {"kto": {"reference": "adapter"}}),
+    ("data.train_on", "no part of the answer", {"data": {"train_on": "all"}}),
+    ("train.label_smoothing", "leave it out", {"train": {"label_smoothing": 0.1}}),
+    ("dpo", "set task: dpo", {"dpo": {"beta": 0.2}}),
+])  # fmt: skip
 def test_of_labeled_answers_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
     findings = told(task="kto", **changes)
     assert list(findings) == [key] and words in findings[key]
     assert told(task="kto", train=ALONE, kto={"loss_type": "apo_zero_unpaired"}) == {}
 
 
-@pytest.mark.parametrize(
-    ("key", "words", "changes"),
-    [
-        ("train.label_smoothing", "use reward.label_smoothing", {"train": {"label_smoothing": 0.1}}),
-        ("reward.share_prompts", "true needs data.packing true", {"reward": {"share_prompts": True}}),
-        ("dpo", "set task: dpo, or leave it out", {"dpo": {"beta": 0.1}}),
-        ("data.on_too_long", "a row of task reward cannot be divided", {"data": {"on_too_long": "split"}}),
-    ],
-)
+@pytest.mark.parametrize(("key", "words", "changes"), [
+    ("train.label_smoothing", "use reward.label_smoothing", {"train": {"label_smoothing": 0.1}}),
+    ("reward.share_prompts", "true needs data.packing true", {"reward": {"share_prompts": True}}),
+    ("dpo", "set task: dpo, or leave it out", {"dpo": {"beta": 0.1}}),
+    ("data.on_too_long", "a row of task reward cannot be divided", {"data": {"on_too_long": "split"}}),
+])  # fmt: skip
 def test_of_rewards_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
     findings = told(task="reward", **changes)
     assert list(findings) == [key] and words in findings[key]
@@ -144,16 +135,13 @@ def test_of_rewards_is_refused(key: str, words: str, changes: dict[str, Any]) ->
         told(task="reward", reward={"reference_model": "a/b"})
 
 
-@pytest.mark.parametrize(
-    ("key", "words", "changes"),
-    [
-        ("classify.labels", "at least two different labels", {"classify": None}),
-        ("classify.labels", "at least two different labels", {"classify": {"labels": ["a", "b", "a"]}}),
-        ("data.train_on", "trains on the label of a row; leave it out", {"data": {"train_on": "last"}}),
-        ("train.label_smoothing", "leave it out", {"train": {"label_smoothing": 0.1}}),
-        ("data.on_too_long", "a row of task classify cannot be", {"data": {"on_too_long": "split"}}),
-    ],
-)
+@pytest.mark.parametrize(("key", "words", "changes"), [
+    ("classify.labels", "at least two different labels", {"classify": None}),
+    ("classify.labels", "at least two different labels", {"classify": {"labels": ["a", "b", "a"]}}),
+    ("data.train_on", "trains on the label of a row; leave it out", {"data": {"train_on": "last"}}),
+    ("train.label_smoothing", "leave it out", {"train": {"label_smoothing": 0.1}}),
+    ("data.on_too_long", "a row of task classify cannot be", {"data": {"on_too_long": "split"}}),
+])  # fmt: skip
 def test_of_classifiers_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
     findings = told(task="classify", **{"classify": {"labels": ["a", "b"]}, **changes})
     assert list(findings) == [key] and words in findings[key]
@@ -169,15 +157,12 @@ def test_a_step_of_one_row_on_one_rank_has_no_mismatched_answer() -> None:
     assert batch_on(other, Layout(1, 1)).global_batch_size == 1
 
 
-@pytest.mark.parametrize(
-    "key, words, changes",
-    [
-        ("distill.reference_model", "a teacher is needed", {"distill": {"reference_model": None}}),
-        ("distill.beta", "only with jsd", {"distill": {"beta": 0.3}}),
-        ("distill.recheck_rows", "stores nothing", {"distill": {"reference": "live", "recheck_rows": 1}}),
-        ("dpo", "set task: dpo", {"dpo": {"beta": 0.2}}),
-    ],
-)
+@pytest.mark.parametrize("key, words, changes", [
+    ("distill.reference_model", "a teacher is needed", {"distill": {"reference_model": None}}),
+    ("distill.beta", "only with jsd", {"distill": {"beta": 0.3}}),
+    ("distill.recheck_rows", "stores nothing", {"distill": {"reference": "live", "recheck_rows": 1}}),
+    ("dpo", "set task: dpo", {"dpo": {"beta": 0.2}}),
+])  # fmt: skip
 def test_of_distillation_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
     changes["distill"] = {"reference_model": "teacher"} | changes.get("distill", {})
     findings = told(task="distill", **changes)

@@ -18,28 +18,18 @@ def found(task: str = "sft", **sections: Any) -> dict[str, str]:
     return {".".join(map(str, one.path)): one.message for one in combinations(spec)}
 
 
-@pytest.mark.parametrize(
-    ("sections", "reason"),
-    [
-        ({"model": {"lora": None}}, "add model.lora"),
-        ({"model": {"from_config": {"model_type": "llama"}, "name_or_path": None}}, "give name_or_path"),
-        (
-            {"model": {"lora": {"rank": 4, "use_dora": True}}},
-            "supported with model.lora.use_dora; set",
-        ),
-        ({"model": {"compile": True}}, "not supported with model.compile; set that to false"),
-        ({"train": {"precision": "fp16"}}, "not supported with train.precision 'fp16'; set that to bf16"),
-        ({"parallel": {"sequence_parallel": 2}}, "not supported with parallel.sequence_parallel 2"),
-        (
-            {"parallel": {"zero_stage": 3, "offload_parameters": {"device": "cpu"}}},
-            "not supported with parallel.offload_parameters.device 'cpu'",
-        ),
-        (
-            {"task": "dpo", "model": {"lora": SAVED}},
-            "modules_to_save is not supported with dpo.reference precomputed, which would quantize",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("sections", "reason"), [
+    ({"model": {"lora": None}}, "add model.lora"),
+    ({"model": {"from_config": {"model_type": "llama"}, "name_or_path": None}}, "give name_or_path"),
+    ({"model": {"lora": {"rank": 4, "use_dora": True}}}, "supported with model.lora.use_dora; set"),
+    ({"model": {"compile": True}}, "not supported with model.compile; set that to false"),
+    ({"train": {"precision": "fp16"}}, "not supported with train.precision 'fp16'; set that to bf16"),
+    ({"parallel": {"sequence_parallel": 2}}, "not supported with parallel.sequence_parallel 2"),
+    ({"parallel": {"zero_stage": 3, "offload_parameters": {"device": "cpu"}}},
+     "not supported with parallel.offload_parameters.device 'cpu'"),
+    ({"task": "dpo", "model": {"lora": SAVED}},
+     "modules_to_save is not supported with dpo.reference precomputed, which would quantize"),
+])  # fmt: skip
 def test_what_is_not_supported_is_refused(sections: dict[str, Any], reason: str) -> None:
     assert reason in found(**sections)["model.quantize"]
 
@@ -52,20 +42,17 @@ def test_skipping_weights_without_quantizing_is_refused() -> None:
     assert message.endswith("has no effect without model.quantize; add model.quantize: nf4, or leave it out")
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {"parallel": {"zero_stage": 3}, "data": {"train": [{"path": "builtin:quickstart"}], "packing": True}},
-        {"task": "dpo", "dpo": {"reference": "adapter"}},
-        {"task": "dpo", "dpo": {"loss_type": "orpo"}},
-        {"task": "dpo"},
-        {"task": "dpo", "dpo": {"reference": "live"}},
-        {"task": "dpo", "dpo": {"reference_model": "owner/other"}, "model": {"lora": SAVED}},
-        {"task": "dpo", "model": {"lora": SAVED | {"path": "adapter"}}},
-        {"parallel": {"zero_stage": 1, "pipeline_stages": 2}, "train": {"precision": "fp32"}},
-    ],
-)
+@pytest.mark.parametrize("sections", [
+    {},
+    {"parallel": {"zero_stage": 3}, "data": {"train": [{"path": "builtin:quickstart"}], "packing": True}},
+    {"task": "dpo", "dpo": {"reference": "adapter"}},
+    {"task": "dpo", "dpo": {"loss_type": "orpo"}},
+    {"task": "dpo"},
+    {"task": "dpo", "dpo": {"reference": "live"}},
+    {"task": "dpo", "dpo": {"reference_model": "owner/other"}, "model": {"lora": SAVED}},
+    {"task": "dpo", "model": {"lora": SAVED | {"path": "adapter"}}},
+    {"parallel": {"zero_stage": 1, "pipeline_stages": 2}, "train": {"precision": "fp32"}},
+])  # fmt: skip
 def test_what_is_supported_is_not(sections: dict[str, Any]) -> None:
     assert "model.quantize" not in found(**sections)
 

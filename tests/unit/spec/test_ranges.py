@@ -16,47 +16,41 @@ from dsft.spec.load import load_spec
 Write = Callable[[str], Path]
 
 
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("node[08-11]", "node08 node09 node10 node11"),
-        ("n[8-11]", "n8 n9 n10 n11"),
-        ("b[2,1],a", "b2 b1 a"),
-        ("r[1-2]n[1-2].x", "r1n1.x r1n2.x r2n1.x r2n2.x"),
-        ("10.0.0.[1-2]", "10.0.0.1 10.0.0.2"),
-        ("n[1-9/4]", "n1 n5 n9"),
-        ("fe80::1", "fe80::1"),
-        ("a,a", "a a"),
-    ],
-)
+@pytest.mark.parametrize(("text", "names"), [
+    ("node[08-11]", "node08 node09 node10 node11"),
+    ("n[8-11]", "n8 n9 n10 n11"),
+    ("b[2,1],a", "b2 b1 a"),
+    ("r[1-2]n[1-2].x", "r1n1.x r1n2.x r2n1.x r2n2.x"),
+    ("10.0.0.[1-2]", "10.0.0.1 10.0.0.2"),
+    ("n[1-9/4]", "n1 n5 n9"),
+    ("fe80::1", "fe80::1"),
+    ("a,a", "a a"),
+])  # fmt: skip
 def test_names_stand_in_the_order_in_which_they_were_written(text: str, names: str) -> None:
     assert expand(text) == names.split()
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "is not a list of hosts"),
-        ("a,", "is not a list of hosts"),
-        ("a b", "'a b' is neither a host name"),
-        ("n[1-3", "is not a list of hosts"),
-        ("n[[1]]", "is not a list of hosts"),
-        ("n[]", "is not a range of numbers"),
-        ("n[1-2-3]", "is not a range of numbers"),
-        ("n[a-c]", "is not a range of numbers"),
-        ("n[１-３]", "is not a range of numbers"),
-        ("n[3-1]", "runs backwards"),
-        ("n[01-2]", "runs backwards"),
-        ("-o[1-2]", "'-o1' is neither a host name"),
-        ("@all", "'@all' is neither"),
-        ("*", "'*' is neither"),
-        ("a!b", "'a!b' is neither"),
-        ("n[1-999999999]", f"over {MOST_HOSTS} hosts"),
-        ("n[1-999][1-999][1-999]", f"over {MOST_HOSTS} hosts"),
-        ("[1-3]", "'1' is neither a host name"),
-        ("$(id)[1-2]", "is neither a host name"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("", "is not a list of hosts"),
+    ("a,", "is not a list of hosts"),
+    ("a b", "'a b' is neither a host name"),
+    ("n[1-3", "is not a list of hosts"),
+    ("n[[1]]", "is not a list of hosts"),
+    ("n[]", "is not a range of numbers"),
+    ("n[1-2-3]", "is not a range of numbers"),
+    ("n[a-c]", "is not a range of numbers"),
+    ("n[１-３]", "is not a range of numbers"),
+    ("n[3-1]", "runs backwards"),
+    ("n[01-2]", "runs backwards"),
+    ("-o[1-2]", "'-o1' is neither a host name"),
+    ("@all", "'@all' is neither"),
+    ("*", "'*' is neither"),
+    ("a!b", "'a!b' is neither"),
+    ("n[1-999999999]", f"over {MOST_HOSTS} hosts"),
+    ("n[1-999][1-999][1-999]", f"over {MOST_HOSTS} hosts"),
+    ("[1-3]", "'1' is neither a host name"),
+    ("$(id)[1-2]", "is neither a host name"),
+])  # fmt: skip
 def test_what_is_no_range_is_refused_with_the_reason(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
         expand(text)

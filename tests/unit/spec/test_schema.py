@@ -60,19 +60,16 @@ def test_defaults_are_those_of_the_design() -> None:
     assert (optim.betas, optim.eps) == ((0.9, 0.999), 1e-8)
 
 
-@pytest.mark.parametrize(
-    ("sections", "stage"),
-    [
-        ({}, 2),
-        ({"parallel": {"offload_optimizer": {"device": "cpu"}}}, 2),
-        ({"parallel": {"zero_stage": 1}}, 1),
-        ({"parallel": {"pipeline_stages": 2}}, 1),
-        ({"train": {"precision": "fp32"}}, 1),
-        ({"train": {"precision": "fp16"}}, 1),
-        ({"cluster": {"hosts": {"a": 2}, "accelerator": {"name": "H100"}}}, 2),
-        ({"cluster": {"hosts": {"a": 2}, "accelerator": {"name": "CPU"}}}, 1),
-    ],
-)
+@pytest.mark.parametrize(("sections", "stage"), [
+    ({}, 2),
+    ({"parallel": {"offload_optimizer": {"device": "cpu"}}}, 2),
+    ({"parallel": {"zero_stage": 1}}, 1),
+    ({"parallel": {"pipeline_stages": 2}}, 1),
+    ({"train": {"precision": "fp32"}}, 1),
+    ({"train": {"precision": "fp16"}}, 1),
+    ({"cluster": {"hosts": {"a": 2}, "accelerator": {"name": "H100"}}}, 2),
+    ({"cluster": {"hosts": {"a": 2}, "accelerator": {"name": "CPU"}}}, 1),
+])  # fmt: skip
 def test_the_default_of_zero_stage_follows_from_the_spec_alone(sections: dict[str, Any], stage: int) -> None:
     values = {
         "name": "x", "task": "sft", "model": {"name_or_path": "x"}, "data": {"train": [{"path": "x.jsonl"}]},

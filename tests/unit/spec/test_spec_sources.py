@@ -50,21 +50,18 @@ def test_a_name_that_no_file_can_have() -> None:
         load_spec("spec.yaml", [])
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "d/a.jsonl",
-        "d",
-        "d/",
-        ".",
-        "d/*.jsonl",
-        "**/*.parquet",
-        "d/[a-b]*",
-        "x.jsonl.gz",
-        "builtin:quickstart",
-        "builtin:quickstart-pairs",
-    ],
-)
+@pytest.mark.parametrize("path", [
+    "d/a.jsonl",
+    "d",
+    "d/",
+    ".",
+    "d/*.jsonl",
+    "**/*.parquet",
+    "d/[a-b]*",
+    "x.jsonl.gz",
+    "builtin:quickstart",
+    "builtin:quickstart-pairs",
+])  # fmt: skip
 def test_what_is_there_is_taken(path: str) -> None:
     assert said(path) == []
 
@@ -79,34 +76,19 @@ def test_a_hub_id_is_not_looked_up(path: str) -> None:
 READ = ".jsonl, .ndjson, .json, .txt, .csv, .tsv (each also .gz), .parquet and .arrow"
 
 
-@pytest.mark.parametrize(
-    "path, reason",
-    [
-        ("x.xlsx", f"'x.xlsx': .xlsx is not supported; supported are {READ}"),
-        ("x.parquet.gz", f"'x.parquet.gz': .gz is not supported; supported are {READ}"),
-        ("other", f"'other': the folder has no data files, only README.md; supported are {READ}"),
-        ("other/*", f"'other/*': the pattern has no data files, only README.md; supported are {READ}"),
-        (
-            "no/*.json",
-            "'no/*.json': the pattern matches no file (relative to the current folder); correct it",
-        ),
-        ("saved", "'saved': this saved data set has splits (train); give one, such as saved/train"),
-        (
-            "saved/train",
-            "'saved/train': its state.json has no list of the data files; save it again",
-        ),
-        (
-            "d/train",
-            "'d/train': does not exist, and is no hub id, since d is a folder here; correct the path",
-        ),
-        (
-            "gone.jsonl",
-            "'gone.jsonl' does not exist (relative to the current folder); correct the path",
-        ),
-        ("/nowhere/a", "'/nowhere/a' does not exist; correct the path"),
-        ("a/b/c", "'a/b/c' does not exist (relative to the current folder); correct the path"),
-    ],
-)
+@pytest.mark.parametrize("path, reason", [
+    ("x.xlsx", f"'x.xlsx': .xlsx is not supported; supported are {READ}"),
+    ("x.parquet.gz", f"'x.parquet.gz': .gz is not supported; supported are {READ}"),
+    ("other", f"'other': the folder has no data files, only README.md; supported are {READ}"),
+    ("other/*", f"'other/*': the pattern has no data files, only README.md; supported are {READ}"),
+    ("no/*.json", "'no/*.json': the pattern matches no file (relative to the current folder); correct it"),
+    ("saved", "'saved': this saved data set has splits (train); give one, such as saved/train"),
+    ("saved/train", "'saved/train': its state.json has no list of the data files; save it again"),
+    ("d/train", "'d/train': does not exist, and is no hub id, since d is a folder here; correct the path"),
+    ("gone.jsonl", "'gone.jsonl' does not exist (relative to the current folder); correct the path"),
+    ("/nowhere/a", "'/nowhere/a' does not exist; correct the path"),
+    ("a/b/c", "'a/b/c' does not exist (relative to the current folder); correct the path"),
+])  # fmt: skip
 def test_what_is_not_there_or_not_read_is_one_sentence(path: str, reason: str) -> None:
     assert said(path) == [reason]
 

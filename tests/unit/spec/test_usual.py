@@ -46,18 +46,15 @@ def rate_warnings(task: str, model: dict[str, Any], rate: float, optimizer: str 
     return [warning for warning in warnings(spec) if "learning_rate" in warning]
 
 
-@pytest.mark.parametrize(
-    ("task", "model", "optimizer", "good", "low", "high", "usual"),
-    [
-        ("sft", PRETRAINED, "adamw", 2e-5, 1e-8, 1e-3, "full fine-tuning, 1e-06 to 5e-05"),
-        ("sft", LORA, "adamw", 2e-4, 1e-6, 5e-3, "LoRA, 2e-05 to 0.0005"),
-        ("dpo", PRETRAINED, "adamw", 5e-7, 1e-8, 1e-4, "preference training of all weights, 1e-07 to 1e-05"),
-        ("dpo", LORA, "adamw", 5e-6, 1e-7, 1e-3, "preference training with LoRA, 1e-06 to 0.0001"),
-        ("pretrain", PRETRAINED, "adamw", 3e-4, 1e-7, 5e-3, "continued pretraining, 5e-06 to 0.0005"),
-        ("sft", FRESH, "adamw", 3e-3, 1e-6, 1.0, "AdamW on newly initialized weights, 6e-05 to 0.003"),
-        ("sft", PRETRAINED, "sgd", 0.1, 1e-6, 10.0, "SGD, 0.0001 to 1"),
-    ],
-)
+@pytest.mark.parametrize(("task", "model", "optimizer", "good", "low", "high", "usual"), [
+    ("sft", PRETRAINED, "adamw", 2e-5, 1e-8, 1e-3, "full fine-tuning, 1e-06 to 5e-05"),
+    ("sft", LORA, "adamw", 2e-4, 1e-6, 5e-3, "LoRA, 2e-05 to 0.0005"),
+    ("dpo", PRETRAINED, "adamw", 5e-7, 1e-8, 1e-4, "preference training of all weights, 1e-07 to 1e-05"),
+    ("dpo", LORA, "adamw", 5e-6, 1e-7, 1e-3, "preference training with LoRA, 1e-06 to 0.0001"),
+    ("pretrain", PRETRAINED, "adamw", 3e-4, 1e-7, 5e-3, "continued pretraining, 5e-06 to 0.0005"),
+    ("sft", FRESH, "adamw", 3e-3, 1e-6, 1.0, "AdamW on newly initialized weights, 6e-05 to 0.003"),
+    ("sft", PRETRAINED, "sgd", 0.1, 1e-6, 10.0, "SGD, 0.0001 to 1"),
+])  # fmt: skip
 def test_a_learning_rate_far_outside_the_usual_range_is_warned_about(
     task: str, model: dict[str, Any], optimizer: str, good: float, low: float, high: float, usual: str
 ) -> None:

@@ -30,16 +30,13 @@ def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("folder", "kind"),
-    [
-        ("/home/me", "ext4"),
-        ("/dev/shm/swap", "tmpfs"),
-        ("/data/team share/swap", "nfs4"),
-        ("/data/local", "xfs"),  # of two mounts on one point the later one is seen
-        ("/database", "ext4"),
-    ],
-)
+@pytest.mark.parametrize(("folder", "kind"), [
+    ("/home/me", "ext4"),
+    ("/dev/shm/swap", "tmpfs"),
+    ("/data/team share/swap", "nfs4"),
+    ("/data/local", "xfs"),  # of two mounts on one point the later one is seen
+    ("/database", "ext4"),
+])  # fmt: skip
 def test_the_mount_that_holds_a_folder(mounts: Path, folder: str, kind: str) -> None:
     assert disk.file_system(Path(folder), mounts) == kind
 

@@ -12,23 +12,20 @@ import pytest
 from dsft.system.json_file import DEPTH, read_json
 
 
-@pytest.mark.parametrize(
-    ("text", "clause"),
-    [
-        (b"[" * 200_000, "is nested more than 100 levels deep"),
-        (b'{"a":' * 200_000, "is nested more than 100 levels deep"),
-        (b"[" * (DEPTH + 1) + b"]" * (DEPTH + 1), "is nested more than 100 levels deep"),
-        (b"9" * 301, "holds an integer of more than 300 digits"),
-        (b'[{"step": -' + b"9" * 5_000 + b"}]", "holds an integer of more than 300 digits"),
-        (b'{"size": Infinity}', "holds the number Infinity, which is not finite"),
-        (b'{"size": NaN}', "holds the number NaN, which is not finite"),
-        (b'{"size": 1e999}', "holds the number 1e999, which is not finite"),
-        (b'{"name": "\xff"}', "is not UTF-8 text"),
-        (b'{"name":\n', "is not JSON at line 2, column 1: Expecting value"),
-        (b"", "is not JSON at line 1, column 1: Expecting value"),
-        (b" " * 101, "is larger than 100 bytes"),
-    ],
-)
+@pytest.mark.parametrize(("text", "clause"), [
+    (b"[" * 200_000, "is nested more than 100 levels deep"),
+    (b'{"a":' * 200_000, "is nested more than 100 levels deep"),
+    (b"[" * (DEPTH + 1) + b"]" * (DEPTH + 1), "is nested more than 100 levels deep"),
+    (b"9" * 301, "holds an integer of more than 300 digits"),
+    (b'[{"step": -' + b"9" * 5_000 + b"}]", "holds an integer of more than 300 digits"),
+    (b'{"size": Infinity}', "holds the number Infinity, which is not finite"),
+    (b'{"size": NaN}', "holds the number NaN, which is not finite"),
+    (b'{"size": 1e999}', "holds the number 1e999, which is not finite"),
+    (b'{"name": "\xff"}', "is not UTF-8 text"),
+    (b'{"name":\n', "is not JSON at line 2, column 1: Expecting value"),
+    (b"", "is not JSON at line 1, column 1: Expecting value"),
+    (b" " * 101, "is larger than 100 bytes"),
+])  # fmt: skip
 def test_unreadable_file_gives_a_clause(tmp_path: Path, text: bytes, clause: str) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(text)

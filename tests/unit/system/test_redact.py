@@ -49,21 +49,18 @@ def test_every_line_of_a_long_secret_is_hidden() -> None:
     assert redact("read MIIEvQIBADANBg\nkqhkiG9w0BAQEF", {"SSH_KEY": key}) == "read (hidden)\n(hidden)"
 
 
-@pytest.mark.parametrize(
-    ("text", "hidden"),
-    [
-        ("Authorization: Bearer canary", "Authorization: (hidden)"),
-        ("curl -H 'Authorization: Bearer canary' x", "curl -H 'Authorization: (hidden)' x"),
-        ('{"api_key": "can\\"ary", "a": 1}', '{"api_key": "(hidden)", "a": 1}'),
-        ("{'token': 'canary-1', 'a': 1}", "{'token': '(hidden)', 'a': 1}"),
-        ('"{\\"api_key\\": \\"canary b\\", \\"a\\": 1}"', '"{\\"api_key\\": \\"(hidden)\\", \\"a\\": 1}"'),
-        ("a secretKey: canary, accessKey=canary", "a secretKey: (hidden) accessKey=(hidden)"),
-        ("AccountName=a;AccountKey=canary==;", "AccountName=a;AccountKey=(hidden)"),
-        ("login(password='can ary')", "login(password='(hidden)')"),
-        ("  - passphrase: can a ry", "  - passphrase: (hidden)"),
-        ("https://user:can@ary@host/x", "https://(hidden)@host/x"),
-    ],
-)
+@pytest.mark.parametrize(("text", "hidden"), [
+    ("Authorization: Bearer canary", "Authorization: (hidden)"),
+    ("curl -H 'Authorization: Bearer canary' x", "curl -H 'Authorization: (hidden)' x"),
+    ('{"api_key": "can\\"ary", "a": 1}', '{"api_key": "(hidden)", "a": 1}'),
+    ("{'token': 'canary-1', 'a': 1}", "{'token': '(hidden)', 'a': 1}"),
+    ('"{\\"api_key\\": \\"canary b\\", \\"a\\": 1}"', '"{\\"api_key\\": \\"(hidden)\\", \\"a\\": 1}"'),
+    ("a secretKey: canary, accessKey=canary", "a secretKey: (hidden) accessKey=(hidden)"),
+    ("AccountName=a;AccountKey=canary==;", "AccountName=a;AccountKey=(hidden)"),
+    ("login(password='can ary')", "login(password='(hidden)')"),
+    ("  - passphrase: can a ry", "  - passphrase: (hidden)"),
+    ("https://user:can@ary@host/x", "https://(hidden)@host/x"),
+])  # fmt: skip
 def test_value_after_a_name_is_hidden(text: str, hidden: str) -> None:
     assert redact(text, {}) == hidden
 

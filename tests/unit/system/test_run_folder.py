@@ -30,18 +30,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("other").mkdir()
 
 
-@pytest.mark.parametrize(
-    ("name", "step"),
-    [
-        ("sft", 10),
-        ("runs/sft", 10),
-        ("runs/sft/checkpoints", 10),
-        ("runs/sft/checkpoints/latest", 10),
-        ("runs/sft/checkpoints/best", 9),
-        ("runs/sft/checkpoints/step-9", 9),
-        ("runs/sft/checkpoints/step-11", 11),  # so that its reader names what is missing
-    ],
-)
+@pytest.mark.parametrize(("name", "step"), [
+    ("sft", 10),
+    ("runs/sft", 10),
+    ("runs/sft/checkpoints", 10),
+    ("runs/sft/checkpoints/latest", 10),
+    ("runs/sft/checkpoints/best", 9),
+    ("runs/sft/checkpoints/step-9", 9),
+    ("runs/sft/checkpoints/step-11", 11),  # so that its reader names what is missing
+])  # fmt: skip
 def test_names_of_checkpoints(name: str, step: int) -> None:
     assert named_checkpoint(name) == Path(f"runs/sft/checkpoints/step-{step}")
 
@@ -51,16 +48,13 @@ def test_a_copy_of_a_checkpoint_may_have_any_name() -> None:
     assert named_checkpoint("other/mine") == Path("other/mine")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("new", "runs/new has no checkpoint yet"),
-        ("runs/new/checkpoints/best", "written if the spec has checkpoint.keep_best"),
-        ("other", "other is neither a checkpoint, .* nor a run; runs/ has new, sft"),
-        ("runs/new/checkpoints/latest", "latest does not name a checkpoint"),
-        ("nothing", "nothing is neither a checkpoint, .* nor a run; runs/ has new, sft"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("new", "runs/new has no checkpoint yet"),
+    ("runs/new/checkpoints/best", "written if the spec has checkpoint.keep_best"),
+    ("other", "other is neither a checkpoint, .* nor a run; runs/ has new, sft"),
+    ("runs/new/checkpoints/latest", "latest does not name a checkpoint"),
+    ("nothing", "nothing is neither a checkpoint, .* nor a run; runs/ has new, sft"),
+])  # fmt: skip
 def test_wrong_names_of_checkpoints(name: str, message: str) -> None:
     Path("runs/new/checkpoints").mkdir()
     Path("runs/new/checkpoints/latest").touch()

@@ -43,18 +43,15 @@ def test_version_ranges_are_the_projects() -> None:
         assert Version(oldest[name.lower().replace("_", "-")]) == lower, name
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "is_reported"),
-    [
-        ("torch", "2.9.1", True),
-        ("torch", "2.10.0+cu130", False),
-        ("torch", "2.15.0", False),
-        ("deepspeed", "0.20.0", True),
-        ("transformers", "5.16.1", True),
-        ("transformers", "5.17.0", False),
-        ("transformers", None, False),
-        ("numpy", "1.0", False),
-    ],
-)
+@pytest.mark.parametrize(("name", "version", "is_reported"), [
+    ("torch", "2.9.1", True),
+    ("torch", "2.10.0+cu130", False),
+    ("torch", "2.15.0", False),
+    ("deepspeed", "0.20.0", True),
+    ("transformers", "5.16.1", True),
+    ("transformers", "5.17.0", False),
+    ("transformers", None, False),
+    ("numpy", "1.0", False),
+])  # fmt: skip
 def test_unsupported_version_is_reported(name: str, version: str | None, is_reported: bool) -> None:
     assert len(outside({name: version})) == is_reported
