@@ -158,11 +158,8 @@ def test_the_rows_are_real_and_short() -> None:
 
 def test_pieces_of_full_rows_are_separated() -> None:
     assert [len(row.input_ids) for row in real_rows(rows(20, 30, 1, 17, 60, segments=True))] == [
-        17,
-        60,
-        20,
-        30,
-    ]
+        17, 60, 20, 30,
+    ]  # fmt: skip
 
 
 def test_every_token_of_a_changed_row_differs() -> None:

@@ -133,15 +133,12 @@ class Maker:
         return on_ranks(
             ranks,
             lambda group: save(
-                self.run,
-                self.fragments(group.rank, ranks),
-                shapes,
-                replace(facts(step), progress=progress, held_out_loss=loss),
-                group,
+                self.run, self.fragments(group.rank, ranks), shapes,
+                replace(facts(step), progress=progress, held_out_loss=loss), group,
                 model_files=read_files(self.model_folder),
                 retention=Checkpoint(keep_last=keep_last, keep_best=keep_best),
             ),
-        )
+        )  # fmt: skip
 
     def step(self, step: int) -> Path:
         return self.run / "checkpoints" / f"step-{step}"
@@ -173,17 +170,10 @@ def make_llama(tied: bool) -> LlamaForCausalLM:
     torch.manual_seed(3)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=50,
-            hidden_size=16,
-            intermediate_size=20,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            tie_word_embeddings=tied,
-            eos_token_id=0,
-            bos_token_id=0,
+            vocab_size=50, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, tie_word_embeddings=tied, eos_token_id=0, bos_token_id=0,
         )
-    )
+    )  # fmt: skip
 
 
 def make_maker(folder: Path, llama: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Maker:
@@ -225,14 +215,9 @@ def make_checkpoint(model: Model, folder: Path) -> tuple[CheckpointReader, Any]:
 
     def commit(rank: Rank) -> str:
         return save(
-            folder,
-            fragments,
-            shapes,
-            state,
-            rank,
-            model_files=read_files(folder / "model"),
+            folder, fragments, shapes, state, rank, model_files=read_files(folder / "model"),
             retention=Checkpoint(keep_last=None),
-        )
+        )  # fmt: skip
 
     on_ranks(1, commit)
     return CheckpointReader.open(folder / "checkpoints" / "step-1"), policy.causal_lm.eval()

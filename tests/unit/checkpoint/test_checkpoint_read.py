@@ -47,12 +47,9 @@ def flip_a_bit(path: Path) -> None:
 
 
 DAMAGES = {
-    "emptied": truncate_to(0),
-    "half": truncate_to(0.5),
-    "one byte short": truncate_to(1, 1),
-    "one bit": flip_a_bit,
-    "deleted": Path.unlink,
-}
+    "emptied": truncate_to(0), "half": truncate_to(0.5), "one byte short": truncate_to(1, 1),
+    "one bit": flip_a_bit, "deleted": Path.unlink,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -48,11 +48,8 @@ def test_steps_share_one_line_of_a_terminal() -> None:
     master, slave = pty.openpty()
     write = _to(slave)
     for line in (
-        "begin",
-        *(f"step {n}/4  loss 1.0  0:00:01 left" for n in (1, 2)),
-        "saved",
-        "step 4/4  loss 1",
-    ):
+        "begin", *(f"step {n}/4  loss 1.0  0:00:01 left" for n in (1, 2)), "saved", "step 4/4  loss 1",
+    ):  # fmt: skip
         write(line)
     shown = ""
     while "4/4" not in shown or not shown.endswith("\n"):  # what is written arrives in parts

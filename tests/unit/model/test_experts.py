@@ -37,12 +37,9 @@ def test_layers_are_found_by_their_modules() -> None:
 
 MIXTRAL = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
 SMALL = {
-    "num_hidden_layers": 1,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "moe_intermediate_size": 8,
+    "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "moe_intermediate_size": 8,
     "num_experts": 4,
-}
+}  # fmt: skip
 
 
 def chosen(choice: str, kind: str = "qwen3_moe", **keys: object) -> str:

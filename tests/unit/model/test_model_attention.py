@@ -386,12 +386,9 @@ def test_eager_keeps_the_masks_of_the_model() -> None:
 LONGROPE = {
     "original_max_position_embeddings": 32,
     "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "keys", "message"), [

@@ -28,11 +28,8 @@ def refused(keys: dict[str, object]) -> str:
 def test_token_ids_come_from_the_tokenizer_unless_given() -> None:
     config = resolve_config(Model(from_config=LLAMA), FACTS)
     assert (config.vocab_size, config.bos_token_id, config.eos_token_id, config.pad_token_id) == (
-        96,
-        1,
-        2,
-        None,
-    )
+        96, 1, 2, None,
+    )  # fmt: skip
     config = resolve_config(Model(from_config=LLAMA | {"vocab_size": 128, "eos_token_id": 7}), FACTS)
     assert (config.vocab_size, config.eos_token_id) == (128, 7)
 

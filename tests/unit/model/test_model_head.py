@@ -60,12 +60,9 @@ def reference(
     if head.shaping.softcap:
         logits = head.shaping.softcap * torch.tanh(logits / head.shaping.softcap)
     losses = F.cross_entropy(
-        logits.flatten(0, 1),
-        targets.flatten(),
-        ignore_index=NO_TARGET,
-        reduction="none",
+        logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="none",
         label_smoothing=smoothing,
-    )
+    )  # fmt: skip
     return -losses.view_as(targets), leaves
 
 

@@ -86,13 +86,9 @@ def test_the_metrics_by_hand() -> None:
     pairs = pairs_of([[4, 5], [6, 2]], [[-11.0, -11.5], [-20.0, -9.0]])
     figures = found(Dpo(beta=0.5), [[-10.0, -12.0], [-21.0, -9.0]], pairs)
     assert {name: figures[name] for name in METRICS} == {
-        "rewards/chosen": (0.5 - 0.5) / 2,
-        "rewards/rejected": -0.25 / 2,
-        "rewards/margins": (0.75 - 0.5) / 2,
-        "rewards/accuracies": 0.5,
-        "logps/chosen": -15.5,
-        "logps/rejected": -10.5,
-    }
+        "rewards/chosen": (0.5 - 0.5) / 2, "rewards/rejected": -0.25 / 2, "rewards/margins": (0.75 - 0.5) / 2,
+        "rewards/accuracies": 0.5, "logps/chosen": -15.5, "logps/rejected": -10.5,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("loss_type", LOSSES)

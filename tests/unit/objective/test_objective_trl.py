@@ -93,12 +93,8 @@ def ours(dpo: Dpo) -> tuple[Tensor, Tensor, dict[str, float]]:
 
 
 @pytest.mark.parametrize("dpo", [
-    Dpo(),
-    Dpo(beta=0.7, sft_weight=0.4),
-    Dpo(loss_type="robust", label_smoothing=0.2),
-    Dpo(loss_type="hinge", beta=0.3),
-    Dpo(loss_type="ipo", beta=0.2),
-    Dpo(loss_type="apo_zero", beta=0.5),
+    Dpo(), Dpo(beta=0.7, sft_weight=0.4), Dpo(loss_type="robust", label_smoothing=0.2),
+    Dpo(loss_type="hinge", beta=0.3), Dpo(loss_type="ipo", beta=0.2), Dpo(loss_type="apo_zero", beta=0.5),
 ], ids=lambda dpo: dpo.loss_type + ("+sft" if dpo.sft_weight else ""))  # fmt: skip
 def test_dpo_trainer(dpo: Dpo) -> None:
     types, weights = [dpo.loss_type], [1.0]

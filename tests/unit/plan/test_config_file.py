@@ -56,14 +56,9 @@ HUGGING_FACE = {  # the shape of the files that users of the Trainer have
     },
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto"}},
     "zero_optimization": {
-        "stage": 3,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_gather_16bit_weights_on_model_save": True,
+        "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto", "stage3_gather_16bit_weights_on_model_save": True,
     },
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
@@ -71,7 +66,7 @@ HUGGING_FACE = {  # the shape of the files that users of the Trainer have
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
     "wall_clock_breakdown": False,
-}
+}  # fmt: skip
 
 
 def autos(config: Any) -> bool:

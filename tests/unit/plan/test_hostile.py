@@ -61,12 +61,8 @@ def test_arguments_of_a_script_arrive(stage: Stage, texts: list[str]) -> None:
     arrived = [os.fsencode(word) for word in ["specs/x.yaml", *generated, *typed]]
     stage.run("x.deepspeed.sh", deepspeed_script(cluster, *place), typed)
     assert stage.asked("deepspeed") == [
-        b"--master_port=29500",
-        b"--hostfile",
-        b"hostfiles/x",
-        b"dsft/train.py",
-        *arrived,
-    ]
+        b"--master_port=29500", b"--hostfile", b"hostfiles/x", b"dsft/train.py", *arrived,
+    ]  # fmt: skip
     stage.run("x.torchrun.sh", torchrun_script(cluster, *place), ["--node-rank=1", *typed])
     asked = stage.asked("torchrun")
     assert asked is not None and asked[6:] == [b"dsft/train.py", *arrived]

@@ -27,12 +27,8 @@ def test_the_launchers_arguments() -> None:
     here = ["--no_ssh_check", "--master_addr", "127.0.0.1"]
     assert argv(Cluster(hosts={"localhost": 8})) == ["deepspeed", "--hostfile", "hostfiles/x", *here, *run]
     assert argv(Cluster(hosts={"node7": 8})) == [
-        "deepspeed",
-        "--hostfile",
-        "hostfiles/x",
-        "--force_multi",
-        *run,
-    ]
+        "deepspeed", "--hostfile", "hostfiles/x", "--force_multi", *run,
+    ]  # fmt: skip
 
 
 def test_the_interface_is_named_for_both_backends_and_the_spec_has_the_last_word() -> None:

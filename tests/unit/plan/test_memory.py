@@ -45,11 +45,8 @@ def sizes(make_spec: Any) -> Any:
 def test_zero_0_holds_everything_on_every_rank(sizes: Any) -> None:
     rank = sizes(parallel={"zero_stage": 0}).stages[0]
     assert (rank.parameters, rank.gradients, rank.master, rank.moments) == (
-        4 * WHOLE,
-        4 * WHOLE,
-        0,
-        8 * WHOLE,
-    )
+        4 * WHOLE, 4 * WHOLE, 0, 8 * WHOLE,
+    )  # fmt: skip
     assert rank.buffers == 4 * WHOLE  # flattened, to be reduced
 
 

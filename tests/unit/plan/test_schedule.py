@@ -46,13 +46,9 @@ def test_rates_equal_transformers(kind: Any, warmup: int, total: int) -> None:
 )
 def test_wsd_equals_transformers(warmup: int, decay: int, total: int, floor: Any, decay_type: Any) -> None:
     optim = Optim(
-        learning_rate=PEAK,
-        lr_scheduler_type="wsd",
-        warmup_steps=warmup,
-        decay_steps=decay,
-        decay_type=decay_type,
-        min_lr_ratio=floor,
-    )
+        learning_rate=PEAK, lr_scheduler_type="wsd", warmup_steps=warmup, decay_steps=decay,
+        decay_type=decay_type, min_lr_ratio=floor,
+    )  # fmt: skip
     kwargs = {"num_decay_steps": decay, "min_lr_ratio": floor or 0.0, "decay_type": decay_type or "cosine"}
     theirs = transformers_rates("warmup_stable_decay", warmup, total, total + 2, **kwargs)
     ours = [learning_rate(optim, step, total) for step in range(total + 2)]

@@ -129,13 +129,10 @@ def test_the_mapping_is_json_with_the_same_numbers(plan: Any, make_spec: Any) ->
     made = plan(world_size=4, parallel={"zero_stage": 3})
     mapping = json.loads(json.dumps(as_mapping(made)))
     assert mapping["batch"] == {
-        "global_batch_size": 24,
-        "micro_batch_size": 2,
-        "accumulation_steps": 3,
-        "data_parallel": batch_sizes(made.spec.train, 4).data_parallel,
-        "tokens_per_micro_batch": None,
+        "global_batch_size": 24, "micro_batch_size": 2, "accumulation_steps": 3,
+        "data_parallel": batch_sizes(made.spec.train, 4).data_parallel, "tokens_per_micro_batch": None,
         "sequence_parallel": 1,
-    }
+    }  # fmt: skip
     assert mapping["memory"]["per_gpu"][0]["device"] == made.memory.stages[0].device
     assert mapping["deepspeed"]["zero_optimization"]["stage"] == 3
     assert set(mapping["reasons"]) >= set(mapping["deepspeed"]) - {"zero_optimization", "bf16", "fp16"} - {

@@ -17,12 +17,9 @@ END = "<|im_end|>"
 
 def shown(preview: Preview, file: str, task: str, *arguments: str) -> dict[str, Any]:
     given = (
-        "--rows",
-        "25",
-        f"data.train=[{{path: {SHARED / file}}}]",
-        f"model.tokenizer={SHARED / 'tokenizer'}",
+        "--rows", "25", f"data.train=[{{path: {SHARED / file}}}]", f"model.tokenizer={SHARED / 'tokenizer'}",
         *arguments,
-    )
+    )  # fmt: skip
     code, out, err = preview("--json", *given, data="max_length: 16384", task=task)
     assert (code, err) == (0, "")
     found: dict[str, Any] = json.loads(out)

@@ -93,14 +93,11 @@ def test_metrics_and_rows_are_of_all_pairs_whoever_scored_them(tmp_path: Path, m
     margins = [0.75, -0.75, 0.0]  # 0.5 × (1 + 0.5), 0.5 × (-1 - 0.5), 0
     losses = [0.386871, 1.136871, 0.693147]  # log(1 + e^-margin)
     assert record == {
-        "eval/loss": pytest.approx(sum(losses) / 3, abs=1e-6),
-        "eval/rewards/chosen": 0.0,
-        "eval/rewards/rejected": 0.0,
-        "eval/rewards/margins": 0.0,
-        "eval/rewards/accuracies": pytest.approx(1 / 3),
-        "eval/logps/chosen": pytest.approx(-33.5 / 3),
+        "eval/loss": pytest.approx(sum(losses) / 3, abs=1e-6), "eval/rewards/chosen": 0.0,
+        "eval/rewards/rejected": 0.0, "eval/rewards/margins": 0.0,
+        "eval/rewards/accuracies": pytest.approx(1 / 3), "eval/logps/chosen": pytest.approx(-33.5 / 3),
         "eval/logps/rejected": pytest.approx(-11.0),
-    }
+    }  # fmt: skip
     assert engine.calls == 2  # at most two micro-batches in memory at once
 
     rows = [json.loads(line) for line in (tmp_path / "margins/step-7.jsonl").read_text().splitlines()]

@@ -115,12 +115,9 @@ def test_the_record() -> None:
     ranks = [spent(0.4), spent(0.8, data=0.25)]
     names = ["node1", "node1"]
     assert host_record(names, ranks) == {
-        "host/node1/step_time": 1.0,
-        "host/node1/work_time": pytest.approx(0.8),
-        "host/node1/data_wait_fraction": 0.25,
-        "host/node1/rss_gib": 2.0,
-        "host/node1/memory_used_gib": 4.0,
-    }
+        "host/node1/step_time": 1.0, "host/node1/work_time": pytest.approx(0.8),
+        "host/node1/data_wait_fraction": 0.25, "host/node1/rss_gib": 2.0, "host/node1/memory_used_gib": 4.0,
+    }  # fmt: skip
     assert StragglerDetector(FOUR[:2], names).add(ranks)[0] == {
         "rel/straggler_ratio": pytest.approx(2.0),
         "rel/straggler_rank": 1,

@@ -281,12 +281,9 @@ def test_a_step_that_is_not_applied_and_one_that_fails_leave_no_record_unread(
     run = named.run(skipped=lambda *given: named.happened.append(("named", given[0])) or "rows")
     with pytest.raises(NonFiniteError, match="step 3"):
         fit(
-            named.engine(nonfinite={1, 2}),
-            Steps(),
-            schedule(eval_every=None, save_every=None, max_nonfinite_in_a_row=2),
-            run,
-            Progress(),
-        )
+            named.engine(nonfinite={1, 2}), Steps(),
+            schedule(eval_every=None, save_every=None, max_nonfinite_in_a_row=2), run, Progress(),
+        )  # fmt: skip
     assert named.happened == [
         ("step", 1), ("step", 2), ("record", 1), ("record", 2), ("named", 2), ("step", 3), ("record", 3),
         ("named", 3),
@@ -371,13 +368,9 @@ def test_metrics_of_preference_pairs_are_means_over_pairs_and_tokens_without_a_p
     sums = torch.tensor([[3.0, 40.0, 6.0], [1.0, 5.0, -2.0]], dtype=torch.float64)
     counts = [{"examples": 3, "chosen_tokens": 40}, {"examples": 1, "chosen_tokens": 10}]
     assert evaluation_record(PREFERENCES, sums, counts, ["a", None]) == {
-        "eval/loss": 4 / 4 + 0.5 * 45 / 50,
-        "eval/nll_loss": 45 / 50,
-        "eval/rewards/margins": 1.0,
-        "eval/a/loss": 1.5,
-        "eval/a/nll_loss": 1.0,
-        "eval/a/rewards/margins": 2.0,
-    }
+        "eval/loss": 4 / 4 + 0.5 * 45 / 50, "eval/nll_loss": 45 / 50, "eval/rewards/margins": 1.0,
+        "eval/a/loss": 1.5, "eval/a/nll_loss": 1.0, "eval/a/rewards/margins": 2.0,
+    }  # fmt: skip
 
 
 def test_training_reports_the_metrics_of_a_window() -> None:

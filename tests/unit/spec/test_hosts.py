@@ -32,34 +32,13 @@ def test_nothing_taken_can_be_an_option_a_path_or_a_command(text: str) -> None:
 @pytest.mark.parametrize(
     "host",
     [
-        "",
-        "-a",
-        "a-",
-        "a_b",
-        "a,b",
-        "a b",
-        "a;b",
-        "nöde",
-        "１.1.1.1",
-        "a..b",
-        ".a",
-        "a.",
-        "1.2.3",
-        "1.2.3.256",
-        "01.2.3.4",
+        "", "-a", "a-", "a_b", "a,b", "a b", "a;b", "nöde", "１.1.1.1", "a..b", ".a", "a.", "1.2.3",
+        "1.2.3.256", "01.2.3.4",
     ]
     + [
-        "fe80::1%eth0",
-        "[::1]",
-        "::1::",
-        "user@a",
-        "a:22",
-        "node[1-4]",
-        "a\n",
-        "12",
-        "a" * 64,
+        "fe80::1%eth0", "[::1]", "::1::", "user@a", "a:22", "node[1-4]", "a\n", "12", "a" * 64,
         "a." * 126 + "ab",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_host(host: str) -> None:
     assert not is_host(host)

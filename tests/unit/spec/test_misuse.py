@@ -210,14 +210,8 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
     "overrides": (
         GOOD,
         [
-            "train",
-            "train..x=1",
-            "train.seed=a",
-            "data.train.3.path=x",
-            "name.x=1",
-            "optim={lr: 1}",
-            "seed=[",
-            "=1",
+            "train", "train..x=1", "train.seed=a", "data.train.3.path=x", "name.x=1", "optim={lr: 1}",
+            "seed=[", "=1",
         ],
     ),
     "compiled": spec(
@@ -250,7 +244,7 @@ CASES: dict[str, str | tuple[str, list[str]]] = {
         train='train: {global_batch_size: "8", eval_every: 5, precision: fp8}\n',
     )
     + "parallel: {zero_stage: 2, pipeline_stages: 2}\nname: again\ncluster: {hosts: {x_y: 0, z_z: 1}}\n",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)

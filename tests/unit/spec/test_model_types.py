@@ -43,11 +43,8 @@ def test_what_transformers_does_not_have_is_a_mistake(
 
 
 MODULES = {
-    "llama": "q_proj, lm_head",
-    "gpt2": "c_attn",
-    "qwen3_moe": "gate",
-    "gemma3_text": "layers.0.up_proj",
-}
+    "llama": "q_proj, lm_head", "gpt2": "c_attn", "qwen3_moe": "gate", "gemma3_text": "layers.0.up_proj",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "modules"), MODULES.items(), ids=MODULES)

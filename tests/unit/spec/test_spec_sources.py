@@ -51,15 +51,7 @@ def test_a_name_that_no_file_can_have() -> None:
 
 
 @pytest.mark.parametrize("path", [
-    "d/a.jsonl",
-    "d",
-    "d/",
-    ".",
-    "d/*.jsonl",
-    "**/*.parquet",
-    "d/[a-b]*",
-    "x.jsonl.gz",
-    "builtin:quickstart",
+    "d/a.jsonl", "d", "d/", ".", "d/*.jsonl", "**/*.parquet", "d/[a-b]*", "x.jsonl.gz", "builtin:quickstart",
     "builtin:quickstart-pairs",
 ])  # fmt: skip
 def test_what_is_there_is_taken(path: str) -> None:
@@ -123,32 +115,15 @@ def test_hub_ids() -> None:
     assert hub_data("a/b:test") == HubData("a/b", None, None, "test")
     assert hub_data("a-1/b.c_2@v1:sub.x:test") == HubData("a-1/b.c_2", "v1", "sub.x", "test")
     for name in (
-        "a",
-        "a/b/c",
-        "a/b:",
-        "a/b:c:",
-        "a/b@",
-        "a/b:c:d:e",
-        "a/b.csv",
-        "/a/b",
-        "./a/b",
-        "a/b\n",
-        "a/b:x[:9]",
-    ):
+        "a", "a/b/c", "a/b:", "a/b:c:", "a/b@", "a/b:c:d:e", "a/b.csv", "/a/b", "./a/b", "a/b\n", "a/b:x[:9]",
+    ):  # fmt: skip
         assert hub_data(name) is None
 
 
 def test_short_names() -> None:
     given = {
-        "x/held out.v2.jsonl": "held_out.v2",
-        "rows.jsonl.gz": "rows",
-        "data/books.v2": "books.v2",
-        "data/books/": "books",
-        "data/web/2025-*/**/*.jsonl": "web",
-        "*.jsonl": "data",
-        ".": "data",
-        "../..": "data",
-        "owner/name@v1:main:test": "name_v1_main_test",
-        "builtin:quickstart": "quickstart",
-    }
+        "x/held out.v2.jsonl": "held_out.v2", "rows.jsonl.gz": "rows", "data/books.v2": "books.v2",
+        "data/books/": "books", "data/web/2025-*/**/*.jsonl": "web", "*.jsonl": "data", ".": "data",
+        "../..": "data", "owner/name@v1:main:test": "name_v1_main_test", "builtin:quickstart": "quickstart",
+    }  # fmt: skip
     assert {path: short_name(path) for path in given} == given
