@@ -1,7 +1,5 @@
 """dsft/errors.py and docs/exit-codes.md have the same codes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

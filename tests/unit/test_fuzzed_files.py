@@ -4,8 +4,6 @@ A case is a kind and a seed, from which alone the damage follows. The first seed
 thousand of each with `-m long`. To try one again: `FUZZ=model:77 pytest tests/unit/test_fuzzed_files.py`.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """`scripts/gpu` without a GPU: its table, its results, its page, and one case on the CPU by the driver."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Variants are run in turn and compared round by round."""
 
-from __future__ import annotations
-
 import argparse
 import mmap
 import sys

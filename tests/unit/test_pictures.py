@@ -1,7 +1,5 @@
 """The pictures of docs/pictures show what the commands print now. The pages' pictures are not compared."""
 
-from __future__ import annotations
-
 from tests.pictures import FOLDER, svgs
 
 

@@ -1,7 +1,5 @@
 """The pipeline benchmark's arithmetic, on steps whose idle share is known."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.pipeline import Computed, formula, idle, replayed

@@ -1,7 +1,5 @@
 """Programs on other hosts: ssh gets host names alone; messages go both ways, and nothing outlives them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The proofs of packing and of the head: what is exact passes; what is not stops the run, or is not used."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

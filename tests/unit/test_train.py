@@ -1,7 +1,5 @@
 """`dsft/train.py` up to the import of torch; `tests/integration/test_launchers.py` has whole runs."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Groups of ranks without a process group, and checkpoints of a tiny Llama written by them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """An export's README.md: what it says of the run, and that no name in it becomes markup."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import subprocess

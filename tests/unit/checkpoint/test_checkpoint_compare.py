@@ -1,7 +1,5 @@
 """What a resume may change, and what makes it another run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

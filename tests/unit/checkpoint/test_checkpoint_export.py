@@ -1,7 +1,5 @@
 """What an export holds: the model that transformers loads, in little memory, or nothing new at all."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Checkpoints of models whose embeddings got rows for new tokens: adapters, merged, parts of a model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

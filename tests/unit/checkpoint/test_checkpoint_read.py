@@ -1,7 +1,5 @@
 """A checkpoint that is not as it was written is named and passed over; a run never starts again by itself."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

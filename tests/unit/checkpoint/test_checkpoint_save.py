@@ -1,7 +1,5 @@
 """A checkpoint is there whole or not at all: disks that fill, ranks that fail, processes that die."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

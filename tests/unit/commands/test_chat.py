@@ -1,7 +1,5 @@
 """`dsft chat` with a tiny model of random weights: what is answered does not matter, only how."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

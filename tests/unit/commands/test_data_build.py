@@ -1,7 +1,5 @@
 """`dsft data build`: what it prints, what it leaves, and how it fails."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `dsft` shows of its commands, and the names that it takes for them and their options."""
 
-from __future__ import annotations
-
 import pytest
 import typer
 from typer.testing import CliRunner

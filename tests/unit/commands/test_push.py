@@ -1,8 +1,6 @@
 """`dsft push` to a server on this machine that answers as the hub does: what arrives, who may read it, where
 the token goes, and what is refused. Nothing leaves this machine."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

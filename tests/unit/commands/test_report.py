@@ -1,8 +1,6 @@
 """`dsft report`: what the files of a run say is on the page, for one run and for several; nothing of them is
 HTML; what is absent is left out."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

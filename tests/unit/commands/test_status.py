@@ -1,8 +1,6 @@
 """`dsft status`: what a run's folder, its lock and its supervisor say, with real processes that live or are
 killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,8 +1,6 @@
 """`dsft convert`: what a config of another tool means is what the spec says, key by key; nothing is left out
 without a reason; the spec is valid. The configs have the keys and values that users of these tools write."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

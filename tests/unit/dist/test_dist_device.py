@@ -1,8 +1,6 @@
 """Which device a rank takes, and when it refuses to train on the CPU. No GPU is here: DeepSpeed's accelerator
 and torch's reason are imitated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

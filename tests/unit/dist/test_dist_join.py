@@ -1,7 +1,5 @@
 """Joining the process group where another program has rank 0's port, which was free at the check."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

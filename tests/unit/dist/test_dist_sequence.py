@@ -1,7 +1,5 @@
 """Which ranks share rows, and which of them reports sums."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

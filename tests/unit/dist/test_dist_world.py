@@ -1,7 +1,5 @@
 """What ranks compare before they join, through a real store between threads."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The doctor's checks: facts of two healthy hosts give no warning; each fault in them is reported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

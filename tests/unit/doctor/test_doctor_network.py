@@ -1,7 +1,5 @@
 """How links are judged and printed, from figures made by hand; and one measurement on this machine."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """The doctor's program and what it looks at, for real on this machine: processes, sockets, a compiler."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,8 +1,6 @@
 """AdamW with moments in 8 bits: the update is bitsandbytes' own, and what a checkpoint has of the moments
 gives the same ones again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Clipping at ZeRO 0 in fp32 on one stage, and the optimizer that is built where nothing is offloaded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The pass that counts a step's experts before it trains."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Groups of parameters: their rates and decay, and stages of a pipeline that cannot be stepped together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradient norms of large tensors on a CPU: dsft's clipping, and the two that DeepSpeed takes in float32."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

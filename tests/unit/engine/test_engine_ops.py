@@ -3,8 +3,6 @@
 The causes are real ones: no compiler, no ninja, no header, no CUDA toolkit, a compiler that is
 killed, a folder that cannot be written, locks of processes that are dead or at work."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

@@ -1,7 +1,5 @@
 """Which operations a plan needs, and what becomes of a run that cannot have one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

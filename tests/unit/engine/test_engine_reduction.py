@@ -1,7 +1,5 @@
 """Which of DeepSpeed's optimizers reduce gradients beside the backward pass."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Digests of replicated tensors, and the messages where ranks differ."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """train.tf32 reaches torch, on GPUs alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

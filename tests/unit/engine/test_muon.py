@@ -1,7 +1,5 @@
 """Muon beside torch's own, and the settings that it refuses. tests/parity has it against a plain loop."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

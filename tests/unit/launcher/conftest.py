@@ -1,7 +1,5 @@
 """Attempts with ranks that train nothing: real agents and real processes, without torch."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

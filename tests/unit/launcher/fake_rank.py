@@ -6,8 +6,6 @@ fake_rank.py STEPS [RANK:STEP:HOW …]    HOW: kill, stop, hang, an exit code, e
                                         is there)
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

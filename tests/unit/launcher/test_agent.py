@@ -1,7 +1,5 @@
 """The agent of one host, in this process, with ranks that are a shell's commands."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """Real agents, real ranks (that train nothing), real kills: how a start ends and what is left."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

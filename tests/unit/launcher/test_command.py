@@ -1,7 +1,5 @@
 """What `dsft launch` refuses before it starts anything, and what Ctrl-C does while it waits for a host."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

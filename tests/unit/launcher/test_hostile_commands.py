@@ -1,7 +1,5 @@
 """What an agent is to run arrives byte for byte: through its standard input, and through no shell."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What each host runs: ranks, commands, variables, addresses; what is printed cannot steer a terminal."""
 
-from __future__ import annotations
-
 import os
 import pty
 import sys

@@ -1,7 +1,5 @@
 """What an agent does with the output of its processes: a real pipe, and the log that is made of it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What failed first, what follows from it, and the exit code."""
 
-from __future__ import annotations
-
 import pytest
 
 from dsft.launcher.verdict import (

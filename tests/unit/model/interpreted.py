@@ -1,8 +1,6 @@
 """A plugin of pytest: the tests of the head by the Triton kernel, which Triton's interpreter runs on the CPU,
 and by products as a GPU has them: float32, with rows that begin at multiples of 8 elements."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Tensors that are converted between files and modules, of which ranges are read."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """Finding a model's mixtures of experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

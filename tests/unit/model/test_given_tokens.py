@@ -1,8 +1,6 @@
 """Log-probabilities of several tokens of each target: of given ones and of the most probable ones, with the
 rest of the vocabulary, against autograd over whole logits in float64."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from typing import Any

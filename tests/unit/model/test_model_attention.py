@@ -1,7 +1,5 @@
 """Attention per segment: against a dense mask, in transformers' models, and what is refused."""
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

@@ -1,7 +1,5 @@
 """Which layers are checkpointed changes what is computed twice and kept, and no bit of the result."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Configs: the tokenizer's facts go in, what a class does not know is refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

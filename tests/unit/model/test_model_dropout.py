@@ -1,7 +1,5 @@
 """A model without dropout is the same in training as in evaluation, and gives what it gave before."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

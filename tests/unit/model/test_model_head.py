@@ -1,7 +1,5 @@
 """The head against plain log-softmax in float64: values and gradients, in chunks of any size."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fresh weights: a function of config and seed, the same for every cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

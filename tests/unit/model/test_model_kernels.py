@@ -4,8 +4,6 @@ What needs it runs in a process of its own with TRITON_INTERPRET=1, where script
 liger-kernel and triton.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Adapters: which modules get one, their first values, their names, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters in mixtures of experts: which layers get one, what peft loads, and what a merged model is."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast

@@ -1,8 +1,6 @@
 """MLPs in chunks of tokens: the same logits and gradients, one gradient per parameter, the same dropout in
 both passes, and less computed at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

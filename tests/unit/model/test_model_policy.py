@@ -1,7 +1,5 @@
 """What the engines train: log-probabilities equal to the model's own, stage by stage too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

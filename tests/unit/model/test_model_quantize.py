@@ -1,7 +1,5 @@
 """Weights in 4 bits: which are, that they are bitsandbytes' own, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Weights from files: as by transformers' own loader, in ranges too; what does not fit is an error."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,8 +1,6 @@
 """Recurrent layers over packed rows: against transformers' own unpacked model, neighbor by neighbor, and what
 is refused."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The balance losses of mixtures of experts and what is counted of their routers, in one process."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

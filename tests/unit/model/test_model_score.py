@@ -1,8 +1,6 @@
 """Models that give scores: transformers' own classes, their scores, and how they start from the files of a
 causal language model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

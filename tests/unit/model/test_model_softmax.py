@@ -1,8 +1,6 @@
 """The softmax part of the head: the Triton kernel against torch's operations, and which of them is used; the
 products in parts that a GPU's alignment asks for."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

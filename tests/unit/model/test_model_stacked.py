@@ -1,8 +1,6 @@
 """Experts whose weights are stored in 4 bits, or have adapters: each expert's matrix is quantized as by
 bitsandbytes, and computed with as transformers computes with what that gives."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Embeddings that get new rows: the old rows as they were, the new ones their mean, on any rank and stage."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which rows cannot be split over ranks, by the model's config; by its layers in test_census_version.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The loss of a classifier: worked numbers, the same in every division and form, and transformers'."""
 
-from __future__ import annotations
-
 from math import exp, log
 from typing import Any
 

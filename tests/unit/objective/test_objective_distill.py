@@ -1,7 +1,5 @@
 """The loss of distillation: against TRL's on whole vocabularies, by hand, and with fewer tokens."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

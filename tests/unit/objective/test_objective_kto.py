@@ -1,7 +1,5 @@
 """The loss of KTO: by hand, and against TRL's trainer where one micro-batch is the whole step."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from types import SimpleNamespace

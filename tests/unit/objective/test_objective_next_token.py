@@ -1,7 +1,5 @@
 """The next-token objective, by hand and against torch's own cross entropy."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Preference losses: by hand, against TRL's trainers, and against the published formulas of each paper."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The loss of a reward model: worked numbers, the same in every division, and TRL's."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from math import exp, log
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Losses, gradients and metrics against those of TRL's trainers on random log-probabilities."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any

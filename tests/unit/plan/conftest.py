@@ -1,7 +1,5 @@
 """Small specs for the tests of the plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Arguments that run a command wherever a shell, or ssh, takes them for more than text. Strategies of
 hypothesis."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Launch scripts run by a real bash, with programs on the PATH that write down what they are asked and do
 nothing else. Takes a folder, puts scripts and programs there."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

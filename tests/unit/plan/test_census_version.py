@@ -1,8 +1,6 @@
 """Cached answers of a census are valid while VERSION is: the answers for models of every kind, compared with
 stored ones."""
 
-from __future__ import annotations
-
 import functools
 import json
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The share of layers that recompute their activations: what `auto` chooses, and what `dsft plan` shows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`dsft plan` and `dsft generate` as commands."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Properties of the comparison: whatever the hosts, what it offers fits, is allowed, and is what it says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """The estimate's parts, each against a formula with numbers of its own: those that docs/plan.md and
 docs/internals/memory.md name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

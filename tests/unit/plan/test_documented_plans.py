@@ -1,8 +1,6 @@
 """The figures that README and docs/ print of plans of Llama 3.1 8B are those of `dsft plan`. Of the model the
 test has the numbers of its published config.json that decide its size; its weights are not needed."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Model FLOPs against published figures that state tokens per second and MFU."""
 
-from __future__ import annotations
-
 import pytest
 
 from dsft.plan.census import Census, Parameter

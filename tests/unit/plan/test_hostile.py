@@ -1,8 +1,6 @@
 """Thousands of host names and arguments, most of them made to run a command: none does, and every one that
 is legal arrives byte for byte, through the generated scripts, run by a real bash."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

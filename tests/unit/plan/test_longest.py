@@ -1,8 +1,6 @@
 """`dsft plan --compare`: the longest rows that fit by the plan's own memory, and the layouts that split
 rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

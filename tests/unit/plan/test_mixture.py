@@ -1,7 +1,5 @@
 """Plans of mixtures of experts: published shapes, counted on the meta device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

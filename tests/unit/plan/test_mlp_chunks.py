@@ -1,7 +1,5 @@
 """In how many chunks of tokens MLPs are computed, and what the plan counts of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys and bytes of offload to NVMe."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Page-locked memory: how much, and who decides."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The plan of a model whose frozen linear weights are stored in 4 bits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

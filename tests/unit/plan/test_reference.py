@@ -1,7 +1,5 @@
 """What the reference is, where it stands, and its DeepSpeed JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a reference takes, beside the policy or before it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The scripts for torchrun and Slurm, run by bash with programs that only write down what they are asked."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

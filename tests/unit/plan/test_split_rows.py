@@ -1,7 +1,5 @@
 """What the plan counts where ranks split rows (parallel.sequence_parallel): tokens, memory, traffic."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command on rows of a test's own, in this process."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence

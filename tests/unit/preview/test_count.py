@@ -1,8 +1,6 @@
 """What `dsft plan` says of a run's steps, tokens and hours: counted, from the cache, or from a sample,
 compared with what loading all rows gives."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

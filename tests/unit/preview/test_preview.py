@@ -1,7 +1,5 @@
 """`dsft preview`: rows, marks, figures, problems, exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The preview of third-party rows that lie beside the checkout, against what their files say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is shown is what is trained on, whatever the rows hold: JSON, terminal and page, hostile rows too."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A rank ends with its launcher: real processes, with a launcher's name and command line, are killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Which cores a rank keeps to, on hosts that are made up, and on this one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

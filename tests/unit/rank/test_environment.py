@@ -1,7 +1,5 @@
 """What the launchers' variables mean, and which are refused."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

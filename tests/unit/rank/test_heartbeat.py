@@ -1,7 +1,5 @@
 """What a rank tells of itself, by a real process to a real socket."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

@@ -1,8 +1,6 @@
 """A run's folder on a swap disk: removed by the last of its ranks, or at the next start after a kill; never
 a living process's, and never what dsft and DeepSpeed have not written."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Flags and variables that name hosts by number become torchrun's options."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

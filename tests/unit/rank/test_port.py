@@ -1,7 +1,5 @@
 """Where another program listens at the port, the error names the flag or variable that chooses another."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """What a rank does beside its work: its output, once nobody reads it, and the end of a compiler."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

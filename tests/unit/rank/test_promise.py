@@ -1,7 +1,5 @@
 """A world of another size than promised stops; so does a hostfile that is not there."""
 
-from __future__ import annotations
-
 import base64
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The interface that leads to another host, asked of this machine's own routes."""
 
-from __future__ import annotations
-
 import pytest
 
 from dsft.rank import route

@@ -1,7 +1,5 @@
 """Slurm's variables as Slurm 22.05 writes them, and hostfiles made of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Being asked to stop: real signals to real processes, one of them blocked in C code."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A small preference run: takes a folder, writes rows and a model there, gives a spec of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

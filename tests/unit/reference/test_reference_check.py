@@ -1,7 +1,5 @@
 """The check at step 0, against an engine made of numbers: what it lets pass, and each cause by its name."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """A reference whose config has dropout: its scores are those without it, wherever they come from."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Held-out pairs on two ranks that score in turn: metrics, and a row for each pair in a file."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A reference that an engine scores: what is filled, what is switched, what is proved, on one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

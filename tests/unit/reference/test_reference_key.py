@@ -1,7 +1,5 @@
 """What a store's key sees: each thing that gives other log-probabilities, by name, and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What `dsft reference` starts, and what it and `--reference_only` say where there is nothing to score."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

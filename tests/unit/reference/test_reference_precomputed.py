@@ -2,8 +2,6 @@
 
 The pass is a function here, which writes what a reference would say of each pair."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable

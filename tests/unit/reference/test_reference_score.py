@@ -1,7 +1,5 @@
 """The pass over the pairs: messages on a full memory and on values that are not finite."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

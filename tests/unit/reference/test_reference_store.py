@@ -1,7 +1,5 @@
 """The store of reference log-probabilities: whole, in part, damaged, of another key; and what reads it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A reference from another checkpoint whose tokenizer is the policy's, another one, or none."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A teacher's rows of targets: in a store whose shards stay in their files, and filled into micro-batches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

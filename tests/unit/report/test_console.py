@@ -1,7 +1,5 @@
 """What rank 0 prints on a terminal and in a log."""
 
-from __future__ import annotations
-
 import io
 import re
 import threading

@@ -1,7 +1,5 @@
 """What a run's folder says of how it was made, and what it keeps to itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The metrics of every host, and which rank is named as a straggler, from figures written by hand."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext

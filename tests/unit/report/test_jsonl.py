@@ -1,7 +1,5 @@
 """metrics.jsonl: unrounded, whole lines, cut at a resume."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

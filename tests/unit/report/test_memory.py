@@ -1,7 +1,5 @@
 """Peaks of memory by phase, against memory that the test allocates, and memory.json."""
 
-from __future__ import annotations
-
 import json
 import mmap
 from pathlib import Path

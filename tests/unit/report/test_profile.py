@@ -1,7 +1,5 @@
 """The trace of one step of several, read back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

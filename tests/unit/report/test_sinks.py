@@ -1,7 +1,5 @@
 """TensorBoard and SwanLab: the same numbers by the same names, and never in the way."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

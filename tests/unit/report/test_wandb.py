@@ -1,7 +1,5 @@
 """Weights & Biases: real offline runs; servers that are absent or refuse. Nothing leaves this machine."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import os

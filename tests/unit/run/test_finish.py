@@ -1,7 +1,5 @@
 """The outcome that a run prints at its end, and the tokens that end an answer of its export."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """fp16's loss scale: how it moves, and when skipped steps are a failure."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A step that was not applied: which rows are named, padded, packed and as pairs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """What a run's trainer does around a step, an evaluation and a save: heartbeats, phases of memory, the lock,
 and the requests to stop."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """Weight files are compared whole between ranks: each is read by one of the ranks that see it, and at later
 starts by none while it is unchanged."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The advice for a run that does not fit: an engine takes memory by the token, under a real limit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

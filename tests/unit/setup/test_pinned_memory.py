@@ -1,8 +1,6 @@
 """Whether a run pins what it offloads to the memory of its hosts. That the spec and a DeepSpeed JSON go first
 is in tests/unit/plan/test_ds_config.py and test_config_file.py."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

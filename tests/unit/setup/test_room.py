@@ -1,7 +1,5 @@
 """A full disk is found before the first step."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

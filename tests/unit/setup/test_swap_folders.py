@@ -1,7 +1,5 @@
 """Whether the disks have room for what a run swaps, before the model is built."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A small valid spec, written to a folder of its own that the test runs in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A saved adapter's config against the spec that continues it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

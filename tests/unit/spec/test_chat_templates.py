@@ -1,7 +1,5 @@
 """data.chat_template as validate sees it: a name of ours, of the tokenizer's, or a file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables of the docs that are made from the code. DSFT_UPDATE_GOLDEN=1 writes them anew."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from typing import Any
 
 from dsft.spec.held_out import set_names, split_sets

@@ -2,8 +2,6 @@
 
 # ruff: noqa: E501  (a bad spec stays on the lines that its message names)
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

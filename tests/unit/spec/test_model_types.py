@@ -1,7 +1,5 @@
 """Model types and names of modules, looked up in transformers' sources without importing it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

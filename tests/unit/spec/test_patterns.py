@@ -1,7 +1,5 @@
 """Patterns of parameter names, and which group a parameter belongs to."""
 
-from __future__ import annotations
-
 from dsft.spec.patterns import group_of, group_problems, no_match, unmatched
 from dsft.spec.schema import Optim, OptimGroup
 

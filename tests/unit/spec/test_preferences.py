@@ -1,7 +1,5 @@
 """What of task dpo does not go together: each in one sentence at its own key, and nothing of what does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

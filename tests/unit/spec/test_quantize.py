@@ -1,7 +1,5 @@
 """What model.quantize and moments in 8 bits are refused with, by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What validate says of the paths of data: by their names, and by what lies there. No file is opened."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

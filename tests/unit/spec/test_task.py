@@ -1,7 +1,5 @@
 """What follows from a task alone."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

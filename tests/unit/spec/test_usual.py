@@ -1,7 +1,5 @@
 """Warnings about unusual values, and refusals of what the named GPU or the named folder cannot do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What swapping asks of a disk: each refusal with its cause, on made-up mounts and on this machine's own."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

@@ -1,7 +1,5 @@
 """How a process ends."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

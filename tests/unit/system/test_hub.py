@@ -1,7 +1,5 @@
 """A hub that does not answer is asked once, and not again for each file."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

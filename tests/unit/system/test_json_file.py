@@ -1,7 +1,5 @@
 """JSON files that are damaged or made to harm are refused in a clause, within bounds of memory and depth."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """A run's folder has one job at a time, and a dead one does not keep it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

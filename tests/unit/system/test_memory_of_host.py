@@ -1,7 +1,5 @@
 """What control groups leave of a host."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

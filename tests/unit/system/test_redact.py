@@ -1,7 +1,5 @@
 """Which secrets are hidden in text and in what a process prints, and which ordinary words are not."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """What a user may write for a run, a checkpoint or an export, and the error where there is none."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

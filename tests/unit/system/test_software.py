@@ -1,7 +1,5 @@
 """What decides a run's numbers on this machine, as ranks compare it."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path
