@@ -3,7 +3,7 @@
     python tests/mutants.py [--each 4] [--seed 0] [--only dsft/objective]
 
 Prints a line per mutant: `caught`, `late` (the tests did not end within LIMIT seconds) or `SURVIVED`. A
-survivor shows a missing test, or is a change that cannot be told from the original;
+survivor shows a missing test, or is a change that does not alter the results;
 docs/internals/numerics.md has those that were looked at. pytest does not collect this file, and the checkout
 itself is not changed.
 """
@@ -138,7 +138,7 @@ def run(copy: Path, tests: str) -> str:
         os.setsid()
         code = 1
         try:
-            for number, name in enumerate((os.devnull, str(copy / "said"), str(copy / "said"))):
+            for number, name in enumerate((os.devnull, str(copy / "output"), str(copy / "output"))):
                 os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC), number)
             os.chdir(copy)
             os.environ |= {"PYTHONPATH": str(copy), "DS_ACCELERATOR": "cpu"}
@@ -175,7 +175,7 @@ def main(words: Sequence[str]) -> None:
             if not name.startswith(asked.only):
                 continue
             if tests not in sound and run(copy, tests) != "SURVIVED":
-                sys.exit(f"{tests}: fails without a fault\n{(copy / 'said').read_text()}")
+                sys.exit(f"{tests}: fails without a fault\n{(copy / 'output').read_text()}")
             sound.add(tests)
             source = (copy / name).read_text(encoding="utf-8")
             made = list(mutants(source))

@@ -175,7 +175,7 @@ def test_every_token_of_a_changed_row_differs() -> None:
 
 
 def pairs(*tokens: tuple[int, int, int]) -> Dataset:
-    """Of so many tokens of prompt, chosen and rejected answer, the prompt once."""
+    """Lengths are of the prompt, which is there once, and of the chosen and the rejected answer."""
     draw = np.random.default_rng(5)
     examples = []
     for prompt, chosen, rejected in tokens:

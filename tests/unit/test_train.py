@@ -60,7 +60,7 @@ def test_a_step_to_trace_that_is_none(step: str, capsys: pytest.CaptureFixture[s
     assert f"'{step}' is not a step (the first is 1); give SPEC before --profile" in capsys.readouterr().err
 
 
-def test_one_process_of_many_tells_a_mistake(
+def test_one_process_of_many_prints_a_mistake(
     capsys: pytest.CaptureFixture[str], jobs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others wait: were one of them the first to end, a launcher would end rank 0 before it spoke."""

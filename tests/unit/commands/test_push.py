@@ -243,17 +243,21 @@ def test_a_second_push_replaces_the_first_and_a_branch_is_its_own(
     branches = hub.repos["me/small"]["branches"]
     kept = {"onnx/model.safetensors": b"x", "LICENSE": b"x"}
     branches[MAIN] |= kept | {"model-00001-of-00002.safetensors": b"old"}
-    said = push(adapter, "me/small", "lora", public=True)
+    printed = push(adapter, "me/small", "lora", public=True)
     own = contents(adapter)
     assert branches["lora"] == own | kept
-    assert "config.json of an earlier push removed; model-00001-of-00002.safetensors" in said.splitlines()[0]
+    assert (
+        "config.json of an earlier push removed; model-00001-of-00002.safetensors" in printed.splitlines()[0]
+    )
     base = json.loads(own["adapter_config.json"])["base_model_name_or_path"]
-    assert said.splitlines()[1].startswith(f"its adapter_config.json names the base {base}, a folder of this")
+    assert printed.splitlines()[1].startswith(
+        f"its adapter_config.json names the base {base}, a folder of this"
+    )
     assert branches[MAIN].keys() >= contents(whole).keys()
     for _ in range(2):  # the second has nothing new
-        said = push(whole, "me/small", "lora", public=True)
+        printed = push(whole, "me/small", "lora", public=True)
     assert branches["lora"] == contents(whole) | kept
-    assert len(hub.commits) == 3 and said.startswith(f"{constants.ENDPOINT}/me/small: ")
+    assert len(hub.commits) == 3 and printed.startswith(f"{constants.ENDPOINT}/me/small: ")
 
 
 def test_small_files_with_the_newer_storage(

@@ -66,7 +66,7 @@ def held(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def tell(folder: Path, *, age: float = 0, **facts: Any) -> None:
+def write_status(folder: Path, *, age: float = 0, **facts: Any) -> None:
     """status.json, as dsft launch writes it."""
     found = {
         "pid": os.getpid(), "host": socket.gethostname(), "command": "dsft launch specs/two.yaml",
@@ -85,7 +85,7 @@ def tell(folder: Path, *, age: float = 0, **facts: Any) -> None:
 
 
 def test_a_launched_run_is_shown_with_its_ranks(run: Path) -> None:
-    tell(run, age=3)
+    write_status(run, age=3)
     found = status_of(run)
     assert (found.state, found.step, found.total_steps, found.checkpoint) == ("running", 120, 200, "step-100")
     assert (found.loss, found.held_out_loss, found.tokens_per_second) == (2.5, 3.25, 8000)
@@ -106,7 +106,9 @@ def test_a_launched_run_is_shown_with_its_ranks(run: Path) -> None:
     ("code", "state"), [(0, "finished"), (75, "stopped"), (69, "failed"), (124, "failed"), (143, "failed")]
 )
 def test_the_recorded_end_is_shown(run: Path, code: int, state: str) -> None:
-    tell(run, state="ended", exit_code=code, error="rank 3 on node2: out of memory" if code == 69 else None)
+    write_status(
+        run, state="ended", exit_code=code, error="rank 3 on node2: out of memory" if code == 69 else None
+    )
     found = status_of(run)
     assert (found.state, found.exit_code, found.seconds_left) == (state, code, None)
     assert f"ended with exit code {code}" in found.why and ("out of memory" in found.why) == (code == 69)
@@ -114,7 +116,7 @@ def test_the_recorded_end_is_shown(run: Path, code: int, state: str) -> None:
 
 def test_a_supervisor_that_was_killed_is_not_taken_for_one_that_runs(run: Path) -> None:
     process = subprocess.Popen(["sleep", "60"])
-    tell(run, pid=process.pid)
+    write_status(run, pid=process.pid)
     assert status_of(run).state == "running"
     process.kill()
     process.wait()
@@ -125,12 +127,12 @@ def test_a_supervisor_that_was_killed_is_not_taken_for_one_that_runs(run: Path) 
 
 
 def test_another_process_with_its_number_is_not_the_supervisor(run: Path) -> None:
-    tell(run, age=30 * 86400)
+    write_status(run, age=30 * 86400)
     assert "has ended without recording its end" in status_of(run).why
 
 
 def test_an_old_status_is_shown_as_silent(run: Path) -> None:
-    tell(run, host="node1", age=90)
+    write_status(run, host="node1", age=90)
     found = status_of(run)
     assert found.state == "silent" and "status.json is 90 seconds old" in found.why
 
@@ -140,7 +142,7 @@ def test_a_run_that_was_started_by_hand_holds_its_lock(run: Path) -> None:
         found = status_of(run)
         assert found.state == "running"
         assert found.why == f"started by hand: process {process.pid} on {socket.gethostname()}"
-        tell(run, state="ended", exit_code=0, age=1000)  # of an earlier start
+        write_status(run, state="ended", exit_code=0, age=1000)  # of an earlier start
         assert status_of(run).state == "running"
     (run / "logs/status.json").unlink()
     found = status_of(run)
@@ -176,8 +178,8 @@ def test_a_run_that_never_trained(tmp_path: Path) -> None:
     found = status_of(tmp_path)
     assert found.state == "failed" and "before its first step" in found.why
     assert list(lines(found))[1:] == ["  checkpoint  none yet"]
-    tell(tmp_path, state="starting", ranks={"0": {"host": "node1", "pid": None, "step": None, "phase": None,
-                                                  "pulse_age": None, "progress_age": None}})  # fmt: skip
+    unknown = dict.fromkeys(("pid", "step", "phase", "pulse_age", "progress_age"))
+    write_status(tmp_path, state="starting", ranks={"0": {"host": "node1"} | unknown})
     found = status_of(tmp_path)
     assert found.state == "starting" and found.ranks[0]["pulse_age"] is None
     assert list(lines(found))[-1].split() == ["0", "node1", "-", "-", "-", "none", "none"]
@@ -197,12 +199,12 @@ def test_an_unreadable_lock_has_no_holder(run: Path) -> None:
 
 @pytest.mark.parametrize("other", [{"attempt": None}, {"attempt": "x"}, {"state": "ended", "exit_code": []}])
 def test_a_status_json_of_other_types_is_passed_over(run: Path, other: dict[str, Any]) -> None:
-    tell(run, **other)
+    write_status(run, **other)
     assert status_of(run).state == "stopped"
 
 
 def test_a_step_time_that_is_not_finite_gives_no_time_left(run: Path) -> None:
-    tell(run)
+    write_status(run)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('\n{"train/global_step": 121, "train/loss": 1.0, "perf/step_time": "Infinity"}\n')
     text = "\n".join(lines(status_of(run)))
@@ -220,7 +222,7 @@ def test_times_and_steps_of_any_size_are_shown_or_left_out(run: Path, time: str,
 
 
 def test_a_number_of_400_digits_in_status_json(run: Path) -> None:
-    tell(run, pid=10**400)
+    write_status(run, pid=10**400)
     assert status_of(run).state == "stopped"
 
 
@@ -247,7 +249,7 @@ def test_a_status_or_a_record_that_is_nested_without_end_is_passed_over(run: Pat
 def test_nothing_that_a_terminal_obeys_is_printed(run: Path) -> None:
     evil = "\x1b]0;title\x07\x1b[2J\x9b1m\r\u202e"
     rank = {"host": evil, "pid": evil, "step": 1, "phase": evil, "pulse_age": 0.5, "progress_age": 2.5}
-    tell(run, command=evil, launcher=evil, ranks={"0": rank})
+    write_status(run, command=evil, launcher=evil, ranks={"0": rank})
     printed = CliRunner().invoke(app, ["status", str(run)]).output
     assert r"command     \x1b]0;title\x07\x1b[2J\x9b1m\r\u202e" in printed
     assert not set(evil[0] + "\x07\x9b\r\u202e") & set(printed)
@@ -255,7 +257,7 @@ def test_nothing_that_a_terminal_obeys_is_printed(run: Path) -> None:
 
 def test_the_command(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.parents[1])
-    tell(run)
+    write_status(run)
     done = CliRunner().invoke(app, ["status", "two", "--json"])
     assert done.exit_code == 0 and json.loads(done.output)["ranks"][1]["host"] == "node2"
     assert CliRunner().invoke(app, ["status", str(run)]).output.startswith("two: running")
@@ -275,7 +277,7 @@ def test_a_status_json_that_is_not_ours_is_passed_over(run: Path, ranks: str) ->
 def test_without_a_name_all_runs_are_listed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that wrote last comes first; what is not known is left out; other folders are not runs."""
     monkeypatch.chdir(run.parents[1])
-    tell(run)
+    write_status(run)
     older, other = run.parent / "older", run.parent / ".cache"
     (older / "logs").mkdir(parents=True)
     other.mkdir()

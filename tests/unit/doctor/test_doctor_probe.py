@@ -263,7 +263,7 @@ def test_json_of_the_command(tmp_path: Path) -> None:
     words = ["doctor", spec, "--json", "cluster.hosts={no-such-host.invalid: 16}"]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
-    said = json.loads(done.stdout)
-    assert done.returncode == said["exit_code"] == 69
-    assert [each["level"] for each in said["findings"]][:1] == ["failure"]
+    printed = json.loads(done.stdout)
+    assert done.returncode == printed["exit_code"] == 69
+    assert [each["level"] for each in printed["findings"]][:1] == ["failure"]
     assert "could not start: 1 check(s) failed (reach)" in done.stderr

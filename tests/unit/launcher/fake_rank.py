@@ -1,6 +1,6 @@
 """A rank for the supervisor's tests: sends heartbeats, steps, saves when asked to stop, fails where asked to.
 
-fake_rank.py STEPS [RANK:STEP:HOW …]    HOW: kill, stop, hang, an exit code, error=TEXT, tells (a
+fake_rank.py STEPS [RANK:STEP:HOW …]    HOW: kill, stop, hang, an exit code, error=TEXT, leaks (a
                                         secret), or late (with step 0: it imports until there is a file `go`)
                                         or dead (with step 0: it is killed during its imports, once the file
                                         is there)
@@ -49,7 +49,7 @@ for step in range(1, steps + 1):
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif how == "hang":
                 time.sleep(600)
-            elif how == "tells":  # a secret, in two parts, by Python and by others
+            elif how == "leaks":  # a secret, in two parts, by Python and by others
                 secret = os.environ["CANARY_TOKEN"]
                 print(f"token {secret[:5]}", end="", flush=True)
                 print(secret[5:], flush=True)

@@ -31,7 +31,7 @@ def all_send_heartbeats(attempt: Attempt) -> bool:
 
 def test_successful_run(start: Start) -> None:
     words = ["a b", "$(touch x)", "'", '"', "`id`", "\n", "é", "--x=;rm", "*", "\\", ""]
-    words += ["0:2:tells", "2:2:tells"]
+    words += ["0:2:leaks", "2:2:leaks"]
     job = start("5", *words)
     outcome = job.outcome()
     assert outcome.code == 0 and outcome.failure is None

@@ -554,7 +554,7 @@ def test_padded_rows_on_a_cpu_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_keywords_of_the_varlen_call() -> None:
-    """Borders are int32, and the keys of a shared prompt stand before the segment's own."""
+    """Borders are int32, and the keys of a shared prompt come before the segment's own."""
     alone, shared = segment_arguments(ALONE, 64), segment_arguments(SHARED, 64)
     assert alone["cu_seq_lens_q"].tolist() == alone["cu_seq_lens_k"].tolist() == [0, 7, 20, 21, 30]
     assert KEY_INDEX not in alone

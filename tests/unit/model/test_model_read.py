@@ -282,7 +282,7 @@ def test_an_index_that_names_files_outside_of_its_folder_is_refused(entry: str, 
         (folder / index).unlink()
 
 
-def test_a_hub_id_that_cannot_be_read_is_not_said_to_be_the_policys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_that_cannot_be_read_is_not_named_as_the_policys(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object, **__: object) -> str:
         raise OSError("no route")
 

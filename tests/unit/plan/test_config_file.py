@@ -95,7 +95,7 @@ def test_deepspeed_takes_what_comes_out(merge: Any) -> None:
 
 
 def test_the_loss_scale_of_fp16_is_dsfts_own(make_spec: Any, tmp_path: Path) -> None:
-    """Its scaler stands in DeepSpeed's place: a fixed scale in the file would be silently another."""
+    """dsft's scaler replaces DeepSpeed's: a fixed scale in the file would silently have no effect."""
     path = tmp_path / "zero2.json"
     path.write_text(json.dumps({"fp16": {"enabled": True, "loss_scale": 128, "min_loss_scale": 1}}))
     spec = make_spec(train={"global_batch_size": 24, "micro_batch_size": 2, "precision": "fp16"})

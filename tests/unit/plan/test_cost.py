@@ -18,8 +18,8 @@ ROW, GPU = 128, {"name": "X", "peak_tflops": 100.0}
 
 @pytest.fixture
 def costs(make_spec: Any) -> Any:
-    """Of so many ranks, on GPUs of 100 TFLOP/s, with 3 micro-batches of 2 rows; without attention, since
-    nothing tells its width."""
+    """The cost on `ranks` GPUs of 100 TFLOP/s, with 3 micro-batches of 2 rows; without attention, since the
+    census has no width."""
 
     def run(ranks: int, **sections: Any) -> Cost:
         hosts = {"a": ranks}

@@ -51,7 +51,7 @@ def test_the_attacks_are_real(tmp_path: Path) -> None:
 @QUICK
 @given(arguments)
 def test_arguments_of_a_script_arrive(stage: Stage, texts: list[str]) -> None:
-    """Given to `dsft generate`, they stand in the scripts; given to a script, they follow."""
+    """Given to `dsft generate`, they are in the scripts; given to a script, they follow."""
     texts = armed(texts, stage.root)
     generated, typed = texts[: AT_ONCE // 2], texts[AT_ONCE // 2 :]
     cluster = Cluster(hosts={"node1": 1, "node2": 1})

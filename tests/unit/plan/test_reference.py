@@ -1,4 +1,4 @@
-"""What the reference is, where it stands, and its DeepSpeed JSON."""
+"""What the reference is, where it is stored, and its DeepSpeed JSON."""
 
 import dataclasses
 import json

@@ -29,7 +29,7 @@ def launched(local_rank: int = 0, ranks: int | None = 3, launcher: str = "torchr
 
 
 class Starter:
-    """Whoever started this process, as psutil tells of it."""
+    """The ancestors of this process, as psutil reports them."""
 
     cpus: frozenset[int] = HOST
     variables: dict[str, str] = {}
@@ -71,7 +71,7 @@ def test_physical_cores_are_grouped_by_node(tmp_path: Path) -> None:
     assert physical_cores([0, 4, 7], root) == [(7,), (0, 4)]
 
 
-def test_a_kernel_that_tells_nothing_has_a_core_for_each_processor(tmp_path: Path) -> None:
+def test_a_kernel_without_a_topology_has_a_core_for_each_processor(tmp_path: Path) -> None:
     assert physical_cores([5, 2], tmp_path) == [(2,), (5,)]
 
 

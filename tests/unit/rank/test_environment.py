@@ -49,7 +49,7 @@ def test_the_five_variables_are_read() -> None:
     (MPIRUN | FIVE, "environment", "node1"),
     (SRUN | FIVE | {"WORLD_SIZE": "8", "DSFT_JOB": "x"}, "dsft launch", "node1"),
 ])  # fmt: skip
-def test_every_launcher_tells_the_same_place(environ: dict[str, str], launcher: str, address: str) -> None:
+def test_every_launcher_gives_the_same_place(environ: dict[str, str], launcher: str, address: str) -> None:
     launched = detect(environ)
     assert (launched.launcher, launched.master_addr) == (launcher, address)
     assert (launched.rank, launched.local_rank) == (3, 1)

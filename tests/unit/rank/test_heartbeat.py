@@ -1,4 +1,4 @@
-"""What a rank tells of itself, by a real process to a real socket."""
+"""What a rank reports of itself, by a real process to a real socket."""
 
 import json
 import signal

@@ -117,7 +117,7 @@ def test_a_forked_process_is_not_asked_for_its_parent(start: Callable) -> None:
 
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signals_during_the_imports_are_kept(tmp_path: Path, asked: signal.Signals) -> None:
-    """Before any handler stands: SIGUSR1 does not kill, and the other one ends it as it does afterwards."""
+    """Before a handler is installed: SIGUSR1 does not kill, and the other one ends it as afterwards."""
     with subprocess.Popen(
         [sys.executable, "dsft/train.py", "specs/quickstart.yaml", f"output_dir={tmp_path}"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

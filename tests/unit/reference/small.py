@@ -52,7 +52,7 @@ def model(folder: Path) -> None:
 
 
 def spec(folder: Path, changed: dict[str, Any] | None = None) -> Spec:
-    """changed: sections whose keys replace those that stand here."""
+    """changed: sections whose keys replace the ones below."""
     given: dict[str, Any] = {
         "name": "small",
         "task": "dpo",

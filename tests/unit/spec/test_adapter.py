@@ -60,7 +60,7 @@ def test_pefts_target_parameters_are_experts_among_target_modules(write: Write) 
     assert lora and lora.target_modules == tuple(wanted)
 
 
-def test_what_contradicts_it_is_told_with_both_values(write: Write) -> None:
+def test_a_contradiction_is_reported_with_both_values(write: Write) -> None:
     lora = f"model.lora={{path: {save()}, rank: 16, target_modules: [q_proj], use_dora: true}}"
     found = " ".join(messages(write(), lora))
     assert "model.lora.rank: 16 differs from the saved adapter's 8 (r in its adapter_config.json)" in found
@@ -78,7 +78,7 @@ def test_an_adapter_of_another_kind_is_refused(write: Write, changed: Any, messa
     assert message in " ".join(messages(write(), f"model.lora={{path: {save(**changed)}}}"))
 
 
-def test_a_folder_that_is_none_is_told(write: Write) -> None:
+def test_a_folder_without_an_adapter_is_refused(write: Write) -> None:
     assert "'nowhere' is not a folder" in messages(write(), "model.lora={path: nowhere}")[0]
     Path("empty").mkdir()
     assert (
@@ -86,7 +86,7 @@ def test_a_folder_that_is_none_is_told(write: Write) -> None:
     )
 
 
-def test_an_adapter_in_the_models_place_is_told(write: Write) -> None:
+def test_an_adapter_in_the_models_place_is_refused(write: Write) -> None:
     [found] = messages(write(), f"model={{name_or_path: {save()}}}")
     assert "give its base model here, and this folder in model.lora.path" in found
 

@@ -32,15 +32,15 @@ def test_names_of_ours_and_files(write: Write) -> None:
 
 @pytest.mark.parametrize("name", ["llama9", "no.jinja", "sub/no"])
 def test_what_is_neither_names_all_that_is(write: Write, name: str) -> None:
-    (said,) = messages(write(), given(name))
-    assert f"'{name}' does not exist" in said
-    assert said.endswith("qwen2_5, qwen3, zephyr") and "give the name of one: chatml, cohere" in said
+    (message,) = messages(write(), given(name))
+    assert f"'{name}' does not exist" in message
+    assert message.endswith("qwen2_5, qwen3, zephyr") and "give the name of one: chatml, cohere" in message
 
 
 def test_a_folder(write: Write) -> None:
     Path("sub").mkdir()
-    (said,) = messages(write(), given("sub"))
-    assert said.endswith("'sub' is a folder, but a file is needed; give the Jinja file in it")
+    (message,) = messages(write(), given("sub"))
+    assert message.endswith("'sub' is a folder, but a file is needed; give the Jinja file in it")
 
 
 def test_names_among_the_tokenizers_several(write: Write) -> None:
@@ -53,7 +53,7 @@ def test_names_among_the_tokenizers_several(write: Write) -> None:
     load_spec(write(), [given("sums"), "model.tokenizer=someone/some"])  # a hub id: known when it is read
 
 
-def test_a_tokenizers_config_that_says_nothing_of_templates(write: Write) -> None:
+def test_a_tokenizers_config_without_templates(write: Write) -> None:
     own = tokenizer(chat_template="{{ x }}")
     load_spec(write(), [given("rag"), own])
     load_spec(write(), [given("default"), own])

@@ -54,11 +54,11 @@ def test_an_error_holds_no_secret_and_nothing_that_a_terminal_obeys(
         monkeypatch.setattr(cli, "app", lambda prog_name, error=error: fails(error))
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        said = capsys.readouterr().err
-        assert ended.value.code == code and "canary" not in said and "(hidden)" in said
-        assert ("Traceback" in said) is (code == 1)
+        printed = capsys.readouterr().err
+        assert ended.value.code == code and "canary" not in printed and "(hidden)" in printed
+        assert ("Traceback" in printed) is (code == 1)
         if code == 66:
-            assert said == "error: (hidden) \\x1b]0;x\\x07 wandb.api_key: no such key\n"
+            assert printed == "error: (hidden) \\x1b]0;x\\x07 wandb.api_key: no such key\n"
 
 
 def test_validate(dsft, write: Write) -> None:  # noqa: ANN001
@@ -86,7 +86,7 @@ def test_validate_warns_of_an_absent_package(dsft, write: Write, monkeypatch: py
     assert code == 0 and err.startswith("warning: wandb is set in the spec, but the package wandb is not")
 
 
-def test_validate_tells_mistakes_on_standard_error(dsft, write: Write) -> None:  # noqa: ANN001
+def test_validate_prints_mistakes_on_standard_error(dsft, write: Write) -> None:  # noqa: ANN001
     code, out, err = dsft("validate", str(write()), "train.sede=1", "train.seed=x")
     assert (code, out) == (2, "")
     assert err.startswith("error: spec.yaml: 2 problems\n") and "did you mean train.seed?" in err
@@ -275,7 +275,7 @@ def test_the_summary_counts_the_processes_of_stages_and_groups() -> None:
     assert f"{where}; any multiple of 4 processes" in summary(load_spec(path, split))
 
 
-def test_output_to_a_full_disk_is_told() -> None:
+def test_output_to_a_full_disk_is_an_error() -> None:
     code = "from dsft.cli import main; main()"
     with Path("/dev/full").open("w", encoding="utf-8") as full:
         done = subprocess.run(

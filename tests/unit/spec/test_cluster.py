@@ -23,14 +23,14 @@ def test_the_batch_on_the_clusters_processes() -> None:
     assert cluster_batch(load_spec(SPECS / "quickstart.yaml")) is None
 
 
-def test_sizes_that_do_not_fit_the_cluster_are_told_with_all_other_mistakes_and_their_line() -> None:
+def test_sizes_that_do_not_fit_the_cluster_are_reported_with_all_other_mistakes_and_their_line() -> None:
     batch, learning_rate = problems("cluster.hosts.node2=4", "optim.learning_rate=-1")
     assert batch.startswith("line 22, train.global_batch_size: global_batch_size 128 = micro_batch_size 8")
     assert "data-parallel ranks 12 does not hold" in batch
     assert "optim.learning_rate: -1 is out of range" in learning_rate
 
 
-def test_stages_that_do_not_divide_the_cluster_are_told_once() -> None:
+def test_stages_that_do_not_divide_the_cluster_are_reported_once() -> None:
     (problem,) = problems("parallel={zero_stage: 1, pipeline_stages: 3}")
     assert "parallel.pipeline_stages: 3 does not divide the 16 processes" in problem
 
@@ -50,7 +50,7 @@ def test_groups_that_split_rows_are_compared_with_the_cluster() -> None:
     load_spec(TWO_NODES, [three, size(2), "train={global_batch_size: 12, micro_batch_size: 1}"])
 
 
-def test_nothing_is_said_of_a_size_that_is_itself_wrong() -> None:
+def test_a_wrong_size_is_reported_alone() -> None:
     assert len(problems("train.global_batch_size=x", "cluster.hosts.node2=4")) == 1
     assert len(problems("train={global_batch_size: 64}")) == 1
     assert len(problems("cluster.hosts.node2=0")) == 1

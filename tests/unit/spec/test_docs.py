@@ -1,4 +1,4 @@
-"""Tables of the docs that are made from the code. DSFT_UPDATE_GOLDEN=1 writes them anew."""
+"""Tables of the docs that are made from the code. DSFT_UPDATE_GOLDEN=1 rewrites them."""
 
 import os
 from collections.abc import Callable

@@ -43,7 +43,7 @@ def test_every_entry_has_its_line() -> None:
     assert lines == {"a": 1, "b": 2, "b.c": 3, "b.d": 4, "b.d.0": 5, "b.d.1": 6, "b.d.1.e": 6}
 
 
-def test_the_first_of_two_equal_keys_stays_and_the_second_is_told() -> None:
+def test_the_first_of_two_equal_keys_is_kept_and_the_second_is_reported() -> None:
     document = read_document("a: {x: 1}\nb: 2\na: 3\n")
     assert document.data == {"a": {"x": 1}, "b": 2}
     assert [str(problem) for problem in document.problems] == [

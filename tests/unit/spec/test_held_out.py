@@ -8,7 +8,7 @@ def data(*held_out: Source, train: tuple[Source, ...] = (Source(path="t.jsonl"),
     return Data(train=train, eval=held_out, **keys)
 
 
-def test_a_set_that_stands_alone_has_a_name_only_where_it_is_given_one() -> None:
+def test_a_single_set_has_a_name_only_where_it_is_given_one() -> None:
     assert set_names(data()) == ()
     assert set_names(data(Source(path="a.jsonl"))) == (None,)
     assert set_names(data(Source(path="a.jsonl", name="b"))) == ("b",)

@@ -49,7 +49,7 @@ HOSTS = st.lists(st.integers(1, 8), min_size=1, max_size=4)
 
 @settings(max_examples=20, deadline=None)
 @given(HOSTS, st.integers(1, 4))
-def test_what_a_message_says_to_set_is_on_one_host(slots: list[int], size: int) -> None:
+def test_the_value_that_a_message_proposes_is_on_one_host(slots: list[int], size: int) -> None:
     on = hosts_of_ranks({str(host): count * size for host, count in enumerate(slots)})
     assert divided_group(Parallel(sequence_parallel=size), on) is None
     found = divided_group(Parallel(sequence_parallel=size + 1), on)

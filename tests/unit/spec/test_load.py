@@ -59,7 +59,7 @@ def test_a_file_that_is_too_large(write: Write) -> None:
     ]
 
 
-def test_files_are_looked_for_unless_told_otherwise(write: Write) -> None:
+def test_files_are_looked_for_unless_switched_off(write: Write) -> None:
     path = write()
     Path("rows.jsonl").unlink()
     assert len(messages(path)) == 1
@@ -157,7 +157,7 @@ def test_a_tokenizers_folder_holds_one_of_its_files(write: Write) -> None:
     assert "without tokenizer_config.json or tokenizer.json or tokenizer.model" in message
     Path("tokens/tokenizer.model").touch()
     assert load_spec(path, ["model.tokenizer=./tokens"]).model.tokenizer == "./tokens"
-    Path("a.model").write_bytes(b"")  # what is in it, its reader tells
+    Path("a.model").write_bytes(b"")  # its content is checked by its reader
     assert load_spec(path, ["model.tokenizer=a.model"]).model.tokenizer == "a.model"
 
 

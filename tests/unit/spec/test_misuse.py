@@ -1,4 +1,4 @@
-"""Bad specs and the exact message of each, in golden/. DSFT_UPDATE_GOLDEN=1 writes the messages anew."""
+"""Bad specs and the exact message of each, in golden/. DSFT_UPDATE_GOLDEN=1 rewrites the messages."""
 
 # ruff: noqa: E501  (a bad spec stays on the lines that its message names)
 

@@ -70,7 +70,7 @@ def test_a_later_override_wins_and_an_empty_file_can_be_filled() -> None:
     assert overridden("", "a.b=1", "a.b=2", "a.c=3") == {"a": {"b": 2, "c": 3}}
 
 
-def test_a_value_that_was_replaced_is_told_by_its_override() -> None:
+def test_a_value_that_was_replaced_is_named_by_its_override() -> None:
     document = read_document("a:\n  b: 1\n")
     apply_overrides(document, ["a={b: x}"])
     problem = document.problem(("a", "b"), "wrong")

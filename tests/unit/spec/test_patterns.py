@@ -23,7 +23,7 @@ def test_the_first_group_that_fits_has_the_parameter() -> None:
     assert group_problems(groups, NAMES) == []
 
 
-def test_a_group_that_gets_nothing_is_told() -> None:
+def test_a_group_without_a_parameter_is_reported() -> None:
     problems = group_problems(optim("*.mlp.*", "model.layers.1?.*", "LM_head.*"), NAMES)
     assert [problem.where for problem in problems] == [
         "optim.groups.2.parameters",
@@ -32,7 +32,7 @@ def test_a_group_that_gets_nothing_is_told() -> None:
     assert "matches only parameters of earlier groups" in problems[1].message
 
 
-def test_a_pattern_is_of_the_whole_name_and_near_names_are_told() -> None:
+def test_a_pattern_is_of_the_whole_name_and_near_names_are_proposed() -> None:
     found = list(unmatched("model.trainable.{}", ["*", "mlp.*", "lm_head"], NAMES))
     assert [problem.where for problem in found] == ["model.trainable.1", "model.trainable.2"]
     assert f"such as {NAMES[0]}, {NAMES[1]}" in found[0].message

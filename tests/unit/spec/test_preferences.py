@@ -21,8 +21,8 @@ GOOD: dict[str, Any] = {
 }
 
 
-def told(**changes: Any) -> dict[str, str]:
-    """Dotted path -> what is said of it."""
+def problems_of(**changes: Any) -> dict[str, str]:
+    """Dotted path -> its message."""
     values = {
         key: {**one, **changes[key]} if key in changes and isinstance(one, dict) else changes.get(key, one)
         for key, one in GOOD.items()
@@ -85,7 +85,7 @@ ALONE = {"micro_batch_size": 1, "global_batch_size": 1, "accumulation_steps": No
     ],
 )  # fmt: skip
 def test_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
-    findings = told(**changes)
+    findings = problems_of(**changes)
     assert list(findings) == [key]
     assert words in findings[key]
 
@@ -101,7 +101,7 @@ def test_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
     {"dpo": {"share_prompts": True}, "data": {"packing": True}},
 ])  # fmt: skip
 def test_goes_together(changes: dict[str, Any]) -> None:
-    assert told(**changes) == {}
+    assert problems_of(**changes) == {}
 
 
 @pytest.mark.parametrize(("key", "words", "changes"), [
@@ -112,9 +112,9 @@ def test_goes_together(changes: dict[str, Any]) -> None:
     ("dpo", "set task: dpo", {"dpo": {"beta": 0.2}}),
 ])  # fmt: skip
 def test_of_labeled_answers_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
-    findings = told(task="kto", **changes)
+    findings = problems_of(task="kto", **changes)
     assert list(findings) == [key] and words in findings[key]
-    assert told(task="kto", train=ALONE, kto={"loss_type": "apo_zero_unpaired"}) == {}
+    assert problems_of(task="kto", train=ALONE, kto={"loss_type": "apo_zero_unpaired"}) == {}
 
 
 @pytest.mark.parametrize(("key", "words", "changes"), [
@@ -124,13 +124,13 @@ def test_of_labeled_answers_is_refused(key: str, words: str, changes: dict[str, 
     ("data.on_too_long", "a row of task reward cannot be divided", {"data": {"on_too_long": "split"}}),
 ])  # fmt: skip
 def test_of_rewards_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
-    findings = told(task="reward", **changes)
+    findings = problems_of(task="reward", **changes)
     assert list(findings) == [key] and words in findings[key]
     own = {"center_rewards_coefficient": 0.01, "label_smoothing": 0.1}
     dropout = {"lora": {"rank": 4, "dropout": 0.05}}
-    assert told(task="reward", reward=own, model=dropout, train={"neftune_alpha": 5.0}) == {}
+    assert problems_of(task="reward", reward=own, model=dropout, train={"neftune_alpha": 5.0}) == {}
     with pytest.raises(ValidationError, match="reference_model"):
-        told(task="reward", reward={"reference_model": "a/b"})
+        problems_of(task="reward", reward={"reference_model": "a/b"})
 
 
 @pytest.mark.parametrize(("key", "words", "changes"), [
@@ -141,9 +141,9 @@ def test_of_rewards_is_refused(key: str, words: str, changes: dict[str, Any]) ->
     ("data.on_too_long", "a row of task classify cannot be", {"data": {"on_too_long": "split"}}),
 ])  # fmt: skip
 def test_of_classifiers_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
-    findings = told(task="classify", **{"classify": {"labels": ["a", "b"]}, **changes})
+    findings = problems_of(task="classify", **{"classify": {"labels": ["a", "b"]}, **changes})
     assert list(findings) == [key] and words in findings[key]
-    assert told(task="classify", classify={"labels": ["a", "b"]}, train={"neftune_alpha": 5.0}) == {}
+    assert problems_of(task="classify", classify={"labels": ["a", "b"]}, train={"neftune_alpha": 5.0}) == {}
 
 
 def test_a_step_of_one_row_on_one_rank_has_no_mismatched_answer() -> None:
@@ -163,14 +163,14 @@ def test_a_step_of_one_row_on_one_rank_has_no_mismatched_answer() -> None:
 ])  # fmt: skip
 def test_of_distillation_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
     changes["distill"] = {"reference_model": "teacher"} | changes.get("distill", {})
-    findings = told(task="distill", **changes)
+    findings = problems_of(task="distill", **changes)
     assert list(findings) == [key] and words in findings[key]
 
 
 def test_a_student_may_have_noise() -> None:
     """It does not have to start from what it is compared with."""
     assert (
-        told(
+        problems_of(
             task="distill",
             distill={"reference_model": "teacher", "loss_type": "jsd", "beta": 0.1},
             model={"lora": {"dropout": 0.1}},

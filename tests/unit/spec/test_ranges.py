@@ -24,7 +24,7 @@ Write = Callable[[str], Path]
     ("fe80::1", "fe80::1"),
     ("a,a", "a a"),
 ])  # fmt: skip
-def test_names_stand_in_the_order_in_which_they_were_written(text: str, names: str) -> None:
+def test_names_keep_the_order_in_which_they_were_written(text: str, names: str) -> None:
     assert expand(text) == names.split()
 
 
@@ -87,7 +87,7 @@ def test_a_spec_may_have_ranges_for_keys(tmp_path: Path) -> None:
     assert cluster is not None and cluster.hosts == {"n1": 1, "n2": 1}
 
 
-def test_what_is_wrong_with_a_range_has_its_line_and_stands_beside_other_mistakes(tmp_path: Path) -> None:
+def test_a_wrong_range_is_reported_with_its_line_and_with_other_mistakes(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(SPEC + "    node[1-3]: 8\n    node2: 8\n    n[2-1]: 1\n    -o[1-2]: 1\n    m[1-2]: 0\n")
     with pytest.raises(SpecError) as error:

@@ -85,7 +85,7 @@ def test_rules_name_keys_of_the_schema() -> None:
             value_at(whole, key)  # AttributeError for a key that the schema lacks
 
 
-def test_every_rule_says_what_to_do_and_where_it_is_known_from() -> None:
+def test_every_rule_has_a_way_out_and_a_source() -> None:
     assert len({rule.title for rule in RULES}) == len(RULES)
     for rule in RULES:
         assert rule.answer and rule.source and rule.behavior

@@ -33,7 +33,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).write_text("{}")
 
 
-def said(path: str) -> list[str]:
+def messages(path: str) -> list[str]:
     Path("spec.yaml").write_text(SPEC.replace("PATH", f"'{path}'"))
     try:
         load_spec("spec.yaml", [])
@@ -53,14 +53,14 @@ def test_a_name_that_no_file_can_have() -> None:
     "builtin:quickstart-pairs",
 ])  # fmt: skip
 def test_what_is_there_is_taken(path: str) -> None:
-    assert said(path) == []
+    assert messages(path) == []
 
 
 @pytest.mark.parametrize(
     "path", ["org/data", "org/data:test", "org/data@v1.0:sub:train", "o/d@refs/convert/parquet"]
 )
 def test_a_hub_id_is_not_looked_up(path: str) -> None:
-    assert said(path) == []
+    assert messages(path) == []
 
 
 READ = ".jsonl, .ndjson, .json, .txt, .csv, .tsv (each also .gz), .parquet and .arrow"
@@ -80,12 +80,12 @@ READ = ".jsonl, .ndjson, .json, .txt, .csv, .tsv (each also .gz), .parquet and .
     ("a/b/c", "'a/b/c' does not exist (relative to the current folder); correct the path"),
 ])  # fmt: skip
 def test_what_is_not_there_or_not_read_is_one_sentence(path: str, reason: str) -> None:
-    assert said(path) == [reason]
+    assert messages(path) == [reason]
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a\\0b", "[", "**", "d/../d/a.jsonl"])
 def test_odd_names_end_in_a_sentence_or_a_file(path: str) -> None:
-    assert all(message.endswith(("correct the path", "correct it", READ)) for message in said(path))
+    assert all(message.endswith(("correct the path", "correct it", READ)) for message in messages(path))
 
 
 def test_nothing_is_asked_of_a_network_and_nothing_large_is_imported() -> None:

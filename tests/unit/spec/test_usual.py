@@ -23,7 +23,7 @@ optim: {learning_rate: 1e-5}
 """
 
 
-def test_a_loss_that_the_models_config_asks_for_is_told(tmp_path: Path) -> None:
+def test_a_loss_that_the_models_config_asks_for_gives_a_warning(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC.replace("a/b", f"{tmp_path}, tokenizer: a/b"))
     for keys, count in (
         ({"model_type": "mixtral", "output_router_logits": True}, 1),

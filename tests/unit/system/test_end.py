@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-# What fails a plain end here stands for a thread of a process group that is still running (SIGABRT).
+# What fails a plain end here represents a thread of a process group that is still running (SIGABRT).
 PROGRAM = """
 import atexit, os, sys, threading
 from dsft.system.process import end
