@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import asdict
 
-import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -23,9 +22,7 @@ RECORD = 'printf "%s\\0" "$@" "$GREETING" > asked'
 
 @QUICK
 @given(st.lists(argument, min_size=200, max_size=200), argument)
-def test_command_arrives_byte_for_byte(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str], greeting: str
-) -> None:
+def test_command_arrives_byte_for_byte(tmp_path_factory, texts, greeting) -> None:
     folder = tmp_path_factory.mktemp("command")
     words, (value,) = armed(texts, folder), armed([greeting], folder)
     argv = ("bash", "-c", RECORD, "record", *words)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,9 +122,7 @@ def test_what_is_gathered_ahead_follows_the_references_own_size() -> None:
     ({}, {}, False),
     ({"reference": "live", "loss_type": "simpo"}, {}, False),
 ])  # fmt: skip
-def test_a_live_reference_gets_a_file_of_its_own(
-    dpo: dict[str, Any], parallel: dict[str, Any], is_there: bool, make_spec: Any, tmp_path: Path
-) -> None:
+def test_a_live_reference_gets_a_file_of_its_own(dpo, parallel, is_there, make_spec, tmp_path) -> None:
     made = make_spec(task="dpo", dpo=dpo, parallel=parallel)
     texts = files(made, tmp_path / "small.yaml", tmp_path)
     name = "ds_configs/small.reference.json"
