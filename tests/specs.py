@@ -10,15 +10,20 @@ QUICKSTART: dict[str, Any] = {"train": [{"path": "builtin:quickstart"}]}
 
 
 def minimal_spec(task: str = "pretrain", *, name: str = "small", **sections: Any) -> Spec:
-    """Return a valid spec with these sections: keys of `data`, `train` and `optim` are added to those that
-    every spec needs, other sections are used as given."""
+    """Return a valid spec of these `spec_values`."""
+    return Spec.model_validate(spec_values(task, name=name, **sections))
+
+
+def spec_values(task: str = "pretrain", *, name: str = "small", **sections: Any) -> dict[str, Any]:
+    """Return the values of a valid spec with these sections: keys of `data`, `train` and `optim` are added to
+    those that every spec needs, other sections are used as given."""
     train, optim = sections.pop("train", {}), sections.pop("optim", {})
     steps = {} if "global_batch_size" in train else {"accumulation_steps": 1}
     values = {"name": name, "task": task, "model": {"from_config": {"model_type": "llama"}}, **sections}
     values["data"] = QUICKSTART | sections.get("data", {})
     values["train"] = {"micro_batch_size": 1, **steps, **train}
     values["optim"] = {"learning_rate": 1e-3, **optim}
-    return Spec.model_validate(values)
+    return values
 
 
 def dims(

@@ -16,15 +16,12 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.errors import CheckpointError
 from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Spec
+from tests.specs import spec_values
 
-BASE: dict[str, Any] = {
-    "name": "small",
-    "task": "pretrain",
-    "model": {"from_config": {"model_type": "llama", "hidden_size": 64}},
-    "data": {"train": [{"path": "a.jsonl"}]},
-    "train": {"global_batch_size": 8, "micro_batch_size": 2},
-    "optim": {"learning_rate": 1e-3},
-}
+BASE = spec_values(
+    model={"from_config": {"model_type": "llama", "hidden_size": 64}},
+    data={"train": [{"path": "a.jsonl"}]}, train={"global_batch_size": 8, "micro_batch_size": 2},
+)  # fmt: skip
 
 
 def spec_with(**changes: Any) -> Spec:

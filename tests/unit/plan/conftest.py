@@ -6,23 +6,14 @@ from typing import Any
 import pytest
 
 from dsft.spec.schema import Spec
-from tests.specs import llama
+from tests.specs import llama, minimal_spec
 
 
-def _spec(**sections: Any) -> Spec:
+def _spec(task: str = "pretrain", **sections: Any) -> Spec:
     """A valid spec; each keyword replaces or extends one section."""
-    values: dict[str, Any] = {
-        "name": "small",
-        "task": "pretrain",
-        "model": {"from_config": llama(64, 128, 4, 4, 2, tie_word_embeddings=False)},
-        "data": {"train": [{"path": "builtin:quickstart"}]},
-        "train": {"micro_batch_size": 2, "accumulation_steps": 3, "precision": "fp32"},
-        "optim": {"learning_rate": 1e-3},
-    }
-    for name, section in sections.items():
-        merged = isinstance(section, dict) and isinstance(values.get(name), dict)
-        values[name] = {**values[name], **section} if merged else section
-    return Spec.model_validate(values)
+    model = {"from_config": llama(64, 128, 4, 4, 2, tie_word_embeddings=False)} | sections.pop("model", {})
+    train = {"micro_batch_size": 2, "accumulation_steps": 3, "precision": "fp32"} | sections.pop("train", {})
+    return minimal_spec(task, model=model, train=train, **sections)
 
 
 @pytest.fixture

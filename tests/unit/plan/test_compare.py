@@ -22,6 +22,7 @@ from dsft.plan.storage import Form
 from dsft.plan.tables import rendered
 from dsft.spec.load import load_spec
 from dsft.spec.schema import SECTIONS, Reference, Spec
+from tests.specs import spec_values
 
 LAYERS = 4
 
@@ -34,15 +35,12 @@ def census(uncuttable: str | None = None, width: int = 5000) -> Census:
 
 
 def document(hosts: dict[str, int], **cluster: Any) -> dict[str, Any]:
-    return {
-        "name": "x",
-        "task": "sft",
-        "model": {"from_config": {"model_type": "llama", "tie_word_embeddings": False}},
-        "data": {"train": [{"path": "rows.jsonl"}], "max_length": 128},
-        "train": {"micro_batch_size": 2, "accumulation_steps": 3, "precision": "bf16"},
-        "optim": {"learning_rate": 1e-3},
-        "cluster": {"hosts": hosts, **cluster},
-    }
+    return spec_values(
+        "sft", model={"from_config": {"model_type": "llama", "tie_word_embeddings": False}},
+        data={"train": [{"path": "rows.jsonl"}], "max_length": 128},
+        train={"micro_batch_size": 2, "accumulation_steps": 3, "precision": "bf16"},
+        cluster={"hosts": hosts, **cluster},
+    )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

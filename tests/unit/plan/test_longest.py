@@ -15,6 +15,7 @@ from dsft.plan.show_compare import comparison_parts, label
 from dsft.plan.tables import rendered
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
+from tests.specs import spec_values
 
 LAYERS = [Parameter(f"layers.{i}.w", (4000, 1000), i, False, ()) for i in range(4)]
 EMBED = Parameter("embed", (2000, 1000), None, True, ())
@@ -28,16 +29,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def document(gpu: float | None = 2.0, hosts: dict[str, int] | None = None, **sections: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {
-        "name": "x",
-        "task": "sft",
-        "model": {"from_config": {"model_type": "llama"}},
-        "data": {"train": [{"path": "rows.jsonl"}], "max_length": 128},
-        "train": {"global_batch_size": 8, "micro_batch_size": 2, "precision": "bf16"},
-        "optim": {"learning_rate": 1e-3},
-        "parallel": {"zero_stage": 2},
-        "cluster": {"hosts": hosts or {"a": 4}, "accelerator": {"name": "X"}},
-    }
+    made = spec_values(
+        "sft", data={"train": [{"path": "rows.jsonl"}], "max_length": 128},
+        train={"global_batch_size": 8, "micro_batch_size": 2, "precision": "bf16"},
+        parallel={"zero_stage": 2}, cluster={"hosts": hosts or {"a": 4}, "accelerator": {"name": "X"}},
+    )  # fmt: skip
     if gpu is not None:
         made["cluster"]["accelerator"]["memory_gib"] = gpu
     for name, section in sections.items():

@@ -18,7 +18,7 @@ from dsft.preview.command import page
 from dsft.preview.terminal import as_text
 from dsft.preview.tokens import BORDER, END_TRAINED, LINE_BREAK, TRAINED, neutral, texts_of, visible
 from dsft.preview.view import PreviewData, View, as_mapping, collect, view
-from dsft.spec.schema import Spec
+from tests.specs import minimal_spec
 from tests.unit.preview.conftest import Preview, talk
 
 TOKENIZER = byte_level_tokenizer()
@@ -35,21 +35,9 @@ def collected(
     folder: Path, rows: Sequence[Any], name: str = "a.jsonl", task: str = "sft", **data: Any
 ) -> PreviewData:
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    spec = {
-        "name": "x",
-        "task": task,
-        "model": {"from_config": {"model_type": "llama"}},
-        "data": {
-            "train": [{"path": str(folder / name)}],
-            "max_length": 64,
-            "on_too_long": "truncate",
-            **data,
-        },
-        "train": {"micro_batch_size": 4, "accumulation_steps": 1},
-        "optim": {"learning_rate": 1e-3},
-        "output_dir": str(folder / "runs"),
-    }
-    return collect(Spec.model_validate(spec))
+    source = {"train": [{"path": str(folder / name)}], "max_length": 64, "on_too_long": "truncate", **data}
+    train, runs = {"micro_batch_size": 4}, str(folder / "runs")
+    return collect(minimal_spec(task, data=source, train=train, output_dir=runs))
 
 
 def shown_texts(seen: View) -> list[str]:

@@ -11,7 +11,7 @@ from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.dist.world import World
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
-from tests.specs import dims
+from tests.specs import dims, spec_values
 
 
 class Alone(World):
@@ -53,20 +53,12 @@ def model(folder: Path) -> None:
 
 def spec(folder: Path, changed: dict[str, Any] | None = None) -> Spec:
     """changed: sections whose keys replace the ones below."""
-    given: dict[str, Any] = {
-        "name": "small",
-        "task": "dpo",
-        "output_dir": str(folder / "runs"),
-        "model": {"name_or_path": str(folder / "model")},
-        "data": {
-            "train": [{"path": str(folder / "a.jsonl")}],
-            "eval": [{"path": str(folder / "b.jsonl")}],
-            "max_length": 256,
-        },
-        "train": {"micro_batch_size": 2, "accumulation_steps": 1, "max_steps": 1, "precision": "fp32"},
-        "optim": {"learning_rate": 1e-3},
-        "dpo": {},
-    }
+    train, held_out = ([{"path": str(folder / name)}] for name in ("a.jsonl", "b.jsonl"))
+    data = {"train": train, "eval": held_out, "max_length": 256}
+    given = spec_values(
+        "dpo", model={"name_or_path": str(folder / "model")}, data=data, dpo={},
+        train={"micro_batch_size": 2, "max_steps": 1, "precision": "fp32"}, output_dir=str(folder / "runs"),
+    )  # fmt: skip
     for section, keys in (changed or {}).items():
         given[section] = given[section] | keys
     return Spec.model_validate(given)

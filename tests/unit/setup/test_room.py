@@ -11,21 +11,13 @@ from transformers import PreTrainedConfig
 from dsft.errors import StorageError
 from dsft.plan.census import Census, Parameter
 from dsft.setup.resolve import check_room
-from dsft.spec.schema import Spec
+from tests.specs import minimal_spec
 
-SPEC: dict[str, Any] = {
-    "name": "x",
-    "task": "sft",
-    "model": {"name_or_path": "a/b"},
-    "data": {"train": [{"path": "builtin:quickstart"}]},
-    "train": {"micro_batch_size": 1, "accumulation_steps": 1, "precision": "bf16"},
-    "optim": {"learning_rate": 1e-5},
-}
 COUNTED = Census("X", 1, None, (Parameter("w", (1 << 30,), 0, False, ()),))
 
 
 def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job: Any = SimpleNamespace(folder=tmp_path, spec=Spec.model_validate(SPEC))
+    job: Any = SimpleNamespace(folder=tmp_path, spec=minimal_spec("sft", train={"precision": "bf16"}))
 
     def free(gib: float) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(gib * 2**30)))
@@ -50,8 +42,8 @@ def test_the_export_of_a_multimodal_model_has_its_towers(tmp_path, monkeypatch) 
     """Files of 2 GiB of text in bf16 and 3 GiB beside."""
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(5 * 2**30)
-    model = {"model": {"name_or_path": str(tmp_path)}}
-    job: Any = SimpleNamespace(folder=tmp_path, spec=Spec.model_validate(SPEC | model))
+    spec = minimal_spec("sft", model={"name_or_path": str(tmp_path)}, train={"precision": "bf16"})
+    job: Any = SimpleNamespace(folder=tmp_path, spec=spec)
     whole = PreTrainedConfig(dtype="bfloat16")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(16.9 * 2**30)))
     with pytest.raises(StorageError, match=r"takes 12.00 GiB and the export 5.00 GiB"):

@@ -9,16 +9,12 @@ from dsft.errors import SpecError
 from dsft.spec.combinations import combinations
 from dsft.spec.layout import Layout, batch_on
 from dsft.spec.schema import Spec
-from tests.specs import minimal_spec
+from tests.specs import minimal_spec, spec_values
 
-GOOD: dict[str, Any] = {
-    "name": "pairs",
-    "task": "dpo",
-    "model": {"name_or_path": "a/b"},
-    "data": {"train": [{"path": "pairs.jsonl"}]},
-    "train": {"micro_batch_size": 2, "accumulation_steps": 2},
-    "optim": {"learning_rate": 5e-7},
-}
+GOOD = spec_values(
+    "dpo", model={"name_or_path": "a/b"}, data={"train": [{"path": "pairs.jsonl"}]},
+    train={"micro_batch_size": 2, "accumulation_steps": 2}, optim={"learning_rate": 5e-7},
+)  # fmt: skip
 
 
 def problems_of(**changes: Any) -> dict[str, str]:

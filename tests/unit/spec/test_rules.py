@@ -6,15 +6,9 @@ import pytest
 from dsft.spec.findings import value_at
 from dsft.spec.rules import RULES, Rule, rule_findings, warnings
 from dsft.spec.schema import Spec
+from tests.specs import spec_values
 
-BASE: dict[str, Any] = {
-    "name": "small",
-    "task": "sft",
-    "model": {"name_or_path": "a/b"},
-    "data": {"train": [{"path": "rows.jsonl"}]},
-    "train": {"micro_batch_size": 1, "accumulation_steps": 1},
-    "optim": {"learning_rate": 1e-3},
-}
+BASE = spec_values("sft", model={"name_or_path": "a/b"}, data={"train": [{"path": "rows.jsonl"}]})
 
 
 def spec(parallel: dict[str, Any], **train: Any) -> Spec:
