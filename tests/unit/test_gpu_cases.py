@@ -269,8 +269,7 @@ def test_every_line_of_kernels_ends_with_figures_or_an_error() -> None:
     assert isinstance(found["2 layers, torch"], dict) and found["2 layers, torch"]["ms"] > 0
     assert isinstance(found["fused AdamW"], dict)
     assert any("Error" in str(value) for value in found.values())  # no CPU has cuDNN
-    text = page([result("kernels", kernels=found)])
-    assert "| 2 layers, torch | ms " in text
+    assert "| 2 layers, torch | ms " in page([result("kernels", kernels=found)])
 
 
 # --- wheels for a machine without a network --------------------------------------------------------------

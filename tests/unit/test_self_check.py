@@ -269,8 +269,7 @@ def test_unknown_scale_falls_back_to_the_models_logits(monkeypatch, precision, s
         logits = scaled(input_ids=ids, use_cache=False).logits.float()
     with own_attention(engine.policy.causal_lm):
         found = logps_of(engine.policy, ids, torch.arange(9)[None], ids)
-    expected = logits.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, logits.log_softmax(-1).gather(-1, ids[..., None]).squeeze(-1))
 
 
 def test_head_with_nan_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

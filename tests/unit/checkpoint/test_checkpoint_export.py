@@ -38,8 +38,7 @@ def saved(maker: Any, ranks: int = 3) -> CheckpointReader:
 
 def test_export_loads_in_transformers_with_equal_logits(maker_of, llama, tmp_path) -> None:
     out = tmp_path / "out"
-    line = export_checkpoint(saved(maker_of).path, out)
-    assert line.startswith(f"{out}: the model after step 4, ")
+    assert export_checkpoint(saved(maker_of).path, out).startswith(f"{out}: the model after step 4, ")
     loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(report.values()), report
     assert loaded.config.architectures == ["LlamaForCausalLM"] and loaded.dtype == torch.float32

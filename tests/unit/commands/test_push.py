@@ -204,7 +204,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("login", ["variable", "file"])
+# The other tests here have the token by HF_TOKEN, in this process.
+@pytest.mark.parametrize("login", [pytest.param("variable", marks=pytest.mark.long), "file"])
 def test_a_pushed_export_is_what_was_exported(whole, hub, tmp_path, login) -> None:
     """As typed: the hub by HF_ENDPOINT, the token by HF_TOKEN or by the file of a login."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}

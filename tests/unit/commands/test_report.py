@@ -54,7 +54,8 @@ def test_one_run() -> None:
     assert (done.exit_code, done.output) == (0, "wrote runs/one/report.html\n")
     text = Path("runs/one/report.html").read_text()
     found = cells(text)
-    assert ["training loss, first step", "3.0000"] in found and [
+    assert ["training loss, first step", "3.0000"] in found
+    assert [
         "training loss, last step",
         "1.5000",
     ] in found

@@ -240,35 +240,23 @@ def test_trl_and_training_arguments() -> None:
 @pytest.mark.parametrize(
     ("config", "kto"),
     [
-        (
-            {**SFT, "stage": "kto", "dataset": "tagged", "pref_beta": 0.2, "kto_rejected_weight": 1.5,
-             "lora_dropout": 0.05},
-            "loss_type: kto, beta: 0.2, desirable_weight: 1.0, undesirable_weight: 1.5, reference: adapter",
-        ),
-        (
-            {**SFT, "stage": "kto", "dataset": "tagged", "finetuning_type": "full", "ref_model": "c/d"},
-            "loss_type: kto, beta: 0.1, reference: precomputed, reference_model: c/d",
-        ),
-        (
-            {**TRL, "desirable_weight": 1.2, "undesirable_weight": 0.8, "loss_type": "apo_zero_unpaired"},
-            "loss_type: apo_zero_unpaired, beta: 0.1, desirable_weight: 1.2, undesirable_weight: 0.8",
-        ),
+        ({**SFT, "stage": "kto", "dataset": "tagged", "pref_beta": 0.2, "kto_rejected_weight": 1.5,
+          "lora_dropout": 0.05},
+         "loss_type: kto, beta: 0.2, desirable_weight: 1.0, undesirable_weight: 1.5, reference: adapter"),
+        ({**SFT, "stage": "kto", "dataset": "tagged", "finetuning_type": "full", "ref_model": "c/d"},
+         "loss_type: kto, beta: 0.1, reference: precomputed, reference_model: c/d"),
+        ({**TRL, "desirable_weight": 1.2, "undesirable_weight": 0.8, "loss_type": "apo_zero_unpaired"},
+         "loss_type: apo_zero_unpaired, beta: 0.1, desirable_weight: 1.2, undesirable_weight: 0.8"),
         ({**TRL, "beta": 0.2, "loss_type": "kto"}, "loss_type: kto, beta: 0.2"),
-        (
-            {**SWIFT, "rlhf_type": "kto", "beta": 0.3, "desirable_weight": 2.0, "lora_rank": 4,
-             "lora_alpha": 8},
-            "loss_type: kto, beta: 0.3, desirable_weight: 2.0, reference: adapter",
-        ),
-        (
-            {**AXOLOTL, "rl": "kto", "rl_beta": 0.2, "kto_undesirable_weight": 0.5,
-             "datasets": [{"path": "rows.json", "type": "llama3.argilla"}]},
-            "loss_type: kto, beta: 0.2, undesirable_weight: 0.5, reference: adapter",
-        ),
-        (
-            {**AXOLOTL, "rl": "kto", "adapter": None, "datasets": [
-                {"path": "rows.json", "type": {"field_prompt": "q", "field_label": "good"}}]},
-            "loss_type: kto, beta: 0.1, reference: precomputed",
-        ),
+        ({**SWIFT, "rlhf_type": "kto", "beta": 0.3, "desirable_weight": 2.0, "lora_rank": 4,
+          "lora_alpha": 8},
+         "loss_type: kto, beta: 0.3, desirable_weight: 2.0, reference: adapter"),
+        ({**AXOLOTL, "rl": "kto", "rl_beta": 0.2, "kto_undesirable_weight": 0.5,
+          "datasets": [{"path": "rows.json", "type": "llama3.argilla"}]},
+         "loss_type: kto, beta: 0.2, undesirable_weight: 0.5, reference: adapter"),
+        ({**AXOLOTL, "rl": "kto", "adapter": None, "datasets": [
+             {"path": "rows.json", "type": {"field_prompt": "q", "field_label": "good"}}]},
+         "loss_type: kto, beta: 0.1, reference: precomputed"),
     ],
     ids=["llamafactory", "llamafactory, full", "trl", "trl, loss alone", "swift", "axolotl", "axolotl, own"],
 )  # fmt: skip
@@ -288,25 +276,17 @@ def test_kto(config: dict[str, Any], kto: str) -> None:
         converted({**TRL, "desirable_weight": 1.2, "loss_type": "bco"})
 
 
-@pytest.mark.parametrize(
-    ("config", "found"),
-    [
-        ({**SFT, "stage": "rm", "dataset": "pairs"}, "center_rewards_coefficient: 0.0"),
-        ({**TRL, "center_rewards_coefficient": 0.01}, "center_rewards_coefficient: 0.01"),
-        (
-            {**SWIFT, "rlhf_type": "rm", "task_type": "seq_cls", "num_labels": 1, "lora_rank": 4,
-             "lora_alpha": 8, "center_rewards_coefficient": 0.02},
-            "center_rewards_coefficient: 0.02",
-        ),
-        (
-            {"base_model": "a/b", "reward_model": True, "num_labels": 1, "sequence_len": 64,
-             "model_type": "AutoModelForSequenceClassification", "center_rewards_coefficient": 0.03,
-             "datasets": [{"path": "c/d", "type": "bradley_terry.chat_template"}], "learning_rate": 1e-5},
-            "center_rewards_coefficient: 0.03",
-        ),
-    ],
-    ids=["llamafactory", "trl", "swift", "axolotl"],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "found"), [
+    ({**SFT, "stage": "rm", "dataset": "pairs"}, "center_rewards_coefficient: 0.0"),
+    ({**TRL, "center_rewards_coefficient": 0.01}, "center_rewards_coefficient: 0.01"),
+    ({**SWIFT, "rlhf_type": "rm", "task_type": "seq_cls", "num_labels": 1, "lora_rank": 4,
+      "lora_alpha": 8, "center_rewards_coefficient": 0.02},
+     "center_rewards_coefficient: 0.02"),
+    ({"base_model": "a/b", "reward_model": True, "num_labels": 1, "sequence_len": 64,
+      "model_type": "AutoModelForSequenceClassification", "center_rewards_coefficient": 0.03,
+      "datasets": [{"path": "c/d", "type": "bradley_terry.chat_template"}], "learning_rate": 1e-5},
+     "center_rewards_coefficient: 0.03"),
+], ids=["llamafactory", "trl", "swift", "axolotl"])  # fmt: skip
 def test_reward(config: dict[str, Any], found: str) -> None:
     spec, done = converted(config)
     assert spec.task == "reward" and spec.dpo is None
@@ -325,22 +305,14 @@ def test_classifier() -> None:
             converted({**config, **wrong})
 
 
-@pytest.mark.parametrize(
-    ("config", "distill"),
-    [
-        (
-            {**TRL, "teacher_model_name_or_path": "c/d", "beta": 0.3, "lmbda": 0.0, "temperature": 0.7},
-            "reference_model: c/d, loss_type: jsd, beta: 0.3, temperature: 1.0, weight: 1.0, top_k: 64",
-        ),
-        ({**TRL, "teacher_model_name_or_path": "c/d", "beta": 1.0}, "loss_type: reverse_kl"),
-        (
-            {**SWIFT, "rlhf_type": "gkd", "teacher_model": "c/d", "beta": 0, "temperature": 2.0,
-             "sft_alpha": 0.25, "gkd_logits_topk": 32},
-            "reference_model: c/d, loss_type: forward_kl, temperature: 2.0, weight: 0.8, top_k: 32",
-        ),
-    ],
-    ids=["trl", "trl, reverse", "swift"],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "distill"), [
+    ({**TRL, "teacher_model_name_or_path": "c/d", "beta": 0.3, "lmbda": 0.0, "temperature": 0.7},
+     "reference_model: c/d, loss_type: jsd, beta: 0.3, temperature: 1.0, weight: 1.0, top_k: 64"),
+    ({**TRL, "teacher_model_name_or_path": "c/d", "beta": 1.0}, "loss_type: reverse_kl"),
+    ({**SWIFT, "rlhf_type": "gkd", "teacher_model": "c/d", "beta": 0, "temperature": 2.0,
+      "sft_alpha": 0.25, "gkd_logits_topk": 32},
+     "reference_model: c/d, loss_type: forward_kl, temperature: 2.0, weight: 0.8, top_k: 32"),
+], ids=["trl", "trl, reverse", "swift"])  # fmt: skip
 def test_distillation(config: dict[str, Any], distill: str) -> None:
     spec, done = converted(config)
     assert spec.task == "distill" and spec.reference is not None
@@ -383,51 +355,37 @@ OFF = "off, as here"
 _SCALES = "the scales are quantized too here"
 
 
-@pytest.mark.parametrize(
-    ("config", "form", "left"),
-    [
-        ({**AXOLOTL, "adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False}, "nf4", {}),
-        ({**AXOLOTL, "adapter": "qlora"}, "nf4", {}),
-        (
-            {
-                **AXOLOTL, "load_in_4bit": True,
-                "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
-            },
-            "fp4", {},
-        ),
-        ({**AXOLOTL, "load_in_8bit": True}, None, {"load_in_8bit": "set model.lora and model.quantize: nf4"}),
-        ({**LLAMA_FACTORY, "quantization_bit": 4, "quantization_method": "bnb"}, "nf4", {}),
-        (
-            {
-                **LLAMA_FACTORY, "quantization_bit": "4", "quantization_type": "fp4",
-                "double_quantization": False,
-            },
-            "fp4", {"double_quantization": _SCALES},
-        ),
-        (
-            {**LLAMA_FACTORY, "quantization_bit": 4, "quantization_method": "hqq"},
-            None, dict.fromkeys(("quantization_bit", "quantization_method"), "GPTQ, AWQ, HQQ or int8"),
-        ),
-        (
-            {**LLAMA_FACTORY, "quantization_bit": 8},
-            None, {"quantization_bit": "set model.lora and model.quantize: nf4"},
-        ),
-        ({**TRL, **_NF4, "use_peft": True, "use_bnb_nested_quant": True}, "nf4", {}),
-        ({**TRL, **_NF4}, None, dict.fromkeys(_NF4, "set model.lora and model.quantize: nf4")),
-        ({**SWIFT, "quant_method": "bnb", "quant_bits": 4, "bnb_4bit_compute_dtype": "bfloat16"}, "nf4", {}),
-        (
-            {
-                **SWIFT, "tuner_type": "lora", "load_in_4bit": True, "bnb_4bit_use_double_quant": False,
-                "bnb_4bit_compute_dtype": "float16", "bnb_4bit_quant_storage": "uint8",
-            },
-            "nf4",
-            {
-                "bnb_4bit_use_double_quant": _SCALES, "bnb_4bit_quant_storage": "it changes no result",
-                "bnb_4bit_compute_dtype": "train.precision",
-            },
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "form", "left"), [
+    ({**AXOLOTL, "adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False}, "nf4", {}),
+    ({**AXOLOTL, "adapter": "qlora"}, "nf4", {}),
+    ({
+         **AXOLOTL, "load_in_4bit": True,
+         "bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+     },
+     "fp4", {}),
+    ({**AXOLOTL, "load_in_8bit": True}, None, {"load_in_8bit": "set model.lora and model.quantize: nf4"}),
+    ({**LLAMA_FACTORY, "quantization_bit": 4, "quantization_method": "bnb"}, "nf4", {}),
+    ({**LLAMA_FACTORY, "quantization_bit": "4", "quantization_type": "fp4", "double_quantization": False},
+     "fp4", {"double_quantization": _SCALES}),
+    ({**LLAMA_FACTORY, "quantization_bit": 4, "quantization_method": "hqq"}, None,
+     dict.fromkeys(("quantization_bit", "quantization_method"), "GPTQ, AWQ, HQQ or int8")),
+    ({**LLAMA_FACTORY, "quantization_bit": 8}, None,
+     {"quantization_bit": "set model.lora and model.quantize: nf4"}),
+    ({**TRL, **_NF4, "use_peft": True, "use_bnb_nested_quant": True}, "nf4", {}),
+    ({**TRL, **_NF4}, None, dict.fromkeys(_NF4, "set model.lora and model.quantize: nf4")),
+    ({**SWIFT, "quant_method": "bnb", "quant_bits": 4, "bnb_4bit_compute_dtype": "bfloat16"}, "nf4", {}),
+    (
+        {
+            **SWIFT, "tuner_type": "lora", "load_in_4bit": True, "bnb_4bit_use_double_quant": False,
+            "bnb_4bit_compute_dtype": "float16", "bnb_4bit_quant_storage": "uint8",
+        },
+        "nf4",
+        {
+            "bnb_4bit_use_double_quant": _SCALES, "bnb_4bit_quant_storage": "it changes no result",
+            "bnb_4bit_compute_dtype": "train.precision",
+        },
+    ),
+])  # fmt: skip
 def test_weights_in_4_bits(config: dict[str, Any], form: str | None, left: dict[str, str]) -> None:
     spec, done = converted({**config, "bf16": True, "deepspeed": None})
     asked = {key for key, reason in done.left.items() if re.search("bit|quant", key) and reason != OFF}
@@ -436,19 +394,14 @@ def test_weights_in_4_bits(config: dict[str, Any], form: str | None, left: dict[
         assert reason in done.left[key]
 
 
-@pytest.mark.parametrize(
-    ("given", "name", "note"),
-    [
-        ({"optim": "adamw_bnb_8bit"}, "adamw_8bit", "# optim\n"),
-        ({"use_muon": True, "finetuning_type": "full"}, "muon", "use_muon; its steps are as long as AdamW's"),
-        ({"optim": "paged_adamw_8bit"}, "adamw_8bit", "its moments are not paged here"),
-        ({"optim": "paged_adamw_32bit"}, "adamw", "paged_adamw_32bit there, full-precision AdamW here"),
-        (
-            {"optim": "paged_adamw_8bit", "deepspeed": "ds_z3_offload_config.json"},
-            "adamw", "paged_adamw_8bit there, full-precision AdamW here",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "name", "note"), [
+    ({"optim": "adamw_bnb_8bit"}, "adamw_8bit", "# optim\n"),
+    ({"use_muon": True, "finetuning_type": "full"}, "muon", "use_muon; its steps are as long as AdamW's"),
+    ({"optim": "paged_adamw_8bit"}, "adamw_8bit", "its moments are not paged here"),
+    ({"optim": "paged_adamw_32bit"}, "adamw", "paged_adamw_32bit there, full-precision AdamW here"),
+    ({"optim": "paged_adamw_8bit", "deepspeed": "ds_z3_offload_config.json"}, "adamw",
+     "paged_adamw_8bit there, full-precision AdamW here"),
+])  # fmt: skip
 def test_moments_in_8_bits(given: dict[str, Any], name: str, note: str) -> None:
     spec, done = converted({**LLAMA_FACTORY, "deepspeed": None, **given})
     assert spec.optim.name == name and note in done.path.read_text()
@@ -459,21 +412,16 @@ def test_trl_quantizes_no_scales_unless_asked() -> None:
     assert f"default of use_bnb_nested_quant: false there; {_SCALES}" in done.path.read_text()
 
 
-@pytest.mark.parametrize(
-    ("config", "batch"),
-    [
-        ({**AXOLOTL, "context_parallel_size": 4, "ring_attn_func": "batch_ring"}, (2, 2, None)),
-        ({**AXOLOTL, "context_parallel_size": 4, "tiled_mlp": True, "tiled_mlp_num_shards": 2}, (2, 2, None)),
-        ({**AXOLOTL, "sequence_parallel_degree": 4}, (2, 2, None)),
-        ({**LLAMA_FACTORY, "hyper_parallel_cp_size": 4, "flash_attn": "fa2"}, (1, 8, None)),
-        ({**SWIFT, "sequence_parallel_size": 4}, (1, None, 4)),
-        ({**TRL, "parallelism_config": {"sp_size": 4, "cp_size": None, "tp_size": 2}}, (8, 1, None)),
-        (
-            {**LLAMA_FACTORY, "deepspeed": {"zero_optimization": {"stage": 3}, "sequence_parallel_size": 4}},
-            (1, 8, None),
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "batch"), [
+    ({**AXOLOTL, "context_parallel_size": 4, "ring_attn_func": "batch_ring"}, (2, 2, None)),
+    ({**AXOLOTL, "context_parallel_size": 4, "tiled_mlp": True, "tiled_mlp_num_shards": 2}, (2, 2, None)),
+    ({**AXOLOTL, "sequence_parallel_degree": 4}, (2, 2, None)),
+    ({**LLAMA_FACTORY, "hyper_parallel_cp_size": 4, "flash_attn": "fa2"}, (1, 8, None)),
+    ({**SWIFT, "sequence_parallel_size": 4}, (1, None, 4)),
+    ({**TRL, "parallelism_config": {"sp_size": 4, "cp_size": None, "tp_size": 2}}, (8, 1, None)),
+    ({**LLAMA_FACTORY, "deepspeed": {"zero_optimization": {"stage": 3}, "sequence_parallel_size": 4}},
+     (1, 8, None)),
+])  # fmt: skip
 def test_rows_that_are_split(config: dict[str, Any], batch: tuple[int | None, ...]) -> None:
     """All of them count micro-batches per group; ms-swift's 16 examples a step are 16 GPUs, that is 4
     groups."""
@@ -571,23 +519,20 @@ def test_deepspeed() -> None:
     assert (spec.parallel.zero_stage, spec.parallel.offload_optimizer.device) == (2, "cpu")
 
 
-@pytest.mark.parametrize(
-    ("config", "wanted"),
-    [
-        ({"stage": "ppo", "template": "x", "dataset": "identity"}, "stage: 'ppo': dsft does not offer"),
-        ({"base_model": "a/b", "datasets": [], "process_reward_model": True}, "scores the steps of"),
-        ({"kd_trainer": True, "base_model": "a/b", "datasets": []}, "kd_trainer: Axolotl reads a teacher's"),
-        ({"rlhf_type": "grpo", "model": "a/b", "tuner_type": "lora"}, "rlhf_type: 'grpo'"),
-        ({"model": "a", "dataset": "b.json", "task_type": "seq_cls", "tuner_type": "lora"}, "num_labels"),
-        ({"stage": "sft", "template": "x", "dataset": "nothing"}, "'nothing' is not in dataset_info"),
-        ({"stage": "sft", "template": "x", "dataset": "elsewhere"}, "a hub that dsft does not read"),
-        ({"stage": "sft", "template": "x", "dataset": "a", "dataset_dir": "no"}, "it with --dataset-info"),
-        ({"stage": "sft", "cutoff_len": 9, "model_name_or_path": "a"}, "data.train; give it with --data"),
-        ({"hello": 1}, "name the tool with --from"),
-        ({"peft_config": {"name": "lora"}, "model": "a"}, "version 1 .USE_V1. is not converted"),
-        ({"stage": "sft", "dataset": "identity", "num_train_epochs": "many", "val_size": "x"}, "val_size"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "wanted"), [
+    ({"stage": "ppo", "template": "x", "dataset": "identity"}, "stage: 'ppo': dsft does not offer"),
+    ({"base_model": "a/b", "datasets": [], "process_reward_model": True}, "scores the steps of"),
+    ({"kd_trainer": True, "base_model": "a/b", "datasets": []}, "kd_trainer: Axolotl reads a teacher's"),
+    ({"rlhf_type": "grpo", "model": "a/b", "tuner_type": "lora"}, "rlhf_type: 'grpo'"),
+    ({"model": "a", "dataset": "b.json", "task_type": "seq_cls", "tuner_type": "lora"}, "num_labels"),
+    ({"stage": "sft", "template": "x", "dataset": "nothing"}, "'nothing' is not in dataset_info"),
+    ({"stage": "sft", "template": "x", "dataset": "elsewhere"}, "a hub that dsft does not read"),
+    ({"stage": "sft", "template": "x", "dataset": "a", "dataset_dir": "no"}, "it with --dataset-info"),
+    ({"stage": "sft", "cutoff_len": 9, "model_name_or_path": "a"}, "data.train; give it with --data"),
+    ({"hello": 1}, "name the tool with --from"),
+    ({"peft_config": {"name": "lora"}, "model": "a"}, "version 1 .USE_V1. is not converted"),
+    ({"stage": "sft", "dataset": "identity", "num_train_epochs": "many", "val_size": "x"}, "val_size"),
+])  # fmt: skip
 def test_a_config_that_cannot_be_converted_is_refused(config: dict[str, Any], wanted: str) -> None:
     with pytest.raises(SpecError, match=wanted):
         converted(config)
@@ -825,8 +770,7 @@ def test_the_json_of_deepspeed_splits_rows(indent: str | None) -> None:
 def test_no_value_of_the_config_ends_a_comment(key: str) -> None:
     config = {**LLAMA_FACTORY, key: "zero3\nname: other\x85\ud800"}
     Path("config.json").write_text(json.dumps(config))
-    done = convert_file(Path("config.json"), out=Path("spec.yaml"))
-    assert done.mistakes is None
+    assert convert_file(Path("config.json"), out=Path("spec.yaml")).mistakes is None
     assert not [line for line in Path("spec.yaml").read_text().split("\n") if line.startswith("name: other")]
 
 

@@ -256,8 +256,7 @@ def test_space_for_checkpoints_that_are_kept(facts: Facts) -> None:
     [("e0", "e0"), ("e", "e0"), ("=e0", "e0"), ("ib,e", "ib"), ("^lo", None), ("", None), (None, None)],
 )
 def test_chosen_interface(facts: Facts, named: str | None, expected: str | None) -> None:
-    part = {**facts["node1"]["network"], "named": named}
-    assert chosen(part) == expected
+    assert chosen({**facts["node1"]["network"], "named": named}) == expected
 
 
 def test_addresses_that_others_connect_to(facts: Facts) -> None:
@@ -272,27 +271,24 @@ def test_addresses_that_others_connect_to(facts: Facts) -> None:
     assert "node1 (port 29500)" not in targets(facts, "node1", 29500), "another's port says nothing"
 
 
-@pytest.mark.parametrize(
-    ("code", "text", "expected"),
-    [
-        (255, "ssh: Could not resolve hostname n9: Name or service not known", "its name is not known here"),
-        (255, "ssh: connect to host node2 port 22: Connection refused", "no sshd listens there"),
-        (255, "ssh: connect to host node2 port 22: Connection timed out", "it does not answer"),
-        (255, "ssh: connect to host node2 port 22: No route to host", "it does not answer"),
-        (255, "root@node2: Permission denied (publickey).", "ssh cannot log in without a password"),
-        (255, "Host key verification failed.", "its host key is unknown"),
-        (127, "bash: line 1: exec: /v/bin/python: not found", "the Python of this environment does not"),
-        (1, "bash: line 1: cd: /srv/dsft: No such file or directory", "dsft's folder does not exist"),
-        (1, "/usr/bin/python: No module named dsft.doctor", "its dsft is missing or is another version"),
-        (1, "ImportError: cannot import name 'a' from 'dsft.doctor' (/srv)", "its dsft is missing or"),
-        (1, "ModuleNotFoundError: No module named 'psutil'", "its Python lacks a package (psutil)"),
-        (1, "  File x\nSyntaxError: invalid syntax", "its Python or its packages are other versions"),
-        (126, "bash: /venv/bin/python: Permission denied", "its Python cannot be started"),
-        (-9, "", "gave no answer in time"),
-        (None, "", "gave no answer in time"),
-        (3, "what else", "the doctor's program ended with exit code 3 (what else)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("code", "text", "expected"), [
+    (255, "ssh: Could not resolve hostname n9: Name or service not known", "its name is not known here"),
+    (255, "ssh: connect to host node2 port 22: Connection refused", "no sshd listens there"),
+    (255, "ssh: connect to host node2 port 22: Connection timed out", "it does not answer"),
+    (255, "ssh: connect to host node2 port 22: No route to host", "it does not answer"),
+    (255, "root@node2: Permission denied (publickey).", "ssh cannot log in without a password"),
+    (255, "Host key verification failed.", "its host key is unknown"),
+    (127, "bash: line 1: exec: /v/bin/python: not found", "the Python of this environment does not"),
+    (1, "bash: line 1: cd: /srv/dsft: No such file or directory", "dsft's folder does not exist"),
+    (1, "/usr/bin/python: No module named dsft.doctor", "its dsft is missing or is another version"),
+    (1, "ImportError: cannot import name 'a' from 'dsft.doctor' (/srv)", "its dsft is missing or"),
+    (1, "ModuleNotFoundError: No module named 'psutil'", "its Python lacks a package (psutil)"),
+    (1, "  File x\nSyntaxError: invalid syntax", "its Python or its packages are other versions"),
+    (126, "bash: /venv/bin/python: Permission denied", "its Python cannot be started"),
+    (-9, "", "gave no answer in time"),
+    (None, "", "gave no answer in time"),
+    (3, "what else", "the doctor's program ended with exit code 3 (what else)"),
+])  # fmt: skip
 def test_cause_of_a_host_without_answer(code: int | None, text: str, expected: str) -> None:
     finding = fault("node2", NoAnswer("", code, text))
     assert finding.value.startswith(expected), finding.value

@@ -23,22 +23,17 @@ from tests.launching import LATE
 ONE, TWO = "specs/one_node.yaml", "specs/two_nodes.yaml"
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        ([TWO, "--processes", "4"], 2, "--processes: 4 has no effect, since cluster.hosts gives"),
-        (["specs/zero2.yaml", "--processes", "4", "--hostfile", "two"], 2, "since --hostfile gives"),
-        (["specs/zero2.yaml", "--processes", "4", "--launcher", "slurm"], 2, "since the Slurm job gives"),
-        (
-            [ONE, "--hostfile", "two"], 69,
-            "cluster.hosts expects 8 processes (localhost 8) but --hostfile two has 16 (a 8 + b 8)",
-        ),
-        ([TWO, "--hostfile", "binary"], 2, "The hostfile cannot be used."),
-        ([TWO, "--hostfile", "/dev/zero"], 66, "--hostfile /dev/zero cannot be read (it is a device, not a"),
-        ([TWO, "--launcher", "torchrun"], 2, "'torchrun' is neither dsft nor slurm: dsft launch starts"),
-        ([TWO, "--hostfile", "uneven"], 69, "16 processes (node1 8 + node2 8) but --hostfile uneven has 16"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "code", "message"), [
+    ([TWO, "--processes", "4"], 2, "--processes: 4 has no effect, since cluster.hosts gives"),
+    (["specs/zero2.yaml", "--processes", "4", "--hostfile", "two"], 2, "since --hostfile gives"),
+    (["specs/zero2.yaml", "--processes", "4", "--launcher", "slurm"], 2, "since the Slurm job gives"),
+    ([ONE, "--hostfile", "two"], 69,
+     "cluster.hosts expects 8 processes (localhost 8) but --hostfile two has 16 (a 8 + b 8)"),
+    ([TWO, "--hostfile", "binary"], 2, "The hostfile cannot be used."),
+    ([TWO, "--hostfile", "/dev/zero"], 66, "--hostfile /dev/zero cannot be read (it is a device, not a"),
+    ([TWO, "--launcher", "torchrun"], 2, "'torchrun' is neither dsft nor slurm: dsft launch starts"),
+    ([TWO, "--hostfile", "uneven"], 69, "16 processes (node1 8 + node2 8) but --hostfile uneven has 16"),
+])  # fmt: skip
 def test_options_without_effect_or_against_the_spec_are_refused(
     words: list[str], code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

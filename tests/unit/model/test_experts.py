@@ -60,15 +60,12 @@ def test_expert_widths_decide_the_kernel() -> None:
     assert chosen("auto", num_experts_per_tok=1).startswith("experts: 1 of 4")
 
 
-@pytest.mark.parametrize(
-    ("choice", "kind", "keys", "message"),
-    [
-        ("grouped_mm", "qwen3_moe", {"moe_intermediate_size": 12}, "width 12, .* a multiple of 8; set auto"),
-        ("eager", "llama", {"num_hidden_layers": 1}, "llama model has no experts; leave it out"),
-        ("auto", "qwen3_moe", {"num_experts_per_tok": 5}, "5 of 4 experts; .* from 1 to 4"),
-        ("auto", "qwen3_moe", {"num_experts_per_tok": 0}, "0 of 4 experts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("choice", "kind", "keys", "message"), [
+    ("grouped_mm", "qwen3_moe", {"moe_intermediate_size": 12}, "width 12, .* a multiple of 8; set auto"),
+    ("eager", "llama", {"num_hidden_layers": 1}, "llama model has no experts; leave it out"),
+    ("auto", "qwen3_moe", {"num_experts_per_tok": 5}, "5 of 4 experts; .* from 1 to 4"),
+    ("auto", "qwen3_moe", {"num_experts_per_tok": 0}, "0 of 4 experts"),
+])  # fmt: skip
 def test_invalid_balance_is_refused(choice: str, kind: str, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         chosen(choice, kind, **keys)

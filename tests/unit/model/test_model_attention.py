@@ -84,6 +84,25 @@ def dense(
     return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value).transpose(1, 2)
 
 
+def assert_near(found: Tensor, expected: Tensor, ours: list[Tensor], theirs: list[Tensor], atol: Any) -> None:
+    """Compare outputs and, of one upstream gradient, the gradients of their inputs. atol: of both."""
+    of_output, of_gradients = atol
+    torch.testing.assert_close(found, expected, rtol=0, atol=of_output)
+    pull = torch.randn_like(found)
+    found.backward(pull)
+    expected.backward(pull)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is not None and other.grad is not None
+        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=of_gradients)
+
+
+def assert_equal_gradients(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+    """To 1e-5 of the largest of each parameter, or of 1."""
+    for mine, other in zip(found, expected, strict=True):
+        if other is not None:
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
+
+
 def positions_of(segments: Spans) -> Tensor:
     return torch.cat([torch.arange(start, start + length) for length, start in segments])[None]
 
@@ -103,14 +122,8 @@ def test_equals_a_dense_mask(monkeypatch, window, softcap, key_heads, at_once, s
     found, weights = segment_attention(nn.Module(), *ours, None, scaling=0.3, **asked)
     expected = dense(theirs, segments, 0.3, window, softcap)
     assert weights is None and found.shape == (1, tokens, HEADS, SIZE) and found.is_contiguous()
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)
-    pull = torch.randn_like(found)
-    found.backward(pull)
-    expected.backward(pull.double())
     bound = 5e-6 if segments == ALONE else 1e-5  # a shared prompt's keys are seen by up to three segments
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.grad is not None and other.grad is not None
-        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=bound)
+    assert_near(found.double(), expected, ours, theirs, (2e-6, bound))
 
 
 def test_attention_dropout_drops() -> None:
@@ -229,7 +242,7 @@ def test_packed_equals_alone(kind: str, checkpointing: bool) -> None:
     attend_per_segment(model, "auto", max_length=64)
     assert model.config._attn_implementation == SEGMENTS
     policy, parameters = Policy(model), list(model.parameters())
-    rows = [torch.randint(3, 97, (1, length)) for length in LENGTHS]
+    rows = [draw_tokens(length) for length in LENGTHS]
     positions = [torch.arange(length)[None] for length in LENGTHS]
     targets = [row.roll(-1, 1) for row in rows]
     packed = logps_of(policy, torch.cat(rows, 1), torch.cat(positions, 1), torch.cat(targets, 1), LENGTHS)
@@ -239,9 +252,7 @@ def test_packed_equals_alone(kind: str, checkpointing: bool) -> None:
         alone = torch.cat([logps_of(policy, *row) for row in zip(rows, positions, targets, strict=True)], 1)
         expected = torch.autograd.grad(alone.sum(), parameters, allow_unused=True)
     torch.testing.assert_close(packed, alone, rtol=0, atol=5e-6)
-    for mine, other in zip(found, expected, strict=True):
-        if other is not None:
-            torch.testing.assert_close(mine, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
+    assert_equal_gradients(found, expected)
     ignored = logps_of(policy, torch.cat(rows, 1), torch.cat(positions, 1), torch.cat(targets, 1), (TOKENS,))
     assert float((ignored - alone).detach().abs().max()) > 1e-2, (
         "this model would not show a border that is crossed"
@@ -330,9 +341,7 @@ def test_a_shared_prompt_equals_two_rows(kind: str, in_pipeline: bool, checkpoin
         )
         expected = torch.autograd.grad(alone @ weights, parameters, allow_unused=True)
     torch.testing.assert_close(answers, alone, rtol=1e-6, atol=5e-6)
-    for mine, other in zip(gradients, expected, strict=True):
-        if other is not None:
-            torch.testing.assert_close(mine, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
+    assert_equal_gradients(gradients, expected)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gpt2"])
@@ -434,13 +443,7 @@ def test_varlen_equals_the_loop(window, key_heads, segments, dtype) -> None:
     expected, _ = segment_attention(nn.Module(), *theirs, None, segments=segments, **asked)
     assert weights is None and found.shape == (1, tokens, HEADS, SIZE)
     bound = 1e-12 if dtype is torch.float64 else 1e-5
-    torch.testing.assert_close(found, expected, rtol=0, atol=bound)
-    pull = torch.randn_like(found)
-    found.backward(pull)
-    expected.backward(pull)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.grad is not None and other.grad is not None
-        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=bound)
+    assert_near(found, expected, ours, theirs, (bound, bound))
 
 
 @whole_varlen
@@ -464,13 +467,7 @@ def test_equal_rows_equal_the_loop(rows: int, window: int | None, key_heads: int
     found, _ = ATTENTION(nn.Module(), *ours, None, **asked, **given)
     assert varlen_on_cpu.calls[before:] == ([rows] if window == 100 else [])
     expected, _ = segment_attention(nn.Module(), *theirs, None, segments=segments, **asked)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    pull = torch.randn_like(found)
-    found.backward(pull)
-    expected.backward(pull)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.grad is not None and other.grad is not None
-        torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=1e-12)
+    assert_near(found, expected, ours, theirs, (1e-12, 1e-12))
 
 
 @pytest.mark.parametrize(("segments", "expected"), [

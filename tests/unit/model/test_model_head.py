@@ -75,6 +75,12 @@ def assert_near(found: Tensor, expected: Tensor, bound: float) -> None:
     assert error <= bound, float(error)
 
 
+def assert_equal_gradients(head: Head, hidden: Tensor, leaves: list[Tensor], bound: float) -> None:
+    for gradient, leaf in zip(gradients(head, hidden), leaves, strict=True):
+        assert gradient.dtype == hidden.dtype and leaf.grad is not None
+        assert_near(gradient, leaf.grad, bound)
+
+
 @pytest.mark.parametrize("shaping", SHAPINGS, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("uniform", [False, True])
@@ -89,9 +95,7 @@ def test_head_values_and_gradients(shaping: Shaping, bias: bool, uniform: bool, 
     assert found.dtype == torch.float32
     assert_near(found, expected, 1e-6)
     assert not found[targets == NO_TARGET].any()
-    for gradient, leaf in zip(gradients(head, hidden), leaves, strict=True):
-        assert leaf.grad is not None
-        assert_near(gradient, leaf.grad, 1e-6)
+    assert_equal_gradients(head, hidden, leaves, 1e-6)
 
 
 @pytest.mark.parametrize("uniform", [False, True])
@@ -101,9 +105,7 @@ def test_any_chunk_size_gives_the_same(uniform: bool, rows_at_once: int) -> None
     (-head(hidden, targets).sum()).backward()
     expected, leaves = reference(head, hidden, targets)
     (-expected.sum()).backward()
-    for gradient, leaf in zip(gradients(head, hidden), leaves, strict=True):
-        assert leaf.grad is not None
-        assert_near(gradient, leaf.grad, 1e-6)
+    assert_equal_gradients(head, hidden, leaves, 1e-6)
 
 
 @pytest.mark.parametrize("uniform", [False, True])
@@ -147,9 +149,7 @@ def test_bf16_head_under_any_gradient(rows_at_once: int) -> None:
     head(hidden, targets).backward(upstream)
     whole, leaves = reference(head, hidden, targets)
     whole.backward(upstream.double())
-    for gradient, leaf in zip(gradients(head, hidden), leaves, strict=True):
-        assert gradient.dtype == torch.bfloat16 and leaf.grad is not None
-        assert_near(gradient, leaf.grad, 2e-2)
+    assert_equal_gradients(head, hidden, leaves, 2e-2)
 
 
 def test_float16_stores_only_scaled_gradients() -> None:
@@ -181,9 +181,7 @@ def test_bf16_has_statistics_in_float32(uniform: bool) -> None:
     assert_near(found[is_target], expected[is_target], 1e-6)
     whole, leaves = reference(head, hidden, targets)
     (whole.sum() * 0.5).backward()
-    for gradient, leaf in zip(gradients(head, hidden), leaves, strict=True):
-        assert gradient.dtype == torch.bfloat16 and leaf.grad is not None
-        assert_near(gradient, leaf.grad, 2e-2)
+    assert_equal_gradients(head, hidden, leaves, 2e-2)
 
 
 def test_bf16_weight_gradient_accumulates_in_float32() -> None:
@@ -267,8 +265,7 @@ def test_second_backward_is_refused() -> None:
 
 def test_a_known_number_of_targets_changes_nothing() -> None:
     head, hidden, targets = make()
-    number = int((targets != NO_TARGET).sum())
-    assert torch.equal(head(hidden, targets, number), head(hidden, targets))
+    assert torch.equal(head(hidden, targets, int((targets != NO_TARGET).sum())), head(hidden, targets))
 
 
 def test_evaluation_is_not_smoothed() -> None:

@@ -50,8 +50,7 @@ def test_initialization_does_not_depend_on_layer_count() -> None:
 
 def test_each_parameter_gets_the_type_that_it_is_stored_as() -> None:
     model = on_meta(resolve_config(Model(from_config=LLAMA), FACTS))
-    source = FreshWeights(model, 3)
-    source.fill(model, lambda p: Storage("fp32" if p.dim() == 1 else "bf16"), Sharding())
+    FreshWeights(model, 3).fill(model, lambda p: Storage("fp32" if p.dim() == 1 else "bf16"), Sharding())
     found = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert set(found.values()) == {torch.float32, torch.bfloat16}
     assert all((dtype == torch.float32) == name.endswith("norm.weight") for name, dtype in found.items())
@@ -128,8 +127,7 @@ def test_every_parameter_is_initialized(kind: str) -> None:
     one, two = (build_model(model, FACTS, 3, torch.float32) for _ in range(2))
     assert all(torch.equal(weights(one)[name], value) for name, value in weights(two).items())
     ids = torch.arange(12).view(1, 12)
-    logps = logps_of(one, ids, ids, ids)
-    assert torch.isfinite(logps).all()
+    assert torch.isfinite(logps_of(one, ids, ids, ids)).all()
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "gemma4_text", "gpt_neox", "gpt2", "llama"])

@@ -139,15 +139,13 @@ def test_peft_loads_the_adapter_or_is_known_to_misread_it(kind: str, tmp_path: P
         ours = PeftModel.from_pretrained(plain(kind), str(tmp_path))
     torch.testing.assert_close(logits(ours), expected, rtol=0, atol=1e-6)
     theirs = logits(PeftModel.from_pretrained(plain(kind), str(tmp_path)))
-    is_same = bool((theirs - expected).abs().max() <= 1e-6)
-    assert is_same != is_misread
+    assert bool((theirs - expected).abs().max() <= 1e-6) != is_misread
     assert (expected - base).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_model_equals_base_plus_adapter(kind: str) -> None:
-    model = model_of(kind)
-    made, checkpoint = trained(model)
+    made, checkpoint = trained(model_of(kind))
     base = plain(kind)
     whole = WholeModel(checkpoint, on_meta(base.config), torch.float32)
     merged = {name: whole.tensor(name).clone() for name, _ in base.named_parameters()}

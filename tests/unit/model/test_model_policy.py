@@ -84,8 +84,7 @@ def test_noise_is_added_only_in_training() -> None:
     whole = logps_of(policy, ids, positions, targets, noise_scale=scale)
     torch.manual_seed(7)
     noisy = Tokens(ids, positions, targets, scale)
-    cut = last(first.train()(ids, noisy), noisy).logps
-    torch.testing.assert_close(cut, whole, rtol=0, atol=1e-6)
+    torch.testing.assert_close(last(first.train()(ids, noisy), noisy).logps, whole, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text", "gpt2", "opt"])

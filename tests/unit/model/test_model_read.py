@@ -198,8 +198,7 @@ def test_nonfinite_converted_and_pickled_weights_are_named(tmp_path: Path) -> No
     model = save(tmp_path / "mixture", "mixtral")
 
     def changed(held: dict[str, Tensor]) -> dict[str, Tensor]:
-        key = next(name for name in held if "experts.1" in name)
-        held[key][0, 0] = math.nan
+        held[next(name for name in held if "experts.1" in name)][0, 0] = math.nan
         return held
 
     change(tmp_path / "mixture", changed)
@@ -404,8 +403,7 @@ def test_stage_reads_only_its_tensors(tmp_path: Path) -> None:
     with broken.open("r+b") as file:  # the header stays
         file.seek(size - 96 * 32 * 4 // 2)
         file.write(b"\xff" * 100)
-    model = Model(name_or_path=str(tmp_path))
-    first = build_model(model, FACTS, 7, torch.float32, 0, Cut((1, 1)))
+    first = build_model(Model(name_or_path=str(tmp_path)), FACTS, 7, torch.float32, 0, Cut((1, 1)))
     assert all(torch.isfinite(p).all() for p in first.parameters())
     assert "lm_head.weight" not in first.named_trained()
 

@@ -19,7 +19,7 @@ from dsft.model.head import ScoreHead, output_layer
 from dsft.model.policy import Policy
 from dsft.model.weights import Sharding
 from dsft.spec.schema import Lora, Model
-from tests.architectures.cases import ARCHITECTURES, keys_of
+from tests.architectures.cases import ARCHITECTURES, USUAL, keys_of
 from tests.integration.runs import LLAMA, edit_json
 from tests.make import logps_of
 
@@ -42,22 +42,23 @@ def llama(**keys: Any) -> Model:
     return scored(from_config=LLAMA | keys)
 
 
-def kinds() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The architectures of which transformers has such a class."""
-    for kind in ARCHITECTURES:
+def kinds(only: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Those architectures of which transformers has such a class."""
+    for kind in only:
         keys = {"model_type": kind} | keys_of(kind)
         if type(AutoConfig.for_model(**keys)) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             yield kind, keys
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_architectures_give_the_scores_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("only", [USUAL, pytest.param(tuple(ARCHITECTURES), marks=pytest.mark.long)], ids=len)
+def test_architectures_give_the_scores_of_transformers(only: tuple[str, ...], tmp_path: Path) -> None:
     """Of a fresh model, and of one that starts from the files of the causal language model."""
     wrong, tried = [], 0
     ids = torch.randint(3, 30, (2, 9), generator=torch.Generator().manual_seed(0))
     targets = torch.full((2, 9), NO_TARGET)
     targets[0, 8], targets[1, 5] = ids[0, 8], ids[1, 5]
-    for kind, keys in kinds():
+    for kind, keys in kinds(only):
         folder = tmp_path / kind
         try:
             fresh = built(scored(from_config=keys))
@@ -77,7 +78,7 @@ def test_architectures_give_the_scores_of_transformers(tmp_path: Path) -> None:
         if not torch.equal(ours, again) or (found - theirs).abs().max() > 1e-6 or not theirs.all():
             wrong.append((kind, f"{found} {theirs} {again}"))
     assert not wrong, wrong
-    assert tried > 40
+    assert tried > (6 if only == USUAL else 40)
 
 
 def test_head_returns_the_score_at_each_target_alone() -> None:

@@ -184,8 +184,7 @@ def test_the_census_has_their_form_and_their_bytes(folder: Path) -> None:
     for name, [tensor] in stored.items():
         assert tensor.numel == built[name].numel() and built[name].dtype == torch.bfloat16, name
     assert built["model.layers.0.mlp.experts.down_proj"].ndim == 3
-    ids = torch.arange(8)[None]
-    assert policy.causal_lm(ids).logits.isfinite().all()
+    assert policy.causal_lm(torch.arange(8)[None]).logits.isfinite().all()
 
 
 @pytest.mark.parametrize(("more", "key"), [

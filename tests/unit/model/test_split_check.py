@@ -13,20 +13,13 @@ from tests.unit.model.test_model_attention import LONGROPE
 TITLE = "parallel.sequence_parallel: "
 
 
-@pytest.mark.parametrize(
-    ("kind", "keys", "size", "message"),
-    [
-        (
-            "llama", {"num_attention_heads": 6, "hidden_size": 48}, 4,
-            "4 does not divide the model's 6 attention heads.*; set 3",
-        ),
-        (
-            "laguna", {"num_attention_heads_per_layer": [4, 6]}, 4,
-            "4 does not divide the model's 6 attention heads.*; set 3",
-        ),
-        ("phi3", LONGROPE, 2, "rows of a phi3 model cannot be split: .*rotate all packed rows"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "keys", "size", "message"), [
+    ("llama", {"num_attention_heads": 6, "hidden_size": 48}, 4,
+     "4 does not divide the model's 6 attention heads.*; set 3"),
+    ("laguna", {"num_attention_heads_per_layer": [4, 6]}, 4,
+     "4 does not divide the model's 6 attention heads.*; set 3"),
+    ("phi3", LONGROPE, 2, "rows of a phi3 model cannot be split: .*rotate all packed rows"),
+])  # fmt: skip
 def test_heads_and_rope(kind: str, keys: dict[str, Any], size: int, message: str) -> None:
     config = small_config(kind, **keys)
     with pytest.raises(SpecError, match=TITLE + message):

@@ -56,8 +56,7 @@ def test_what_is_trained_is_counted_with_adapters_and_by_patterns() -> None:
 
 
 def test_a_tied_tensor_counts_once() -> None:
-    answer = take_census(Model(from_config={**LLAMA, "tie_word_embeddings": True}))
-    tied = module.census_from(answer)
+    tied = module.census_from(take_census(Model(from_config={**LLAMA, "tie_word_embeddings": True})))
     assert tied.numel == numel_by_hand(259) - 259 * 64
     assert tied.parameters[0].aliases == ("lm_head.weight",)
 

@@ -18,11 +18,9 @@ CENSUS = Census(
     "LlamaForCausalLM",
     LAYERS,
     None,
-    (
-        Parameter("embed", (50, 1000), None, True, ("head",)),
-        *(Parameter(f"layer.{number}", (1000, 1000), number, False, ()) for number in range(LAYERS)),
-    ),
-)
+    (Parameter("embed", (50, 1000), None, True, ("head",)),
+     *(Parameter(f"layer.{number}", (1000, 1000), number, False, ()) for number in range(LAYERS))),
+)  # fmt: skip
 
 
 @pytest.fixture

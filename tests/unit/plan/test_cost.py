@@ -42,8 +42,7 @@ def test_computing_is_six_operations_and_two_more_where_recomputed(costs: Any) -
     alone = costs(1)
     assert alone.computing == pytest.approx(seconds(6 * step))
     assert (alone.idle, alone.travelling, alone.updating) == (0, 0, 0)
-    again = costs(1, model={"gradient_checkpointing": True})
-    assert again.computing == pytest.approx(seconds(8 * step))
+    assert costs(1, model={"gradient_checkpointing": True}).computing == pytest.approx(seconds(8 * step))
 
 
 def test_a_pipeline_waits_by_its_bubble_and_for_its_largest_stage(costs: Any) -> None:
@@ -57,8 +56,7 @@ def test_a_pipeline_waits_by_its_bubble_and_for_its_largest_stage(costs: Any) ->
 
 
 def test_traffic_takes_its_links_time(costs: Any) -> None:
-    made = costs(2, parallel={"zero_stage": 0})
-    assert made.travelling == pytest.approx(4 * 4 * LAYER / 300e9)
+    assert costs(2, parallel={"zero_stage": 0}).travelling == pytest.approx(4 * 4 * LAYER / 300e9)
 
 
 def test_the_hosts_optimizer_reads_and_writes_what_its_ranks_own(costs: Any) -> None:

@@ -185,28 +185,25 @@ FOUND = HostFacts(
 )
 
 
-@pytest.mark.parametrize(
-    ("parallel", "expected"),
-    [
-        (OFFLOADS, {
-            "offload_optimizer.pin_memory": (False, "no room"),
-            "offload_param.pin_memory": (False, "no room"),
-            "reduce_bucket_size": (1_000_000, "a quarter of the 4,000,000"),
-            "zero_force_ds_cpu_optimizer": (True, "CPU Adam is there"),
-        }),
-        ({**OFFLOADS, "offload_parameters": {"device": "cpu", "pin_memory": True}}, {
-            "offload_optimizer.pin_memory": (False, "no room"),
-            "offload_param.pin_memory": (True, "parallel.offload_parameters.pin_memory"),
-        }),
-        (ON_DISK, {
-            "offload_optimizer.nvme_path": ("/disk", "parallel.offload_optimizer.nvme_path"),
-            "offload_optimizer.pin_memory": (True, "faster copies"),
-            "offload_param.nvme_path": ("/disk/own", "this run's own folder"),
-            "offload_param.buffer_size": (1000, "the largest parameter's shard"),
-            "stage3_prefetch_bucket_size": (0, "no prefetch"),
-        }),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("parallel", "expected"), [
+    (OFFLOADS, {
+        "offload_optimizer.pin_memory": (False, "no room"),
+        "offload_param.pin_memory": (False, "no room"),
+        "reduce_bucket_size": (1_000_000, "a quarter of the 4,000,000"),
+        "zero_force_ds_cpu_optimizer": (True, "CPU Adam is there"),
+    }),
+    ({**OFFLOADS, "offload_parameters": {"device": "cpu", "pin_memory": True}}, {
+        "offload_optimizer.pin_memory": (False, "no room"),
+        "offload_param.pin_memory": (True, "parallel.offload_parameters.pin_memory"),
+    }),
+    (ON_DISK, {
+        "offload_optimizer.nvme_path": ("/disk", "parallel.offload_optimizer.nvme_path"),
+        "offload_optimizer.pin_memory": (True, "faster copies"),
+        "offload_param.nvme_path": ("/disk/own", "this run's own folder"),
+        "offload_param.buffer_size": (1000, "the largest parameter's shard"),
+        "stage3_prefetch_bucket_size": (0, "no prefetch"),
+    }),
+])  # fmt: skip
 def test_facts_of_the_host_decide_values_and_reasons(make_spec, parallel, expected) -> None:
     spec = make_spec(parallel=parallel)
     facts = FOUND if parallel is ON_DISK else replace(FOUND, swap={})

@@ -139,8 +139,7 @@ def test_the_sections_with_a_schema_have_its_fields() -> None:
     deprecated = {
         key.removeprefix("zero_optimization.") for key in REMOVED if key.startswith("zero_optimization.")
     }
-    read = fields(DeepSpeedZeroConfig)
-    assert listed("zero_optimization") == read - deprecated
+    assert listed("zero_optimization") == fields(DeepSpeedZeroConfig) - deprecated
     for section, model in (
         ("zero_optimization.offload_optimizer", DeepSpeedZeroOffloadOptimizerConfig),
         ("zero_optimization.offload_param", DeepSpeedZeroOffloadParamConfig),

@@ -24,8 +24,7 @@ def test_a_published_figure_comes_out() -> None:
 
 def test_by_hand() -> None:
     """Two examples of 3 and 1 tokens, N = 100, 2 layers, width 8: 6·100·4 + 12·2·8·(9 + 1)."""
-    found = work(model(100, 2), 8)
-    assert found.mfu(4, 10, 2.0, 1e-9) == pytest.approx((2400 + 1920) / 2000)
+    assert work(model(100, 2), 8).mfu(4, 10, 2.0, 1e-9) == pytest.approx((2400 + 1920) / 2000)
 
 
 def test_frozen_weights_have_no_gradient_and_an_untied_embedding_no_product() -> None:

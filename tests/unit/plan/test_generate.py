@@ -57,8 +57,7 @@ def test_check_finds_drift_and_writes_nothing(tmp_path: Path, capsys: pytest.Cap
     hostfile = tmp_path / "hostfiles" / "two_nodes"
     hostfile.write_text("node1 slots=4\n")
     assert not generate_files(path, (), tmp_path, check=True)
-    out = capsys.readouterr().out
-    assert "-node1 slots=4\n+node1 slots=8\n+node2 slots=8\n" in out
+    assert "-node1 slots=4\n+node1 slots=8\n+node2 slots=8\n" in capsys.readouterr().out
     assert hostfile.read_text() == "node1 slots=4\n"
 
 

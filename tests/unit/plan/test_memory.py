@@ -69,8 +69,7 @@ def test_gradients_larger_than_a_bucket_stay_while_they_are_reduced(make_spec: A
 
 
 def test_bf16_at_zero_1_keeps_fp32_gradients_whole(sizes: Any) -> None:
-    rank = sizes(parallel={"zero_stage": 1}, train={"precision": "bf16"}).stages[0]
-    assert rank.gradients == 6 * WHOLE
+    assert sizes(parallel={"zero_stage": 1}, train={"precision": "bf16"}).stages[0].gradients == 6 * WHOLE
 
 
 def test_zero_3_shares_the_parameters_except_small_ones(sizes: Any) -> None:
@@ -151,8 +150,7 @@ def test_sgd_has_moments_with_momentum_only(sizes: Any) -> None:
 
 
 def test_on_a_cpu_the_ranks_memory_is_the_hosts(sizes: Any) -> None:
-    cluster = {"hosts": {"a": 4}, "accelerator": {"name": "cpu"}}
-    table = sizes(cluster=cluster)
+    table = sizes(cluster={"hosts": {"a": 4}, "accelerator": {"name": "cpu"}})
     rank = table.stages[0]
     assert table.hosts == {"here": 4 * (rank.device + rank.retained + PROCESS + WITH_ZERO)}
 
@@ -185,8 +183,7 @@ def test_groups_are_flattened_together_where_there_are_several(sizes, weight_dec
     train = {"precision": "bf16", "micro_batch_size": 1, "accumulation_steps": 1}
     optim = {"learning_rate": 1e-4, "weight_decay": weight_decay}
     made = sizes(parallel={"zero_stage": 1}, train=train, optim=optim, data={"max_length": 8})
-    rank = made.stages[0]
-    assert rank.buffers == max(copied, 4 * LARGEST)
+    assert made.stages[0].buffers == max(copied, 4 * LARGEST)
 
 
 def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: Any) -> None:
@@ -206,8 +203,7 @@ def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: An
     assert offloaded.activations == recomputed + 2 * tokens * 4 * 1000  # of this layer and of the next one
     assert offloaded.offloaded == 4 * tokens * 4 * 1000
 
-    pipeline = {"zero_stage": 0, "pipeline_stages": 2}
-    first, last = sizes(tokens=None, train=given, parallel=pipeline).stages
+    first, last = sizes(tokens=None, train=given, parallel={"zero_stage": 0, "pipeline_stages": 2}).stages
     assert (first.head, last.head) == (0, rank.head)
     assert (first.activations, last.activations) == (4 * one_layer + int(one_layer * BACKWARD), 2 * one_layer)
 

@@ -56,8 +56,7 @@ def test_none_where_they_are_switched_off_or_not_possible(model: dict[str, Any])
 
 def test_the_plan_counts_one_chunk() -> None:
     whole, cut = planned(131_072, mlp_chunks=1), planned(131_072, mlp_chunks=64)
-    others = planned(131_072, mlp_chunks=100_000)
-    assert others.activations < cut.activations < whole.activations / 2
+    assert planned(131_072, mlp_chunks=100_000).activations < cut.activations < whole.activations / 2
     assert planned(131_072).activations < whole.activations / 2  # by itself
     assert planned(1000) == planned(1000, mlp_chunks=1)
 

@@ -18,12 +18,10 @@ MODEL = Census(
     "X",
     1,
     None,
-    (
-        Parameter("embed", (3000, 1000), None, True, ()),
-        Parameter("layers.0.w", (1000, 1001), 0, False, ()),
-        Parameter("layers.0.frozen", (1000, 1000), 0, False, (), trained=False),
-    ),
-)
+    (Parameter("embed", (3000, 1000), None, True, ()),
+     Parameter("layers.0.w", (1000, 1001), 0, False, ()),
+     Parameter("layers.0.frozen", (1000, 1000), 0, False, (), trained=False)),
+)  # fmt: skip
 
 
 def test_deepspeed_takes_the_keys_and_dsft_knows_them(make_spec: Any) -> None:

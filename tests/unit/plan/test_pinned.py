@@ -28,8 +28,7 @@ def test_bytes_that_deepspeed_locks_for_each_element(
     parallel = {"zero_stage": zero, "offload_optimizer": optimizer, "offload_parameters": parameters}
     spec = make_spec(parallel=parallel, train={"precision": precision})
     layers = tuple(Parameter(f"layer {layer}", (10, 100), layer, False, ()) for layer in range(3))
-    frozen = Parameter("frozen", (10, 10), 0, False, (), trained=False)
-    counted = Census("X", 3, None, (*layers, frozen))
+    counted = Census("X", 3, None, (*layers, Parameter("frozen", (10, 10), 0, False, (), trained=False)))
     kept = 50 * 2 if parameters == CPU else 0
     assert locked_bytes(counted, spec, Layout(2, 1), 0, Cut((3,))) == each * 3 * 500 + kept
 

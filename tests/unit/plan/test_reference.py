@@ -73,22 +73,17 @@ def test_the_reference_has_the_policys_stages_by_default() -> None:
     assert reference_layout(spec(parallel=staged, reference_zero_stage=3), 3) == Layout(3, 1)
 
 
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        (spec(), "the policy as it starts, whole on every rank, since ZeRO 2 shards nothing"),
-        (spec(reference_zero_stage=0), "whole on every rank (dpo.reference precomputed)"),
-        (spec(parallel={"zero_stage": 3}), "sharded over all ranks (ZeRO 3)"),
-        (
-            spec(reference_zero_stage=3, reference_offload="cpu", reference="live"),
-            "sharded over all ranks (ZeRO 3), in host memory (dpo.reference live)",
-        ),
-        (spec(parallel={"pipeline_stages": 2}), "in the policy's 2 pipeline stages"),
-        (spec(reference_model="other"), "other, another checkpoint than the policy's start"),
-        (spec({"lora": {}}, reference="adapter"), "without its adapter, by the policy's own engine"),
-        (spec({"lora": {"path": "a"}}), "a frozen copy of the adapter that training starts from"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("made", "words"), [
+    (spec(), "the policy as it starts, whole on every rank, since ZeRO 2 shards nothing"),
+    (spec(reference_zero_stage=0), "whole on every rank (dpo.reference precomputed)"),
+    (spec(parallel={"zero_stage": 3}), "sharded over all ranks (ZeRO 3)"),
+    (spec(reference_zero_stage=3, reference_offload="cpu", reference="live"),
+     "sharded over all ranks (ZeRO 3), in host memory (dpo.reference live)"),
+    (spec(parallel={"pipeline_stages": 2}), "in the policy's 2 pipeline stages"),
+    (spec(reference_model="other"), "other, another checkpoint than the policy's start"),
+    (spec({"lora": {}}, reference="adapter"), "without its adapter, by the policy's own engine"),
+    (spec({"lora": {"path": "a"}}), "a frozen copy of the adapter that training starts from"),
+])  # fmt: skip
 def test_the_line_on_the_reference_and_its_reason(made: Spec, words: str) -> None:
     assert words in reference_line(made)
 
@@ -109,8 +104,7 @@ def test_deepspeed_knows_every_key_and_none_is_left_to_it(stage: int, offload: s
 
 
 def test_what_is_gathered_ahead_follows_the_references_own_size() -> None:
-    made = spec(reference_zero_stage=3)
-    sized = reference_config(made, Elements(whole=40_000_000, trained=40_000_000))
+    sized = reference_config(spec(reference_zero_stage=3), Elements(whole=40_000_000, trained=40_000_000))
     assert sized["zero_optimization"]["stage3_prefetch_bucket_size"] == 10_000_000
     assert "optimizer" not in sized and "offload_param" not in sized["zero_optimization"]
 
@@ -123,11 +117,9 @@ def test_what_is_gathered_ahead_follows_the_references_own_size() -> None:
     ({"reference": "live", "loss_type": "simpo"}, {}, False),
 ])  # fmt: skip
 def test_a_live_reference_gets_a_file_of_its_own(dpo, parallel, is_there, make_spec, tmp_path) -> None:
-    made = make_spec(task="dpo", dpo=dpo, parallel=parallel)
-    texts = files(made, tmp_path / "small.yaml", tmp_path)
+    texts = files(make_spec(task="dpo", dpo=dpo, parallel=parallel), tmp_path / "small.yaml", tmp_path)
     name = "ds_configs/small.reference.json"
     assert (name in texts) == is_there
     if is_there:
-        config = json.loads(texts[name])
-        assert config["zero_optimization"]["stage"] == dpo.get("reference_zero_stage", 0)
+        assert json.loads(texts[name])["zero_optimization"]["stage"] == dpo.get("reference_zero_stage", 0)
         assert drift(texts, tmp_path).count("reference.json (on disk)") == 1

@@ -90,8 +90,7 @@ def test_a_precomputed_one_takes_nothing_in_training(planned: Any) -> None:
 
 
 def test_on_cpus_the_pass_is_in_the_hosts_memory(planned: Any) -> None:
-    cluster = {"hosts": {"a": 2, "b": 2}, "accelerator": {"name": "cpu"}}
-    _, reference = planned(dpo={}, cluster=cluster)
+    _, reference = planned(dpo={}, cluster={"hosts": {"a": 2, "b": 2}, "accelerator": {"name": "cpu"}})
     process = PROCESS + WITH_ZERO
     assert reference.hosts == dict.fromkeys("ab", 2 * (reference.stages[0].device + process))
 

@@ -72,8 +72,7 @@ def test_a_host_without_a_number_is_asked_for_it(tmp_path: Path) -> None:
 
 
 def test_this_machine_alone_needs_no_place(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, {"hostname": "exit 1"})
-    asked = torchrun(stage, Cluster(hosts={"localhost": 2}))
+    asked = torchrun(Stage(tmp_path, {"hostname": "exit 1"}), Cluster(hosts={"localhost": 2}))
     standalone = ["--standalone", "--local-addr=127.0.0.1"]
     assert asked[1:6] == ["--nnodes=1", "--nproc-per-node=2", *standalone, "dsft/train.py"]
 

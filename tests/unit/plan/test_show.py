@@ -30,8 +30,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def plan(make_spec: Any) -> Any:
     def run(world_size: int | None = None, **sections: Any) -> Plan:
-        spec = make_spec(data={"max_length": 128}, **sections)
-        return build_plan(spec, world_size)
+        return build_plan(make_spec(data={"max_length": 128}, **sections), world_size)
 
     return run
 
@@ -184,8 +183,7 @@ def test_the_plan_shows_that_a_gpu_is_large_enough(plan: Any) -> None:
 
 @pytest.mark.parametrize(("given", "fits"), [(8.0, True), (0.5, False)])
 def test_the_plan_shows_whether_the_hosts_have_the_memory(plan: Any, given: float, fits: bool) -> None:
-    cluster = {"hosts": {"a": 4}, "host_memory_gib": given}
-    made = plan(None, cluster=cluster)
+    made = plan(None, cluster={"hosts": {"a": 4}, "host_memory_gib": given})
     needed = 4 * (PROCESS + WITH_ZERO) / GIB
     assert made.memory.hosts == {"a": needed * GIB}
     assert ("of the 8.0 GiB of a host, with a tenth to spare" in text(made)) == fits
@@ -220,8 +218,7 @@ def test_a_live_reference_has_a_row_of_its_own(plan: Any) -> None:
 
 def test_a_plan_without_a_reference_does_not_mention_one(plan: Any) -> None:
     assert "eference" not in text(plan(4), explain=True)
-    made = plan(4, task="dpo", dpo={"loss_type": "orpo"})
-    assert as_mapping(made)["reference"] is None
+    assert as_mapping(plan(4, task="dpo", dpo={"loss_type": "orpo"}))["reference"] is None
     staged = plan(4, task="dpo", parallel={"pipeline_stages": 2})
     assert as_mapping(staged)["reference"]["deepspeed"] is None  # DeepSpeed has no part in it
 

@@ -32,8 +32,7 @@ def rank(make_spec: Any) -> Any:
     def run(size: int, heads: Heads | None = HEADS, **sections: Any) -> RankMemory:
         sections.setdefault("cluster", {"hosts": {"a": 4}, "accelerator": {"name": "H100"}})
         spec = make_spec(parallel={"zero_stage": 1, "sequence_parallel": size}, **sections)
-        found = memory(census(heads), spec, layout_of(spec.parallel, 4), {"a": 4}, TOKENS)
-        return found.stages[0]
+        return memory(census(heads), spec, layout_of(spec.parallel, 4), {"a": 4}, TOKENS).stages[0]
 
     return run
 
@@ -115,8 +114,7 @@ def flows(make_spec: Any) -> Any:
     def run(hosts: dict[str, int], size: int, **sections: Any) -> dict[str, Flow]:
         parallel = {"sequence_parallel": size} | sections.pop("parallel", {})
         spec = make_spec(parallel=parallel, **sections)
-        layout = layout_of(spec.parallel, sum(hosts.values()))
-        found = traffic(census(), spec, layout, hosts, TOKENS)
+        found = traffic(census(), spec, layout_of(spec.parallel, sum(hosts.values())), hosts, TOKENS)
         return {f"{flow.what}, {flow.link}": flow for flow in found}
 
     return run
@@ -135,8 +133,7 @@ def test_a_rank_sends_each_other_rank_its_tokens_of_that_ranks_heads(flows: Any)
     assert four.bytes_each == pytest.approx(3 / 4 * TOKENS / 4 * (8 + 4) * (50 + 40) * 4, rel=1e-5)
     again = flows({"a": 4}, 2, model={"gradient_checkpointing": True}, train={"precision": "bf16"})[WITHIN]
     assert (again.times, again.bytes_each) == (3 * LAYERS * 3, two.bytes_each // 2)
-    reference = flows({"a": 4}, 2, task="dpo", dpo={"reference": "live"})[WITHIN]
-    assert reference.times == 3 * LAYERS * 3
+    assert flows({"a": 4}, 2, task="dpo", dpo={"reference": "live"})[WITHIN].times == 3 * LAYERS * 3
     logps = flows({"a": 4}, 2)["log-probabilities, within a host"]
     assert (logps.times, logps.bytes_each) == (3, 4 * TOKENS // 2)
 

@@ -74,7 +74,8 @@ def test_a_row_that_is_left_out(preview: Preview) -> None:
     assert (code, out) == (
         2,
         "",
-    ) and "'rows.jsonl:2' is not one of the rows that are used; it cannot be" in err
+    )
+    assert "'rows.jsonl:2' is not one of the rows that are used; it cannot be" in err
 
 
 def test_a_truncated_row_shows_what_is_kept(preview: Preview) -> None:
@@ -201,9 +202,8 @@ def test_nothing_left(preview: Preview) -> None:
     assert code == 65 and "0 examples" in out and "rows.jsonl:1" in err
     assert preview("--row", "1", rows=["no row"])[0] == 2
     code, out, _ = preview("--problems", data="max_length: 9")
-    assert (
-        code == 65 and "3 rows longer than data.max_length, so a run stops\n  rows.jsonl:1: 28 tokens" in out
-    )
+    assert code == 65
+    assert "3 rows longer than data.max_length, so a run stops\n  rows.jsonl:1: 28 tokens" in out
     code, out, _ = preview("--rows", "1", "data.eval=[{path: bad.jsonl}]")
     assert code == 66
     Path("bad.jsonl").write_text("1\n", encoding="utf-8")
@@ -221,10 +221,8 @@ def test_the_data_is_loaded_once(preview: Preview, rows: list[Any], monkeypatch:
 
 def test_rows_left_out_of_an_empty_set_are_counted(preview: Preview) -> None:
     code, out, err = preview("--problems", "data.eval_count=3")
-    assert (
-        code == 65
-        and "3 rows gave 0 examples of 0 tokens, 0 of them trained on. 3 rows were held out." in out
-    )
+    assert code == 65
+    assert "3 rows gave 0 examples of 0 tokens, 0 of them trained on. 3 rows were held out." in out
     assert err.startswith(
         "error: no rows are left to train on:\n  data.train: 3 rows were read. 3 rows were held out;"
     )
@@ -263,9 +261,8 @@ def test_a_file_that_is_not_a_page_is_not_overwritten(preview: Preview) -> None:
             Path(name).write_text(kept[name])
     for name in kept:
         code, _, err = preview("--html", name)
-        assert (
-            code == 74 and f"{name}: this file is not a page of dsft preview, and is not overwritten" in err
-        )
+        assert code == 74
+        assert f"{name}: this file is not a page of dsft preview, and is not overwritten" in err
     assert {name: Path(name).read_text() for name in kept} == kept | {"link.html": kept["other.html"]}
     Path("page.html").touch()
     for _ in range(2):  # over an empty file, and over its own page

@@ -201,8 +201,7 @@ def test_a_terminal_is_sent_nothing_but_colours(tmp_path: Path, text: str) -> No
 
 @pytest.mark.parametrize("system", ["standard", "256"])
 def test_shades_differ_by_training_and_between_neighbours(tmp_path: Path, system: Any) -> None:
-    seen = view(collected(tmp_path, [talk("q", "abc")]), rows=1)
-    sent = as_text(seen, system, 80)
+    sent = as_text(view(collected(tmp_path, [talk("q", "abc")]), rows=1), system, 80)
     codes = {text: code for code, text in re.findall(r"\x1b\[([0-9;]*)m([abcq])\x1b", sent)}
     assert codes["a"] == codes["c"] and len({codes["a"], codes["b"], codes["q"]}) == 3
 

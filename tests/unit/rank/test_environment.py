@@ -112,36 +112,31 @@ def test_half_of_a_launchers_own_set_is_refused_by_name(environ: dict[str, str],
         detect({name: value for name, value in environ.items() if name != missing})
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        (FIVE | {"RANK": "4"}, "RANK=4, LOCAL_RANK=1 and WORLD_SIZE=4 contradict"),
-        (FIVE | {"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1"),
-        (FIVE | {"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment is not a whole number"),
-        (FIVE | {"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
-        (SRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a port"),
-        (FIVE | {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1, LOCAL_WORLD_SIZE=1 and WORLD_SIZE=4 contradict"),
-        (TORCHRUN | {"GROUP_WORLD_SIZE": "5"}, "GROUP_WORLD_SIZE=5, LOCAL_WORLD_SIZE=2 and WORLD_SIZE=4"),
-        (TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "GROUP_WORLD_SIZE=1, LOCAL_WORLD_SIZE=2 and WORLD_SIZE=4"),
-        (DEEPSPEED | {"LOCAL_SIZE": "9"}, "LOCAL_RANK=1, LOCAL_SIZE=9 and WORLD_SIZE=4 contradict"),
-        (SRUN | FIVE | {"RANK": "2"}, r"RANK=2 \(the variables set by hand\) and SLURM_PROCID=3 \(the la"),
-        (SRUN | FIVE | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 .* and SLURM_NTASKS=4"),
-        (MPIRUN | FIVE | {"RANK": "0"}, "RANK=0 .* and OMPI_COMM_WORLD_RANK=3"),
-        (FIVE | {"PMI_SIZE": "2", "PMI_RANK": "1"}, "RANK=3 .* and PMI_RANK=1"),
-        (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4, SLURM_LOCALID=1 and SLURM_NTASKS=4 contradict"),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)"}, "SLURM_STEP_TASKS_PER_NODE=3.x2. and SLURM_NTASKS=4"),
-        (SRUN | {"SLURM_STEP_NUM_NODES": "3"}, "on 3 nodes contradict"),
-        (SRUN | {"SLURM_STEP_NODELIST": "node[1-"}, "SLURM_STEP_NODELIST='node.1-' is not a list of hosts"),
-        (SRUN | {"SLURM_STEP_NODELIST": "-oProxyCommand=x"}, "is not a list of hosts"),
-        (SRUN | {"SLURM_STEP_NODELIST": ""}, "the address of rank 0 is unknown; set MASTER_ADDR"),
-        (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_RANK": "x"}, "OMPI_COMM_WORLD_LOCAL_RANK='x'"),
-        (MPIRUN | {"OMPI_MCA_orte_hnp_uri": ""}, "MASTER_ADDR and OMPI_MCA_orte_hnp_uri are not set"),
-        (
-            MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-            r"rank 0 is not on the host where mpirun runs \(10.77.0.1\).*-x MASTER_ADDR=HOST",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("environ", "message"), [
+    (FIVE | {"RANK": "4"}, "RANK=4, LOCAL_RANK=1 and WORLD_SIZE=4 contradict"),
+    (FIVE | {"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1"),
+    (FIVE | {"MASTER_PORT": "http"}, "MASTER_PORT='http' in the environment is not a whole number"),
+    (FIVE | {"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port"),
+    (SRUN | {"MASTER_PORT": "99999"}, "MASTER_PORT=99999 is not a port"),
+    (FIVE | {"LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1, LOCAL_WORLD_SIZE=1 and WORLD_SIZE=4 contradict"),
+    (TORCHRUN | {"GROUP_WORLD_SIZE": "5"}, "GROUP_WORLD_SIZE=5, LOCAL_WORLD_SIZE=2 and WORLD_SIZE=4"),
+    (TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "GROUP_WORLD_SIZE=1, LOCAL_WORLD_SIZE=2 and WORLD_SIZE=4"),
+    (DEEPSPEED | {"LOCAL_SIZE": "9"}, "LOCAL_RANK=1, LOCAL_SIZE=9 and WORLD_SIZE=4 contradict"),
+    (SRUN | FIVE | {"RANK": "2"}, r"RANK=2 \(the variables set by hand\) and SLURM_PROCID=3 \(the la"),
+    (SRUN | FIVE | {"WORLD_SIZE": "8"}, "WORLD_SIZE=8 .* and SLURM_NTASKS=4"),
+    (MPIRUN | FIVE | {"RANK": "0"}, "RANK=0 .* and OMPI_COMM_WORLD_RANK=3"),
+    (FIVE | {"PMI_SIZE": "2", "PMI_RANK": "1"}, "RANK=3 .* and PMI_RANK=1"),
+    (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4, SLURM_LOCALID=1 and SLURM_NTASKS=4 contradict"),
+    (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)"}, "SLURM_STEP_TASKS_PER_NODE=3.x2. and SLURM_NTASKS=4"),
+    (SRUN | {"SLURM_STEP_NUM_NODES": "3"}, "on 3 nodes contradict"),
+    (SRUN | {"SLURM_STEP_NODELIST": "node[1-"}, "SLURM_STEP_NODELIST='node.1-' is not a list of hosts"),
+    (SRUN | {"SLURM_STEP_NODELIST": "-oProxyCommand=x"}, "is not a list of hosts"),
+    (SRUN | {"SLURM_STEP_NODELIST": ""}, "the address of rank 0 is unknown; set MASTER_ADDR"),
+    (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_RANK": "x"}, "OMPI_COMM_WORLD_LOCAL_RANK='x'"),
+    (MPIRUN | {"OMPI_MCA_orte_hnp_uri": ""}, "MASTER_ADDR and OMPI_MCA_orte_hnp_uri are not set"),
+    (MPIRUN | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+     r"rank 0 is not on the host where mpirun runs \(10.77.0.1\).*-x MASTER_ADDR=HOST"),
+])  # fmt: skip
 def test_contradictions_are_refused_by_name(environ: dict[str, str], message: str) -> None:
     with pytest.raises(WorldError, match=message):
         detect(environ)
@@ -156,15 +151,12 @@ def test_consistent_variables(environ: dict[str, str]) -> None:
     assert detect(environ).world_size == 4
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        # in sbatch's script, and in salloc's shell
-        ({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_NTASKS=2 .*put srun"),
-        ({"SLURM_STEP_ID": "4294967290", "SLURM_NNODES": "2"}, "SLURM_NNODES=2 .*put srun"),
-        ({"PMI_SIZE": "2"}, "PMI_SIZE=2 says that mpiexec started this process"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("environ", "message"), [
+    # in sbatch's script, and in salloc's shell
+    ({"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "SLURM_NTASKS=2 .*put srun"),
+    ({"SLURM_STEP_ID": "4294967290", "SLURM_NNODES": "2"}, "SLURM_NNODES=2 .*put srun"),
+    ({"PMI_SIZE": "2"}, "PMI_SIZE=2 says that mpiexec started this process"),
+])  # fmt: skip
 def test_one_process_of_many_does_not_train_alone(environ: dict[str, str], message: str) -> None:
     with pytest.raises(WorldError, match=message):
         detect(environ)

@@ -22,19 +22,16 @@ OPTIONS = [
 BEHIND = ["specs/x.yaml", "train.seed=1", "--strict"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environ"),
-    [
-        ([*FLAGS, *BEHIND], {}),
-        ([BEHIND[0], *FLAGS, *BEHIND[1:]], {}),
-        ([word.replace("_", "-") if word.startswith("--") else word for word in FLAGS] + BEHIND, {}),
-        (BEHIND, VARIABLES),
-        ([*FLAGS, *BEHIND], VARIABLES),
-        ([*FLAGS[:4], *FLAGS[8:], *BEHIND], {"MASTER_ADDR": "node1", "MASTER_PORT": "7"}),
-        (BEHIND, VARIABLES | {"ADDR": "", "MASTER_ADDR": "node1"}),
-        (BEHIND, VARIABLES | {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "environ"), [
+    ([*FLAGS, *BEHIND], {}),
+    ([BEHIND[0], *FLAGS, *BEHIND[1:]], {}),
+    ([word.replace("_", "-") if word.startswith("--") else word for word in FLAGS] + BEHIND, {}),
+    (BEHIND, VARIABLES),
+    ([*FLAGS, *BEHIND], VARIABLES),
+    ([*FLAGS[:4], *FLAGS[8:], *BEHIND], {"MASTER_ADDR": "node1", "MASTER_PORT": "7"}),
+    (BEHIND, VARIABLES | {"ADDR": "", "MASTER_ADDR": "node1"}),
+    (BEHIND, VARIABLES | {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}),
+])  # fmt: skip
 def test_flags_and_variables_become_torchruns_options(arguments: list[str], environ: dict[str, str]) -> None:
     argv = torchrun_argv(arguments, environ, "train.py")
     assert argv == [sys.executable, "-m", "torch.distributed.run", *OPTIONS, "train.py", *BEHIND]
@@ -60,25 +57,22 @@ def test_without_settings_nothing_is_started(environ: dict[str, str]) -> None:
     assert torchrun_argv(BEHIND, environ, "train.py") is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environ", "message"),
-    [
-        (FLAGS[:2], {}, "--num_nodes is given but not --num_gpus"),
-        (["--num_nodes=2", "--num_gpus=1"], {}, "--num_gpus is given but not --node_rank and --master_addr"),
-        ([], {"NNODES": "2"}, "NNODES is given but not NPROC_PER_NODE"),
-        ([], {"NODE_RANK": "0"}, "NODE_RANK is given but not NPROC_PER_NODE"),
-        ([], {"NPROC_PER_NODE": "2", "NODE_RANK": "1"}, "NPROC_PER_NODE is given but not NNODES"),
-        ([], VARIABLES | {"ADDR": ""}, "NPROC_PER_NODE is given but not ADDR"),
-        ([], VARIABLES | {"NODE_RANK": "2"}, "NODE_RANK is 2, but 2 hosts are numbered from 0"),
-        ([], VARIABLES | {"NNODES": "0"}, "NNODES is 0, but it must be at least 1"),
-        ([], VARIABLES | {"NPROC_PER_NODE": "all"}, "NPROC_PER_NODE='all' in the environment is not a whole"),
-        ([], VARIABLES | {"PORT": "99999"}, "PORT is 99999, which is not a port"),
-        (FLAGS, VARIABLES | {"NNODES": "4"}, "--num_nodes 2 and NNODES=4 contradict"),
-        (FLAGS, {"RANK": "0", "WORLD_SIZE": "2"}, "--num_gpus is given after dsft/train.py, but a launcher"),
-        ([], VARIABLES | {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "16"}, "NNODES says 2 and SLURM_NTASKS=16"),
-        (FLAGS, {"OMPI_COMM_WORLD_RANK": "0"}, "--node_rank says 1 and OMPI_COMM_WORLD_RANK=0"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "environ", "message"), [
+    (FLAGS[:2], {}, "--num_nodes is given but not --num_gpus"),
+    (["--num_nodes=2", "--num_gpus=1"], {}, "--num_gpus is given but not --node_rank and --master_addr"),
+    ([], {"NNODES": "2"}, "NNODES is given but not NPROC_PER_NODE"),
+    ([], {"NODE_RANK": "0"}, "NODE_RANK is given but not NPROC_PER_NODE"),
+    ([], {"NPROC_PER_NODE": "2", "NODE_RANK": "1"}, "NPROC_PER_NODE is given but not NNODES"),
+    ([], VARIABLES | {"ADDR": ""}, "NPROC_PER_NODE is given but not ADDR"),
+    ([], VARIABLES | {"NODE_RANK": "2"}, "NODE_RANK is 2, but 2 hosts are numbered from 0"),
+    ([], VARIABLES | {"NNODES": "0"}, "NNODES is 0, but it must be at least 1"),
+    ([], VARIABLES | {"NPROC_PER_NODE": "all"}, "NPROC_PER_NODE='all' in the environment is not a whole"),
+    ([], VARIABLES | {"PORT": "99999"}, "PORT is 99999, which is not a port"),
+    (FLAGS, VARIABLES | {"NNODES": "4"}, "--num_nodes 2 and NNODES=4 contradict"),
+    (FLAGS, {"RANK": "0", "WORLD_SIZE": "2"}, "--num_gpus is given after dsft/train.py, but a launcher"),
+    ([], VARIABLES | {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "16"}, "NNODES says 2 and SLURM_NTASKS=16"),
+    (FLAGS, {"OMPI_COMM_WORLD_RANK": "0"}, "--node_rank says 1 and OMPI_COMM_WORLD_RANK=0"),
+])  # fmt: skip
 def test_incomplete_and_contradictory_settings_are_refused(arguments, environ, message) -> None:
     with pytest.raises(WorldError, match=message):
         torchrun_argv(arguments, environ, "train.py")

@@ -99,8 +99,7 @@ def with_reference(reference: Engine, rows: Sequence[Example] | None = None, ans
         (logps,) = reference.score([scored], answer_logps)
         assert batch.answers is not None
         batches.append(replace(batch, answers=replace(batch.answers, reference=logps)))
-    spec = small.spec(Path())
-    return StartCheck(spec, 0.1, dataset_of(own, pairs=answers == 2), batches, 0)
+    return StartCheck(small.spec(Path()), 0.1, dataset_of(own, pairs=answers == 2), batches, 0)
 
 
 def shown(start: StartCheck, engine: Engine, world: Any = None) -> str:

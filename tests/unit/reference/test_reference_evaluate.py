@@ -132,8 +132,7 @@ def test_without_a_reference_there_is_none_in_the_rows(tmp_path: Path) -> None:
     dpo = Dpo(loss_type="simpo", beta=2.0)
     one = replace(pair_set([micro_batch([0, 1, 2])]), annotate=unchanged)
     run: Any = pair_evaluation([one], preference(dpo), dpo, Engine(), World([nothing()]), tmp_path)  # type: ignore[arg-type]
-    record = run(1)
-    assert record["eval/logps/chosen"] == pytest.approx((-10 / 4 - 20 / 10 - 3.5 / 2) / 3)
+    assert run(1)["eval/logps/chosen"] == pytest.approx((-10 / 4 - 20 / 10 - 3.5 / 2) / 3)
     row = json.loads((tmp_path / "margins/step-1.jsonl").read_text().splitlines()[0])
     assert not [name for name in row if name.startswith("reference")]
     assert row["margin"] == pytest.approx(2 * (-10 / 4 + 12 / 5))

@@ -103,8 +103,7 @@ def test_layout_and_folders_are_not_in_the_key(folder: Path, tmp_path: Path) -> 
     for section, keys in others.items():
         assert key(folder, {section: keys} if section != "parallel" else {}).digest == before.digest
     (folder / "model").rename(folder / "moved")
-    moved = key(folder, {"model": {"name_or_path": str(folder / "moved")}})
-    assert moved.digest == before.digest
+    assert key(folder, {"model": {"name_or_path": str(folder / "moved")}}).digest == before.digest
 
 
 def test_weights_are_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

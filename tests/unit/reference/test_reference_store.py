@@ -156,29 +156,23 @@ CHANGES: list[tuple[str, Any, str]] = [
     ("weights", {"model-1.safetensors": "a", "model-2.safetensors": "c"}, "weight file model-2.safetensors"),
     ("weights", {"model-1.safetensors": "a"}, "model-2.safetensors is missing now"),
     ("weights", {"from_config": {"model_type": "llama"}, "seed": 1}, "fresh ones of model.from_config"),
-    (
-        "config",
-        {"model_type": "llama", "rope_parameters": {"rope_theta": 1e6}},
-        "config: rope_parameters.rope_theta was 10000.0, now 1000000.0",
-    ),
+    ("config",
+     {"model_type": "llama", "rope_parameters": {"rope_theta": 1e6}},
+     "config: rope_parameters.rope_theta was 10000.0, now 1000000.0"),
     ("adapter", {"adapter_model.safetensors": "x"}, "adapter's file adapter_model.safetensors is new"),
     ("new_rows", {"first": 1, "stop": 2, "held": 1, "added": ["<x>"]}, "model.add_tokens"),
     ("tokenizer", "u", "the tokenizer has changed"),
-    (
-        "template",
-        "{{ bos_token }}{%- for message in messages %}",
-        "chat template has changed at its character 18",
-    ),
+    ("template",
+     "{{ bos_token }}{%- for message in messages %}",
+     "chat template has changed at its character 18"),
     ("truncation", {"max_length": 256, "on_too_long": "truncate"}, "data.max_length was 512, now 256"),
-    (
-        "data",
-        {"sources": {"data.train a.jsonl": {"rows": 9, "tokens": 90, "fingerprint": "g"}}, "examples": ["g"]},
-        r"data.train a.jsonl had 9 pairs of 90 tokens, now the same number of different pairs",
-    ),
+    ("data",
+     {"sources": {"data.train a.jsonl": {"rows": 9, "tokens": 90, "fingerprint": "g"}}, "examples": ["g"]},
+     r"data.train a.jsonl had 9 pairs of 90 tokens, now the same number of different pairs"),
     ("data", COMPONENTS["data"] | {"examples": ["g"]}, "in another order"),
     ("precision", "fp32", "train.precision was bf16, now fp32"),
     ("format", 2, "version 1, now 2"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, value, shown", CHANGES)

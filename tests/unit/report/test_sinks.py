@@ -64,8 +64,7 @@ def test_tensorboard_has_the_same_names_and_a_resume_replaces_what_came_later(tm
 def test_swanlab_records_offline_and_keeps_no_secret(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("SWANLAB_SAVE_DIR", str(tmp_path / "home"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    asked = spec(swanlab={"project": "p", "mode": "offline"})
-    assert report(asked, tmp_path) == []
+    assert report(spec(swanlab={"project": "p", "mode": "offline"}), tmp_path) == []
     files = [path for path in (tmp_path / "swanlog").rglob("*") if path.is_file()]
     content = b"".join(path.read_bytes() for path in files)
     assert b"train/loss" in content and b"eval/a/loss" in content

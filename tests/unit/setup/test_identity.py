@@ -77,8 +77,7 @@ def start(*folders: Path) -> list[dict[str, dict[str, str]]]:
         layout, device = Layout(1, len(folders)), torch.device("cpu")
         world = Thread(number, len(folders), number % 2, layout, device, agreed=meeting)
         model = {"name_or_path": str(folders[number])}
-        spec = minimal_spec("sft", model=model)
-        found = file_digests(spec, world, lambda line: None)
+        found = file_digests(minimal_spec("sft", model=model), world, lambda line: None)
         world.check_same(found)
         return found
 

@@ -32,11 +32,8 @@ def test_the_first_part_of_a_padded_and_of_a_packed_micro_batch() -> None:
     assert padded.shape == (3, 2) and padded.segments is None
     for length, lengths in ((10, (4, 5, 1)), (9, (4, 5)), (6, (4, 2)), (4, (4,)), (1, (1,))):
         packed = micro_batch(1, 10, (4, 5, 1)).first(length)
-        assert (
-            packed.segments is not None
-            and packed.segments.lengths == lengths
-            and packed.tokens.targets.shape == (1, length)
-        )
+        assert packed.segments is not None and packed.segments.lengths == lengths
+        assert packed.tokens.targets.shape == (1, length)
 
 
 @pytest.mark.parametrize(("measured", "limit", "fit"), [

@@ -329,9 +329,8 @@ def test_config_of_another_tool_is_one_sentence(dsft, write: Write) -> None:  # 
         '{"zero_optimization": {"stage": 2}, "train_batch_size": 8, "gradient_clipping": 1.0, "bf16": {}}'
     )
     code, _, err = dsft("plan", str(write(config)))
-    assert code == 2 and err.startswith(
-        "error: spec.yaml: 1 problem\n  file: this is a config of another tool"
-    )
+    assert code == 2
+    assert err.startswith("error: spec.yaml: 1 problem\n  file: this is a config of another tool")
     assert "dsft convert spec.yaml writes a spec from it" in err
 
 

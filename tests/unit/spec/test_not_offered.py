@@ -53,11 +53,8 @@ def test_a_name_fits_whole_words_only() -> None:
     for key, ours in (("tokenizer_sp", "model.tokenizer"), ("warmup_ep", "optim.warmup_steps")):
         assert suggestion("train", key, 1) == f"did you mean {ours}?"
     assert suggestion("", "pipeline_model_parallel_size", 2) == "did you mean parallel.pipeline_stages?"
-    assert (
-        feature_of_key("spam") is None
-        and feature_of_key("tpu") is None
-        and feature_of_value("task", "pretrained") is None
-    )
+    assert feature_of_key("spam") is None and feature_of_key("tpu") is None
+    assert feature_of_value("task", "pretrained") is None
 
 
 def test_values_of_other_tools_name_the_specs_own() -> None:

@@ -73,5 +73,4 @@ def test_a_later_override_wins_and_an_empty_file_can_be_filled() -> None:
 def test_a_value_that_was_replaced_is_named_by_its_override() -> None:
     document = read_document("a:\n  b: 1\n")
     apply_overrides(document, ["a={b: x}"])
-    problem = document.problem(("a", "b"), "wrong")
-    assert str(problem) == "override 'a={b: x}': a.b: wrong"
+    assert str(document.problem(("a", "b"), "wrong")) == "override 'a={b: x}': a.b: wrong"

@@ -31,55 +31,38 @@ LORA = {"lora": {"rank": 4}}
 ALONE = {"micro_batch_size": 1, "global_batch_size": 1, "accumulation_steps": None}
 
 
-@pytest.mark.parametrize(
-    ("key", "words", "changes"),
-    [
-        ("train.neftune_alpha", "noise to the policy", {"train": {"neftune_alpha": 5.0}}),
-        ("train.label_smoothing", "use dpo.label_smoothing", {"train": {"label_smoothing": 0.1}}),
-        ("model.lora.dropout", "set it to 0", {"model": {"lora": {"dropout": 0.05}}}),
-        ("data.on_too_long", "a row of task dpo cannot be divided", {"data": {"on_too_long": "split"}}),
-        ("dpo.label_smoothing", "only with sigmoid", {"dpo": {"loss_type": "ipo", "label_smoothing": 0.1}}),
-        ("dpo.simpo_gamma", "only with simpo", {"dpo": {"simpo_gamma": 1.0}}),
-        ("dpo.sft_weight", "already has this term", {"dpo": {"loss_type": "orpo", "sft_weight": 1.0}}),
-        ("dpo.reference", "needs no reference", {"dpo": {"loss_type": "simpo", "reference": "live"}}),
-        ("dpo.reference_model", "no reference", {"dpo": {"loss_type": "orpo", "reference_model": "a/c"}}),
-        ("dpo.recheck_rows", "needs no reference", {"dpo": {"loss_type": "orpo", "recheck_rows": 0}}),
-        ("dpo.reference", "needs model.lora", {"dpo": {"reference": "adapter"}}),
-        (
-            "dpo.reference_model",
-            "without its adapter",
-            {"model": LORA, "dpo": {"reference": "adapter", "reference_model": "a/c"}},
-        ),
-        (
-            "dpo.reference_zero_stage",
-            "without its adapter",
-            {"model": LORA, "dpo": {"reference": "adapter", "reference_zero_stage": 3}},
-        ),
-        ("dpo.reference_store", "stores nothing", {"dpo": {"reference": "live", "reference_store": "s"}}),
-        (
-            "dpo.reference_zero_stage",
-            "into the policy's stages",
-            {"dpo": {"reference": "live", "reference_zero_stage": 3}, "parallel": {"pipeline_stages": 2}},
-        ),
-        ("dpo.reference_offload", "needs a sharded reference", {"dpo": {"reference_offload": "cpu"}}),
-        (
-            "dpo.reference_offload",
-            "needs a sharded reference",
-            {"dpo": {"reference_offload": "cpu", "reference_zero_stage": 0}, "parallel": {"zero_stage": 3}},
-        ),
-        ("dpo.share_prompts", "needs data.packing true", {"dpo": {"share_prompts": True}}),
-        (
-            "dpo.share_prompts",
-            "needs model.attention auto or sdpa",
-            {
-                "dpo": {"share_prompts": True},
-                "data": {"packing": True},
-                "model": {"attention": "flash_attention_2"},
-            },
-        ),
-        ("train.eval_on_start", "needs rows to evaluate", {"train": {"eval_on_start": True}}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("key", "words", "changes"), [
+    ("train.neftune_alpha", "noise to the policy", {"train": {"neftune_alpha": 5.0}}),
+    ("train.label_smoothing", "use dpo.label_smoothing", {"train": {"label_smoothing": 0.1}}),
+    ("model.lora.dropout", "set it to 0", {"model": {"lora": {"dropout": 0.05}}}),
+    ("data.on_too_long", "a row of task dpo cannot be divided", {"data": {"on_too_long": "split"}}),
+    ("dpo.label_smoothing", "only with sigmoid", {"dpo": {"loss_type": "ipo", "label_smoothing": 0.1}}),
+    ("dpo.simpo_gamma", "only with simpo", {"dpo": {"simpo_gamma": 1.0}}),
+    ("dpo.sft_weight", "already has this term", {"dpo": {"loss_type": "orpo", "sft_weight": 1.0}}),
+    ("dpo.reference", "needs no reference", {"dpo": {"loss_type": "simpo", "reference": "live"}}),
+    ("dpo.reference_model", "no reference", {"dpo": {"loss_type": "orpo", "reference_model": "a/c"}}),
+    ("dpo.recheck_rows", "needs no reference", {"dpo": {"loss_type": "orpo", "recheck_rows": 0}}),
+    ("dpo.reference", "needs model.lora", {"dpo": {"reference": "adapter"}}),
+    ("dpo.reference_model", "without its adapter",
+     {"model": LORA, "dpo": {"reference": "adapter", "reference_model": "a/c"}}),
+    ("dpo.reference_zero_stage", "without its adapter",
+     {"model": LORA, "dpo": {"reference": "adapter", "reference_zero_stage": 3}}),
+    ("dpo.reference_store", "stores nothing", {"dpo": {"reference": "live", "reference_store": "s"}}),
+    ("dpo.reference_zero_stage", "into the policy's stages",
+     {"dpo": {"reference": "live", "reference_zero_stage": 3}, "parallel": {"pipeline_stages": 2}}),
+    ("dpo.reference_offload", "needs a sharded reference", {"dpo": {"reference_offload": "cpu"}}),
+    ("dpo.reference_offload", "needs a sharded reference",
+     {"dpo": {"reference_offload": "cpu", "reference_zero_stage": 0}, "parallel": {"zero_stage": 3}}),
+    ("dpo.share_prompts", "needs data.packing true", {"dpo": {"share_prompts": True}}),
+    ("dpo.share_prompts",
+     "needs model.attention auto or sdpa",
+     {
+         "dpo": {"share_prompts": True},
+         "data": {"packing": True},
+         "model": {"attention": "flash_attention_2"},
+     }),
+    ("train.eval_on_start", "needs rows to evaluate", {"train": {"eval_on_start": True}}),
+])  # fmt: skip
 def test_is_refused(key: str, words: str, changes: dict[str, Any]) -> None:
     findings = problems_of(**changes)
     assert list(findings) == [key]
@@ -177,7 +160,6 @@ def test_a_student_may_have_noise() -> None:
 
 
 def test_the_section_belongs_to_its_task() -> None:
-    spec = Spec.model_validate({**GOOD, "task": "sft", "dpo": {"beta": 0.1}})
-    (finding,) = combinations(spec)
+    (finding,) = combinations(Spec.model_validate({**GOOD, "task": "sft", "dpo": {"beta": 0.1}}))
     assert finding.path == ("dpo",)
     assert "set task: dpo" in finding.message

@@ -55,16 +55,11 @@ def test_what_is_supported_is_not(sections: dict[str, Any]) -> None:
     assert "model.quantize" not in found(**sections)
 
 
-@pytest.mark.parametrize(
-    ("optim", "sections", "key", "reason"),
-    [
-        (
-            {}, {"parallel": {"offload_optimizer": {"device": "cpu"}}},
-            "optim.name", "is not supported with parallel.offload_optimizer.device 'cpu'; use adamw",
-        ),
-        ({"momentum": 0.9}, {}, "optim.momentum", "has no effect with adamw_8bit, whose momentum"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("optim", "sections", "key", "reason"), [
+    ({}, {"parallel": {"offload_optimizer": {"device": "cpu"}}}, "optim.name",
+     "is not supported with parallel.offload_optimizer.device 'cpu'; use adamw"),
+    ({"momentum": 0.9}, {}, "optim.momentum", "has no effect with adamw_8bit, whose momentum"),
+])  # fmt: skip
 def test_moments_in_8_bits(optim: dict[str, Any], sections: dict[str, Any], key: str, reason: str) -> None:
     adamw = {"learning_rate": 1e-4, "name": "adamw_8bit"}
     assert key not in found(optim=adamw)
