@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsft.cli import app
+from dsft.data.read.builtin import builtin_rows
 from dsft.model.census import take_census
 from dsft.plan.census import Census, census_from
 from dsft.spec.schema import Model
@@ -54,6 +55,8 @@ def words(line: str) -> str:
 
 
 def with_more_positions() -> None:
+    """And with few rows, whose number is not in what these pages show."""
+    Path("data/conversations.json").write_text(json.dumps(builtin_rows("quickstart")[:8]))
     path = Path("models/Llama-3.1-8B/config.json")
     path.write_text(json.dumps(LLAMA_8B | {"max_position_embeddings": 2**22}))
 

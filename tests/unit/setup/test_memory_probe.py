@@ -110,7 +110,7 @@ from dsft.errors import OutOfMemoryError
 from dsft.setup.memory_probe import probe_memory
 from dsft.report.memory import MemoryMeter
 
-BYTES_PER_TOKEN, ROOM = 2**18, 500 * 2**20
+BYTES_PER_TOKEN, ROOM = 2**17, 250 * 2**20
 
 class Engine:
     def probe(self, micro_batch):
@@ -143,7 +143,7 @@ def run(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_under_a_limit_the_size_that_fits_is_found_from_two_smaller_ones(run: Callable[..., str]) -> None:
-    """500 MiB hold 2,000 tokens of 256 KiB: 4 rows of 600 are too many, 4 × 300 are not."""
+    """250 MiB hold 2,000 tokens of 128 KiB: 4 rows of 600 are too many, 4 × 300 are not."""
     text = run("600")
     assert "4 × 600 tokens, does not fit" in text and "DefaultCPUAllocator" in text
     fit = int(re.findall(r"about ([\d,]+) tokens would fit", text)[0].replace(",", ""))
