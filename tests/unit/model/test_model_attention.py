@@ -87,10 +87,10 @@ def dense(
 def assert_near(found: Tensor, expected: Tensor, ours: list[Tensor], theirs: list[Tensor], atol: Any) -> None:
     """Compare outputs and, of one upstream gradient, the gradients of their inputs. atol: of both."""
     of_output, of_gradients = atol
-    torch.testing.assert_close(found, expected, rtol=0, atol=of_output)
+    torch.testing.assert_close(found.to(expected.dtype), expected, rtol=0, atol=of_output)
     pull = torch.randn_like(found)
     found.backward(pull)
-    expected.backward(pull)
+    expected.backward(pull.to(expected.dtype))
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.grad is not None and other.grad is not None
         torch.testing.assert_close(mine.grad, other.grad, rtol=0, atol=of_gradients)
@@ -123,7 +123,7 @@ def test_equals_a_dense_mask(monkeypatch, window, softcap, key_heads, at_once, s
     expected = dense(theirs, segments, 0.3, window, softcap)
     assert weights is None and found.shape == (1, tokens, HEADS, SIZE) and found.is_contiguous()
     bound = 5e-6 if segments == ALONE else 1e-5  # a shared prompt's keys are seen by up to three segments
-    assert_near(found.double(), expected, ours, theirs, (2e-6, bound))
+    assert_near(found, expected, ours, theirs, (2e-6, bound))
 
 
 def test_attention_dropout_drops() -> None:
