@@ -1,7 +1,5 @@
 """Damage files as a fault, an editor or an attacker might, in a way that depends on a `Random` alone."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -113,16 +111,12 @@ def replace(random: Random, path: Path) -> None:
         os.truncate(path, 2**30)
 
     ways: Mapping[str, Callable[[], object]] = {
-        "nothing": lambda: None,
-        "an empty file": path.touch,
-        "a folder": path.mkdir,
-        "a named pipe": lambda: os.mkfifo(path),
-        "a device": lambda: path.symlink_to("/dev/zero"),
+        "nothing": lambda: None, "an empty file": path.touch, "a folder": path.mkdir,
+        "a named pipe": lambda: os.mkfifo(path), "a device": lambda: path.symlink_to("/dev/zero"),
         "a link to itself": lambda: path.symlink_to(path.name),
         "a link to nothing": lambda: path.symlink_to("nowhere"),
-        "zeros": lambda: path.write_bytes(bytes(size)),
-        "a GiB of zeros": sparse,
-    }
+        "zeros": lambda: path.write_bytes(bytes(size)), "a GiB of zeros": sparse,
+    }  # fmt: skip
     ways[random.choice(list(ways))]()
 
 

@@ -1,7 +1,5 @@
 """Make values of dsft for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

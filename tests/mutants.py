@@ -8,8 +8,6 @@ docs/internals/numerics.md has those that were looked at. pytest does not collec
 itself is not changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os
@@ -35,14 +33,12 @@ MODEL, FOLDERS = "tests/unit/model/test_", "tests/architectures/test_folders.py"
 SPLIT_ROWS = f"tests/architectures/test_wholes.py tests/unit/test_self_check.py {MODEL}model_routing.py"
 SUBJECTS: dict[str, str] = {
     "dsft/objective/answers.py": "tests/unit/objective tests/unit/reference/test_reference_check.py",
-    "dsft/objective/api.py": "tests/unit/objective",
-    "dsft/objective/next_token.py": "tests/unit/objective",
+    "dsft/objective/api.py": "tests/unit/objective", "dsft/objective/next_token.py": "tests/unit/objective",
     "dsft/objective/preference.py": "tests/unit/objective",
     "dsft/model/head.py": "tests/unit/model/test_model_head.py tests/unit/model/test_model_policy.py",
     "dsft/model/routing.py": f"{MODEL}model_routing.py",
     "dsft/model/experts.py": f"{MODEL}experts.py {MODEL}model_lora_experts.py",
-    "dsft/model/attention_split.py": SPLIT_ROWS,
-    "dsft/model/mlp_chunks.py": f"{MODEL}model_mlp_chunks.py",
+    "dsft/model/attention_split.py": SPLIT_ROWS, "dsft/model/mlp_chunks.py": f"{MODEL}model_mlp_chunks.py",
     "dsft/model/whole.py": "tests/architectures/test_wholes.py",
     "dsft/model/conversion.py": f"{MODEL}conversion.py {MODEL}model_read.py {FOLDERS}",
     "dsft/model/recurrence.py": f"{MODEL}model_recurrence.py",
@@ -52,10 +48,8 @@ SUBJECTS: dict[str, str] = {
     "dsft/data/render/thoughts.py": f"{DATA}thoughts.py",
     "dsft/engine/gradients.py": f"{ENGINE}clip.py {ENGINE}norm.py tests/unit/run/test_loss_scale.py",
     "dsft/engine/optimizer.py": f"{ENGINE}groups.py {ENGINE}clip.py",
-    "dsft/engine/frozen.py": "tests/unit/reference",
-    "dsft/reference/check.py": "tests/unit/reference",
-    "dsft/reference/key.py": "tests/unit/reference",
-    "dsft/reference/refer.py": "tests/unit/reference",
+    "dsft/engine/frozen.py": "tests/unit/reference", "dsft/reference/check.py": "tests/unit/reference",
+    "dsft/reference/key.py": "tests/unit/reference", "dsft/reference/refer.py": "tests/unit/reference",
     "dsft/reference/precomputed.py": "tests/unit/reference",
     "dsft/reference/store.py": "tests/unit/reference",
     "dsft/data/render/masks.py": f"{DATA}masks.py {DATA}truth.py {DATA}render.py",
@@ -71,7 +65,7 @@ SUBJECTS: dict[str, str] = {
     "dsft/data/sets/cut.py": f"{DATA}pieces.py {DATA}whole.py",
     "dsft/data/sets/stream.py": f"{DATA}pieces.py {DATA}whole.py {DATA}pairs.py",
     "dsft/data/sets/selection.py": f"{DATA}dataset.py {DATA}division.py {DATA}whole.py",
-}
+}  # fmt: skip
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,

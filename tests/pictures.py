@@ -4,8 +4,6 @@ python -m tests.pictures                       the SVGs, which tests/unit/test_p
 python -m tests.pictures --run runs/quickstart the PNGs too, of a run of scripts/quickstart; needs chromium
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

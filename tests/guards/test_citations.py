@@ -1,7 +1,5 @@
 """What scripts/citations finds: that every line of DeepSpeed that the code cites has the symbol it names."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any
@@ -18,27 +16,16 @@ def test_every_citation_of_deepspeed_fits_the_installed_version(capsys: Any) -> 
     assert count >= 80, "the citations were not found, so the script looks for them in the wrong place"
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "message"),
-    [
-        ("see stage3.py:2 defragment", 1, None),
-        ("see\n    (zero/stage3.py:2\n    # defragment)", 2, None),
-        ("torch/nn/modules/module.py:1 forward", 1, "not looked up"),
-        (
-            "stage3.py:1 defragment",
-            1,
-            "stage3.py:1 has no defragment; " + MOVED,
-        ),
-        (
-            "stage3.py:9 defragment",
-            1,
-            "stage3.py:9 has no defragment; " + MOVED,
-        ),
-        ("stage3.py:2 fragment", 1, "stage3.py:2 has no fragment; no line has it in runtime/zero/stage3.py"),
-        ("stage3.py:2)", 1, "stage3.py:2 names no symbol"),
-        ("stage4.py:2 defragment", 1, "DeepSpeed has no file stage4.py"),
-    ],
-)
+@pytest.mark.parametrize(("text", "line", "message"), [
+    ("see stage3.py:2 defragment", 1, None),
+    ("see\n    (zero/stage3.py:2\n    # defragment)", 2, None),
+    ("torch/nn/modules/module.py:1 forward", 1, "not looked up"),
+    ("stage3.py:1 defragment", 1, "stage3.py:1 has no defragment; " + MOVED),
+    ("stage3.py:9 defragment", 1, "stage3.py:9 has no defragment; " + MOVED),
+    ("stage3.py:2 fragment", 1, "stage3.py:2 has no fragment; no line has it in runtime/zero/stage3.py"),
+    ("stage3.py:2)", 1, "stage3.py:2 names no symbol"),
+    ("stage4.py:2 defragment", 1, "DeepSpeed has no file stage4.py"),
+])  # fmt: skip
 def test_a_citation(tmp_path: Path, text: str, line: int, message: str | None) -> None:
     cited = tmp_path / "runtime" / "zero" / "stage3.py"
     cited.parent.mkdir(parents=True)

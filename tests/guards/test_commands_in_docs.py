@@ -1,8 +1,6 @@
 """The command line accepts every `dsft` command of README and docs/: its name, its options and, in a block,
 its number of arguments. tests/integration/test_commands_in_docs.py runs them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

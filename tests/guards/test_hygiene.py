@@ -1,7 +1,5 @@
 """What a reader may rely on in every file: docstrings, names, descriptions, nothing of anyone's machine."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import re

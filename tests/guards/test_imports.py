@@ -1,7 +1,5 @@
 """Imports: what is light stays light, and only dist and engine import DeepSpeed and torch.distributed."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess
@@ -78,15 +76,12 @@ def engine_only(names: set[str]) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import deepspeed.comm",
-        "from torch import distributed",
-        "x = torch.distributed",
-        "def f():\n import deepspeed",
-    ],
-)
+@pytest.mark.parametrize("source", [
+    "import deepspeed.comm",
+    "from torch import distributed",
+    "x = torch.distributed",
+    "def f():\n import deepspeed",
+])  # fmt: skip
 def test_search_finds_forbidden_imports(source: str) -> None:
     assert engine_only(imported(ast.parse(source)))
 

@@ -1,7 +1,5 @@
 """The tests' own launchers leave no process behind; properties are tried quickly."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -43,9 +41,7 @@ def worker(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("launch", [torchrun, forked])
-def test_hanging_ranks_are_killed(
-    launch: Any, worker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_ranks_are_killed(launch, worker, tmp_path, monkeypatch) -> None:
     """The time begins once both hang, however long the machine takes to start them."""
 
     def once_both_hang(plain: Any) -> Any:

@@ -1,7 +1,5 @@
 """Every link between pages leads to a file, and to a heading of it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """No code that comes with a model, a tokenizer or a data set is run: every call that could passes
 trust_remote_code=False."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,17 +63,14 @@ def test_every_call_sets_trust_remote_code_false() -> None:
     assert calls >= 5, "the calls were not found, so this test looks for them in the wrong place"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "AutoTokenizer.from_pretrained(folder)",
-        "AutoConfig.from_pretrained(folder, trust_remote_code=True)",
-        "AutoConfig.from_pretrained(folder, trust_remote_code=spec.model.trust)",
-        "read = AutoModelForCausalLM.from_pretrained",
-        "transformers.AutoModelForCausalLM.from_config(config)",
-        "AutoModel.from_pretrained(x, trust_remote_code=False, use_kernels=True)",
-    ],
-)
+@pytest.mark.parametrize("source", [
+    "AutoTokenizer.from_pretrained(folder)",
+    "AutoConfig.from_pretrained(folder, trust_remote_code=True)",
+    "AutoConfig.from_pretrained(folder, trust_remote_code=spec.model.trust)",
+    "read = AutoModelForCausalLM.from_pretrained",
+    "transformers.AutoModelForCausalLM.from_config(config)",
+    "AutoModel.from_pretrained(x, trust_remote_code=False, use_kernels=True)",
+])  # fmt: skip
 def test_call_without_trust_remote_code_is_found(source: str) -> None:
     tree = ast.parse(source)
     assert [*untold(tree), *given_true(tree)]

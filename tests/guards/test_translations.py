@@ -3,8 +3,6 @@ two pages of a pair have the same blocks (except for comments), headings, tables
 translation has all names in backticks. A heading of a translation ends with the anchor of the English one,
 such as `<a id="start"></a>`."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter
@@ -75,11 +73,8 @@ def differences(page: Path, translation: Path) -> dict[str, tuple[list[str], lis
 
 def test_required_pages_are_translated() -> None:
     wanted = {
-        ROOT / "README.md",
-        DOCS / "README.md",
-        DOCS / "exit-codes.md",
-        *(DOCS / "tutorials").glob("*.md"),
-    }
+        ROOT / "README.md", DOCS / "README.md", DOCS / "exit-codes.md", *(DOCS / "tutorials").glob("*.md"),
+    }  # fmt: skip
     assert len(wanted) > 7 and wanted - set(PAIRS) == set()
 
 
