@@ -55,10 +55,7 @@ def test_one_run() -> None:
     text = Path("runs/one/report.html").read_text()
     found = cells(text)
     assert ["training loss, first step", "3.0000"] in found
-    assert [
-        "training loss, last step",
-        "1.5000",
-    ] in found
+    assert ["training loss, last step", "1.5000"] in found
     assert ["held-out loss, lowest", "2.5000 at step 3"] in found
     assert ["tokens per second, median", "2,000"] in found
     assert ["steady, gpu", "3.00 GiB", "2.00 GiB", "1.00 GiB"] in found

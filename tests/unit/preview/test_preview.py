@@ -71,10 +71,7 @@ def test_a_row_that_is_left_out(preview: Preview) -> None:
     )
     assert "trained on, held out\n" in out
     code, out, err = preview("--row", "rows.jsonl:2", rows=MIXED)
-    assert (code, out) == (
-        2,
-        "",
-    )
+    assert (code, out) == (2, "")
     assert "'rows.jsonl:2' is not one of the rows that are used; it cannot be" in err
 
 
