@@ -46,7 +46,7 @@ from tests.unit.checkpoint.conftest import make_llama, make_maker, make_tokenize
 from tests.unit.convert.test_convert import AXOLOTL, LLAMA_FACTORY
 
 ROOT = Path(__file__).resolve().parents[2]
-ALWAYS, FULL = 10, 1_000
+ALWAYS, FULL = 5, 1_000
 """Seeds of each kind that always run, and with `-m long`."""
 CPU_SECONDS, MEMORY = 40.0, 3 * 2**30
 """Limits of one case. A chat template alone may take 10 seconds for each of two rows."""

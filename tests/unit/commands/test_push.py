@@ -26,6 +26,7 @@ from dsft.errors import DsftError, MissingInputError, StorageError
 from dsft.spec.schema import Model
 from dsft.system.hub import hub_obstacle
 from dsft.system.run_folder import named_export
+from tests.selected import tiered
 from tests.unit.checkpoint.conftest import make_checkpoint, make_llama, make_maker, make_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub's LFS
@@ -205,7 +206,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 # The other tests here have the token by HF_TOKEN, in this process.
-@pytest.mark.parametrize("login", [pytest.param("variable", marks=pytest.mark.long), "file"])
+@pytest.mark.parametrize("login", tiered(["variable", "file"], ["file"]))
 def test_a_pushed_export_is_what_was_exported(whole, hub, tmp_path, login) -> None:
     """As typed: the hub by HF_ENDPOINT, the token by HF_TOKEN or by the file of a login."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}

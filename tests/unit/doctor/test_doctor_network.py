@@ -96,6 +96,7 @@ def test_ranks_without_a_result_are_one_error(monkeypatch: pytest.MonkeyPatch) -
         measure({"127.0.0.1": 2}, {"DS_ACCELERATOR": "cpu"}, None, "ssh")
 
 
+@pytest.mark.long  # test_ranks_without_a_result_are_one_error always tries that its error is raised
 def test_failed_measurement_is_one_error() -> None:
     with pytest.raises(WorldError, match=r"rank \d on 127.0.0.1: .*nowhere"):
         measure({"127.0.0.1": 2}, {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "nowhere"}, None, "ssh")

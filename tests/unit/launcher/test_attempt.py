@@ -17,6 +17,7 @@ from dsft.launcher.attempt import Attempt, AttemptSettings, Requests
 from dsft.launcher.launch_plan import LaunchPlan
 from dsft.launcher.processes import environment_of
 from tests.launching import LATE, allowed
+from tests.selected import tiered
 from tests.unit.launcher.conftest import Start
 
 
@@ -61,7 +62,7 @@ def test_a_rank_killed_before_its_first_heartbeat(start: Start, tmp_path: Path) 
     assert outcome.failure.text() == "rank 1 on two: was killed by signal 9"
 
 
-@pytest.mark.parametrize("length", [77, 79, 150])
+@pytest.mark.parametrize("length", tiered([77, 79, 150], [77, 79]))
 def test_long_temporary_folder(start: Start, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     """A socket's path has 107 bytes at most."""
     with tempfile.TemporaryDirectory(dir="/tmp") as above:  # noqa: S108  # shorter than tmp_path
@@ -165,7 +166,7 @@ def test_signal_after_sigusr1_is_the_first_stop() -> None:
 LATE_RANKS = ("0:0:late", "1:0:late", "2:0:late")
 
 
-@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("asked", tiered([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], [signal.SIGTERM]))
 def test_stop_before_any_heartbeat_ends_all_at_once(start: Start, asked: signal.Signals) -> None:
     for moment in ("as soon as it runs", "once the ranks' processes are there"):
         job = start("600", *LATE_RANKS)

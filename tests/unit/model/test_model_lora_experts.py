@@ -22,6 +22,7 @@ from dsft.model.experts import left_out
 from dsft.model.lora import CONFIG, WEIGHTS, own_names
 from dsft.model.policy import Policy
 from dsft.spec.schema import Lora, Model
+from tests.selected import tiered
 from tests.specs import dims
 from tests.unit.model.test_model_init import FACTS
 
@@ -220,7 +221,7 @@ OLD = tuple(map(int, version("peft").split(".")[:2])) < (0, 20)
 
 @pytest.mark.skipif(OLD, reason="the matrices of peft 0.18 and 0.19 have other shapes")
 @pytest.mark.parametrize("targets", IN_EXPERTS)
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"gpt_oss"}))
+@pytest.mark.parametrize("kind", tiered(sorted(KINDS.keys() - {"gpt_oss"}), ("qwen3_moe", "deepseek_v3")))
 def test_adapters_of_experts_are_pefts(kind: str, targets: tuple[str, ...], tmp_path: Path) -> None:
     """Read by peft, read again to train further, and merged."""
     model = model_of(kind, target_modules=targets)

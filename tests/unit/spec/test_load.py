@@ -6,6 +6,7 @@ import pytest
 from dsft.errors import MissingInputError, SpecError
 from dsft.spec.aliases import ALIASES, keys, suggestion
 from dsft.spec.load import MAX_BYTES, dump_spec, load_spec
+from tests.selected import tiered
 from tests.unit.spec.conftest import GOOD, Write
 
 
@@ -162,11 +163,10 @@ def test_a_tokenizers_folder_holds_one_of_its_files(write: Write) -> None:
 
 
 ODD = ("null", "[]", "{a: {b: 1}}", "1e400", '"x\\0y"')
-ODD_TOO = ("", "{}", "[[]]", "-1", "true", "[{path: 1}, 2]", "9" * 39)
-"""Of the same kinds."""
+OF_THE_SAME_KINDS = ("", "{}", "[[]]", "-1", "true", "[{path: 1}, 2]", "9" * 39)
 
 
-@pytest.mark.parametrize("value", [*ODD, *(pytest.param(value, marks=pytest.mark.long) for value in ODD_TOO)])
+@pytest.mark.parametrize("value", tiered((*ODD, *OF_THE_SAME_KINDS), ODD))
 def test_no_value_of_any_key_ends_in_anything_but_a_spec_or_its_problems(write: Write, value: str) -> None:
     path = write(cluster="{hosts: {a: 1}, accelerator: {name: cpu}}", dpo="{}")
     for key in keys():
