@@ -371,11 +371,15 @@ def run_cases(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_damaged_files_give_no_traceback(kind, tmp_path, sources, caplog) -> None:
+def test_few_damaged_files_give_no_traceback(
+    kind: str, tmp_path: Path, sources: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run_cases(kind, range(ALWAYS), tmp_path, sources, caplog)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_thousand_damaged_files_give_no_traceback(kind, tmp_path, sources, caplog) -> None:
+def test_thousand_damaged_files_give_no_traceback(
+    kind: str, tmp_path: Path, sources: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run_cases(kind, range(ALWAYS, FULL), tmp_path, sources, caplog)

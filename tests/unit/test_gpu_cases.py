@@ -223,7 +223,9 @@ def test_busy_gpu_is_checked_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert found["pass"] is False and not looks  # it was started, and has left no figures
 
 
-def test_omitted_cases_of_a_stage_are_named(monkeypatch, tmp_path, capsys) -> None:
+def test_omitted_cases_of_a_stage_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The installation is a part of its ten minutes."""
     monkeypatch.setenv("DSFT_GPU_BEGAN", str(time.time() - STAGE_SECONDS))
     monkeypatch.setattr(driver, "gpu_memory", lambda: [(0, 143_771)])

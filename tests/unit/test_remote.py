@@ -76,7 +76,9 @@ def test_invalid_ssh_options_are_refused() -> None:
             module_command("192.0.2.1", "dsft.cli", environ={name: "-o 'x"})
 
 
-def test_module_has_the_environment_and_ends_with_its_input(tmp_path, monkeypatch) -> None:
+def test_module_has_the_environment_and_ends_with_its_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("SLURM_PROCID", "3")

@@ -207,7 +207,9 @@ def test_shared_prompts_pass(tokens: Any, precision: str) -> None:
     (lambda n, start: (n, start and start + 2), "changes with the other answer"),  # its first token
     (lambda n, start: (n, start and start - 1), "from what it is when alone"),  # one token less
 ])  # fmt: skip
-def test_wrong_prompt_is_found(monkeypatch, mutation, message, precision) -> None:
+def test_wrong_prompt_is_found(
+    monkeypatch: pytest.MonkeyPatch, mutation: Any, message: str, precision: str
+) -> None:
     monkeypatch.setitem(LLAMA, "initializer_range", 0.5)  # a fresh model's answers hardly depend on anything
     of = policies.packed_keywords
 
@@ -252,7 +254,9 @@ def test_head_equal_to_the_models_is_used(precision: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("scale", [0.9, 1.2, 16.0])
-def test_unknown_scale_falls_back_to_the_models_logits(monkeypatch, precision, scale) -> None:
+def test_unknown_scale_falls_back_to_the_models_logits(
+    monkeypatch: pytest.MonkeyPatch, precision: str, scale: float
+) -> None:
     engine = scores(precision)
     forward = engine.policy.causal_lm.forward
 
@@ -357,7 +361,9 @@ def test_varlen_attention_passes(precision: str) -> None:
     (KEY_INDEX, lambda index: (index - 1).clamp(min=0), True, "alone|changes with the other answer"),
     (KEY_INDEX, lambda index: index.flip(0), True, "alone|changes with the other answer"),
 ])  # fmt: skip
-def test_wrong_border_of_varlen_attention_is_found(monkeypatch, key, mutation, shared, message) -> None:
+def test_wrong_border_of_varlen_attention_is_found(
+    monkeypatch: pytest.MonkeyPatch, key: str, mutation: Any, shared: bool, message: str
+) -> None:
     monkeypatch.setitem(LLAMA, "initializer_range", 0.5)
     of = policies.packed_keywords
 

@@ -44,7 +44,9 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     (dict(RANK="3", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="a", MASTER_PORT="1"),
      "contradict each other"),
 ])  # fmt: skip
-def test_process_without_a_rank_prints_its_error(environ, message, jobs, capsys) -> None:
+def test_process_without_a_rank_prints_its_error(
+    environ: dict[str, str], message: str, jobs: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     os.environ.update(environ)
     assert main([]) == 69 and not jobs
     assert message in capsys.readouterr().err
@@ -58,7 +60,9 @@ def test_a_step_to_trace_that_is_none(step: str, capsys: pytest.CaptureFixture[s
     assert f"'{step}' is not a step (the first is 1); give SPEC before --profile" in capsys.readouterr().err
 
 
-def test_one_process_of_many_prints_a_mistake(capsys, jobs, monkeypatch) -> None:
+def test_one_process_of_many_prints_a_mistake(
+    capsys: pytest.CaptureFixture[str], jobs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others wait: were one of them the first to end, a launcher would end rank 0 before it spoke."""
     waits: list[float] = []
     monkeypatch.setattr("dsft.train.time.sleep", waits.append)
@@ -70,7 +74,9 @@ def test_one_process_of_many_prints_a_mistake(capsys, jobs, monkeypatch) -> None
         assert bool(waits) is not prints
 
 
-def test_no_secret_is_printed_in_a_traceback_or_a_message(capsys, jobs, monkeypatch) -> None:
+def test_no_secret_is_printed_in_a_traceback_or_a_message(
+    capsys: pytest.CaptureFixture[str], jobs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.environ.update(HF_TOKEN="canary-token", WANDB_API_KEY="canary-key")
     ends: list[Any] = []
     monkeypatch.setattr(Heartbeat, "end", lambda self, *words: ends.append(words))
@@ -101,7 +107,9 @@ def test_every_launchers_processes_have_the_variables_of_the_spec(jobs: list[Any
     assert job.environ["NCCL_DEBUG"] == "WARN" and job.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
-def test_a_finished_run_is_named_before_the_imports(jobs, tmp_path, capsys) -> None:
+def test_a_finished_run_is_named_before_the_imports(
+    jobs: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (3, 10):
         (tmp_path / f"quickstart/checkpoints/step-{step}").mkdir(parents=True)
         (tmp_path / f"quickstart/checkpoints/step-{step}/MANIFEST.json").touch()
@@ -127,7 +135,9 @@ def test_what_launchers_add_is_no_mistake() -> None:
     assert parse(["train.seed=1"]).spec == QUICKSTART == ROOT / "specs" / "quickstart.yaml"
 
 
-def test_wrong_spec_is_refused_before_this_process_becomes_torchrun(capsys, monkeypatch) -> None:
+def test_wrong_spec_is_refused_before_this_process_becomes_torchrun(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     became: list[str] = []
     monkeypatch.setattr(os, "execv", lambda path, argv: became.extend(argv))
     assert main(["--num_gpus=2", "specs/zero2.yaml", "train.foo=3"]) == 2

@@ -36,7 +36,9 @@ def saved(maker: Any, ranks: int = 3) -> CheckpointReader:
     return CheckpointReader.open(maker.step(4))
 
 
-def test_export_loads_in_transformers_with_equal_logits(maker_of, llama, tmp_path) -> None:
+def test_export_loads_in_transformers_with_equal_logits(
+    maker_of: Any, llama: LlamaForCausalLM, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     assert export_checkpoint(saved(maker_of).path, out).startswith(f"{out}: the model after step 4, ")
     loaded, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -64,7 +66,9 @@ def test_export_has_tokenizer_template_and_generation_config(maker: Any, tmp_pat
     ('{"num_return_sequences": 5}', "num_return_sequences"),
     ('{"watermarking_config": 5}', "no attribute"),
 ])  # fmt: skip
-def test_a_damaged_generation_config_is_named(maker, tokenizer, tmp_path, text, reason) -> None:
+def test_a_damaged_generation_config_is_named(
+    maker: Any, tokenizer: Any, tmp_path: Path, text: str, reason: str
+) -> None:
     """At a start, before anything is trained; without the file the export has one of the config's tokens."""
     config, base = LlamaConfig.from_pretrained(maker.model_folder), tmp_path / "base"
     config.save_pretrained(base)
@@ -177,7 +181,9 @@ def test_leftovers_of_a_killed_export_are_removed(maker: Any, tmp_path: Path) ->
     assert {"out", "outer.tmp-0a1b2c3d", "out-2"} <= left and not any(n.startswith("out.tmp") for n in left)
 
 
-def test_failed_rename_keeps_the_older_export(maker, tmp_path, monkeypatch) -> None:
+def test_failed_rename_keeps_the_older_export(
+    maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, rename = tmp_path / "out", os.rename
     export(saved(maker), out)
     maker.save(5)
@@ -200,7 +206,9 @@ def test_failed_rename_keeps_the_older_export(maker, tmp_path, monkeypatch) -> N
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out"]
 
 
-def test_older_export_is_replaced_atomically(maker, tmp_path, monkeypatch) -> None:
+def test_older_export_is_replaced_atomically(
+    maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     export(saved(maker), out)
     maker.save(5)
@@ -211,7 +219,9 @@ def test_older_export_is_replaced_atomically(maker, tmp_path, monkeypatch) -> No
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_foreign_files_and_links_of_an_export_are_kept(maker, tmp_path, monkeypatch, exchanges) -> None:
+def test_foreign_files_and_links_of_an_export_are_kept(
+    maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
     if not exchanges:
         monkeypatch.setattr("dsft.checkpoint.export._exchange", lambda one, other: False)
     out, place = tmp_path / "out", tmp_path / "other disk" / "model"

@@ -186,7 +186,9 @@ def test_checkpoint_files_follow_the_umask(maker: Any) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_rank_that_cannot_write_stops_all_and_keeps_the_older(maker, failing, monkeypatch) -> None:
+def test_rank_that_cannot_write_stops_all_and_keeps_the_older(
+    maker: Any, failing: int, monkeypatch: Any
+) -> None:
     """A real limit on file size, hit in the middle of one rank's file, under which the other's fits."""
     maker.save(1)
     whole = type(maker).fragments
@@ -212,7 +214,9 @@ def test_rank_that_cannot_write_stops_all_and_keeps_the_older(maker, failing, mo
 
 
 @pytest.mark.parametrize("room", [0.0, 0.1, 0.5, 0.95])
-def test_full_disk_keeps_the_older_checkpoint(maker, tmp_path, room, monkeypatch) -> None:
+def test_full_disk_keeps_the_older_checkpoint(
+    maker: Any, tmp_path: Path, room: float, monkeypatch: Any
+) -> None:
     """The disk has room for a part of the new checkpoint. At 0.0 that is seen before anything is written; for
     the others it seems free until the kernel says otherwise, as where other jobs fill it meanwhile."""
     with small_disk(tmp_path / "disk", "size=3m") as disk:

@@ -170,7 +170,9 @@ def copied(export: Path, folder: Path, file: str, **keys: Any) -> Path:
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
-def test_code_in_the_folder_is_never_run_whatever_is_typed(export, tmp_path, monkeypatch, file) -> None:
+def test_code_in_the_folder_is_never_run_whatever_is_typed(
+    export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
     """transformers asks whether to run such code, and would take a line of the conversation as the answer."""
     asked: list[Any] = []
     monkeypatch.setattr("builtins.input", lambda *words: asked.append(words) or "yes")
@@ -253,7 +255,9 @@ def test_adapter_without_weights_is_refused_without_asking_the_hub(export: Path,
         {"llm_int8_skip_modules": None}, {"llm_int8_skip_modules": 7}, {"experts_in_4_bits": 7},
     ],
 )  # fmt: skip
-def test_quantization_config_that_dsft_does_not_write_is_named(changed, export, tmp_path) -> None:
+def test_quantization_config_that_dsft_does_not_write_is_named(
+    changed: Any, export: Path, tmp_path: Path
+) -> None:
     written = {
         "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32", "llm_int8_skip_modules": []
     }  # fmt: skip
@@ -281,7 +285,9 @@ def test_the_command_answers_a_pipe_line_by_line(export: Path) -> None:
     ("tokenizer_config.json", {"tokenizer_class": 5}, "no tokenizer that transformers can read"),
     ("tokenizer_config.json", {"eos_token": 5}, "no tokenizer that transformers can read"),
 ])  # fmt: skip
-def test_odd_values_in_a_folder_are_one_sentence(export, tmp_path, capfd, file, keys, reason) -> None:
+def test_odd_values_in_a_folder_are_one_sentence(
+    export: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], file: str, keys: Any, reason: str
+) -> None:
     folder = copied(export, tmp_path / "odd", file, **keys)
     with pytest.raises(MissingInputError) as raised:
         load(folder, GREEDY)
@@ -289,7 +295,9 @@ def test_odd_values_in_a_folder_are_one_sentence(export, tmp_path, capfd, file, 
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-def test_weights_that_are_not_the_configs_are_refused_by_name(export, tmp_path, capfd) -> None:
+def test_weights_that_are_not_the_configs_are_refused_by_name(
+    export: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """transformers would print a table, and give missing tensors random values."""
     folder = copied(export, tmp_path / "wide", "config.json", intermediate_size=48)
     with pytest.raises(

@@ -207,7 +207,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 # The other tests here have the token by HF_TOKEN, in this process.
 @pytest.mark.parametrize("login", tiered(["variable", "file"], ["file"]))
-def test_a_pushed_export_is_what_was_exported(whole, hub, tmp_path, login) -> None:
+def test_a_pushed_export_is_what_was_exported(
+    whole: Path, hub: type[Hub], tmp_path: Path, login: str
+) -> None:
     """As typed: the hub by HF_ENDPOINT, the token by HF_TOKEN or by the file of a login."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environ |= {"HF_ENDPOINT": constants.ENDPOINT, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path)}
@@ -235,7 +237,9 @@ def test_a_pushed_export_is_what_was_exported(whole, hub, tmp_path, login) -> No
         assert authorization == (None if is_for_all else f"Bearer {TOKEN}"), path
 
 
-def test_a_second_push_replaces_the_first_and_a_branch_is_its_own(whole, adapter, hub, tmp_path) -> None:
+def test_a_second_push_replaces_the_first_and_a_branch_is_its_own(
+    whole: Path, adapter: Path, hub: type[Hub], tmp_path: Path
+) -> None:
     """Files of an earlier push that programs would read first are removed, others stay."""
     assert push(whole, "me/small", None, public=True).endswith(", public")
     branches = hub.repos["me/small"]["branches"]
@@ -258,7 +262,9 @@ def test_a_second_push_replaces_the_first_and_a_branch_is_its_own(whole, adapter
     assert len(hub.commits) == 3 and printed.startswith(f"{constants.ENDPOINT}/me/small: ")
 
 
-def test_small_files_with_the_newer_storage(whole, hub, monkeypatch) -> None:
+def test_small_files_with_the_newer_storage(
+    whole: Path, hub: type[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
     hub.large = 10**9
     push(whole, "small", None, public=False)
@@ -266,7 +272,9 @@ def test_small_files_with_the_newer_storage(whole, hub, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("form", ["whole", "adapter"])
-def test_only_files_of_the_export_are_sent_and_a_missing_card_is_made(form, hub, tmp_path, request) -> None:
+def test_only_files_of_the_export_are_sent_and_a_missing_card_is_made(
+    form: str, hub: type[Hub], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     export, folder = request.getfixturevalue(form), tmp_path / "export"
     folder.mkdir()
     for name, content in contents(export).items():
@@ -309,7 +317,9 @@ def test_what_the_hub_refuses_is_one_sentence(repo: str, match: str, whole: Path
     assert "\n" not in str(raised.value) and not hub.repos
 
 
-def test_no_token_a_wrong_one_and_no_network(whole, hub, tmp_path, monkeypatch) -> None:
+def test_no_token_a_wrong_one_and_no_network(
+    whole: Path, hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_otherOtherOther")
     with pytest.raises(StorageError, match=r"\(401: Invalid credentials") as raised:
         push(whole, "me/small", None, public=False)
@@ -331,7 +341,9 @@ def test_no_token_a_wrong_one_and_no_network(whole, hub, tmp_path, monkeypatch) 
     assert not hub.repos
 
 
-def test_what_is_no_export_is_refused_before_the_hub_is_asked(whole, hub, tmp_path) -> None:
+def test_what_is_no_export_is_refused_before_the_hub_is_asked(
+    whole: Path, hub: type[Hub], tmp_path: Path
+) -> None:
     step = whole.parent / "run" / "checkpoints" / "step-4"
     with pytest.raises(MissingInputError, match="has neither config.json nor adapter_config.json; give"):
         push(named_export(step), "me/small", None, public=False)

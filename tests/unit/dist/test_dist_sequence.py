@@ -47,7 +47,9 @@ def test_all_to_all_exchanges_heads_for_tokens_and_back(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-def test_a_layer_makes_two_exchanges_in_each_direction(heads, monkeypatch) -> None:
+def test_a_layer_makes_two_exchanges_in_each_direction(
+    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Queries, keys and values go together, also where there are fewer heads of keys, of another size than
     those of values; output and gradients are those of the whole row, rounded to float64."""
     ranks, counts = Threads(2, monkeypatch), [0, 0]

@@ -171,7 +171,9 @@ FAULTS: list[tuple[Callable[[Facts], None], str]] = [
 
 
 @pytest.mark.parametrize(("plant", "expected"), FAULTS, ids=[expected[:60] for _, expected in FAULTS])
-def test_each_fault_is_reported_alone(facts, plant, expected, monkeypatch) -> None:
+def test_each_fault_is_reported_alone(
+    facts: Facts, plant: Callable[[Facts], None], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     plant(facts)

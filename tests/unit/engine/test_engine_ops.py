@@ -73,7 +73,9 @@ def path_with(monkeypatch: pytest.MonkeyPatch, folder: Path, *programs: str) -> 
     monkeypatch.setenv("PATH", str(folder))
 
 
-def test_op_is_built_once_and_logged(extensions, tmp_path, lines, monkeypatch) -> None:
+def test_op_is_built_once_and_logged(
+    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     builder = Small(tmp_path)
     load_everywhere(builder, ALONE, lines.append)
     assert [line.split()[:2] for line in lines] == [["building", builder.name], ["built", builder.name]]
@@ -88,7 +90,9 @@ def test_op_is_built_once_and_logged(extensions, tmp_path, lines, monkeypatch) -
     assert builder.name in OpBuilder._loaded_ops, "DeepSpeed finds it loaded, and takes no lock"
 
 
-def test_build_folder_depends_on_torch_and_deepspeed(extensions, monkeypatch, tmp_path) -> None:
+def test_build_folder_depends_on_torch_and_deepspeed(
+    extensions: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     version = f"torch{importlib.metadata.version('torch')}-deepspeed{deepspeed.__version__}"
     assert build_folder().parent == extensions and f"{version}-" in build_folder().name
     folder = build_folder() / "op"
@@ -126,7 +130,9 @@ CAUSES: dict[str, tuple[dict[str, str], tuple[str, ...] | None, type[Exception],
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_cause_of_a_failed_build_is_named(extensions, tmp_path, lines, monkeypatch, cause) -> None:
+def test_cause_of_a_failed_build_is_named(
+    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
     variables, programs, kind, words = CAUSES[cause]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -163,7 +169,9 @@ def test_last_lines_of_the_compiler_are_shown(extensions: Path, tmp_path: Path, 
     assert log.parent.parent == build_folder() and log.name == LOG and "line 0" in log.read_text()
 
 
-def test_killed_compiler(extensions, tmp_path, lines, monkeypatch) -> None:
+def test_killed_compiler(
+    extensions: Path, tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler = tmp_path / "g++"
     compiler.write_text("#!/bin/sh\nsh -c 'kill -9 $$'\nexit 1\n")
     compiler.chmod(0o755)
@@ -179,7 +187,9 @@ def test_build_folder_not_writable(tmp_path: Path, lines: list[str], monkeypatch
     assert "Not a directory" in message and "set TORCH_EXTENSIONS_DIR to a folder that can be" in message
 
 
-def test_folder_that_cannot_be_examined_is_an_error(tmp_path, lines, monkeypatch) -> None:
+def test_folder_that_cannot_be_examined_is_an_error(
+    tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / ("x" * 300)))
     with pytest.raises(StorageError, match="File name too long"):
         load_everywhere(Small(tmp_path), ALONE, lines.append)
@@ -210,7 +220,9 @@ with FileLock(Path(sys.argv[1], ".lock")):
 """
 
 
-def test_building_process_is_waited_for_until_its_lock_ends(extensions, tmp_path, lines) -> None:
+def test_building_process_is_waited_for_until_its_lock_ends(
+    extensions: Path, tmp_path: Path, lines: list[str]
+) -> None:
     build_folder().mkdir(parents=True)
     builder = Small(tmp_path)
     with Popen([sys.executable, "-c", HOLDS, str(build_folder())], stdout=PIPE, text=True) as other:
@@ -226,7 +238,9 @@ def test_building_process_is_waited_for_until_its_lock_ends(extensions, tmp_path
     assert builder.name in OpBuilder._loaded_ops
 
 
-def test_prebuilt_ops_of_the_deepspeed_package(extensions, tmp_path, monkeypatch) -> None:
+def test_prebuilt_ops_of_the_deepspeed_package(
+    extensions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As DS_BUILD_OPS writes them down when it is installed."""
     file = tmp_path / "git_version_info_installed.py"
     file.write_text(

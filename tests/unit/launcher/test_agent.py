@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ class Sent:
 
 
 @pytest.mark.parametrize("has_pidfd", [True, False])
-def test_end_of_each_rank_is_sent_once(tmp_path, monkeypatch, has_pidfd) -> None:
+def test_end_of_each_rank_is_sent_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_pidfd: bool
+) -> None:
     """Also on Linux before 5.3 (Red Hat 8 has 4.18), which has no pidfd."""
 
     def none(pid: int) -> int:

@@ -179,7 +179,9 @@ def test_stop_before_any_heartbeat_ends_all_at_once(start: Start, asked: signal.
 
 
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGUSR1])
-def test_ranks_that_still_import_get_the_signal_later(start, tmp_path, asked) -> None:
+def test_ranks_that_still_import_get_the_signal_later(
+    start: Start, tmp_path: Path, asked: signal.Signals
+) -> None:
     job = start("600", *LATE_RANKS[1:])
     until(lambda: job.attempt.ranks[0].heartbeat and all(rank.pid for rank in job.attempt.ranks.values()))
     job.requests.take(asked)

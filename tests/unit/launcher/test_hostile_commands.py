@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +23,9 @@ RECORD = 'printf "%s\\0" "$@" "$GREETING" > asked'
 
 @QUICK
 @given(st.lists(argument, min_size=200, max_size=200), argument)
-def test_command_arrives_byte_for_byte(tmp_path_factory, texts, greeting) -> None:
+def test_command_arrives_byte_for_byte(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], greeting: str
+) -> None:
     folder = tmp_path_factory.mktemp("command")
     words, (value,) = armed(texts, folder), armed([greeting], folder)
     argv = ("bash", "-c", RECORD, "record", *words)

@@ -74,7 +74,9 @@ def test_invalid_balance_is_refused(choice: str, kind: str, keys: dict[str, Any]
 @pytest.mark.parametrize(
     ("trained", "needs"), [("*.mlp.experts.*", True), ("*.mlp.gate.*", True), ("*norm*", False)]
 )
-def test_the_input_of_a_mixture_of_which_a_part_is_trained_needs_a_gradient(trained, needs) -> None:
+def test_the_input_of_a_mixture_of_which_a_part_is_trained_needs_a_gradient(
+    trained: str, needs: bool
+) -> None:
     """Else DeepSpeed reduces the gradients of the mixture before they are there (ZeRO 3 on two ranks)."""
     config = {"model_type": "qwen3_moe"} | keys_of("qwen3_moe")
     model = Model(from_config=config, trainable=(trained,))

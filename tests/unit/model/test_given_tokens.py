@@ -48,7 +48,9 @@ def made(dtype: torch.dtype, count: int, spread: float = 1.0) -> tuple[Head, Ten
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("count, temperature, smoothing, shaping, chunk", CASES)
-def test_values_and_gradients(count, temperature, smoothing, shaping, chunk, dtype, bound) -> None:
+def test_values_and_gradients(
+    count: int, temperature: float, smoothing: float, shaping: Shaping, chunk: Any, dtype: Any, bound: float
+) -> None:
     head, hidden, targets, others = made(dtype, count, spread=10.0)
     head.shaping, head.label_smoothing, head.temperature, head.chunk_bytes = (
         shaping, smoothing, temperature, chunk,

@@ -111,7 +111,14 @@ def positions_of(segments: Spans) -> Tensor:
 @pytest.mark.parametrize(("key_heads", "at_once"), [(4, 128), (2, 3), (1, 128), (1, 1)])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
-def test_equals_a_dense_mask(monkeypatch, window, softcap, key_heads, at_once, segments) -> None:
+def test_equals_a_dense_mask(
+    monkeypatch: pytest.MonkeyPatch,
+    window: int | None,
+    softcap: float | None,
+    key_heads: int,
+    at_once: int,
+    segments: Spans,
+) -> None:
     """The output and the gradients of query, key and value, however many queries a kernel gets at once."""
     monkeypatch.setattr(attention_loop, "QUERY_BLOCK", at_once)
     torch.manual_seed(3)
@@ -428,7 +435,9 @@ def segment_arguments(segments: Spans, longest: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize("segments", [ALONE, SHARED, ((30, 0),)], ids=["alone", "shared", "one"])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
-def test_varlen_equals_the_loop(window, key_heads, segments, dtype) -> None:
+def test_varlen_equals_the_loop(
+    window: int | None, key_heads: int, segments: Spans, dtype: torch.dtype
+) -> None:
     """The output and the gradients of query, key and value."""
     torch.manual_seed(3)
     tokens = sum(length for length, _ in segments)
@@ -581,7 +590,9 @@ def test_micro_batch_moves_segment_borders_to_the_device() -> None:
     ({"is_causal": False}, "not causal"),
     ({"attention_mask": torch.ones(1)}, "passes its own mask"),
 ])  # fmt: skip
-def test_varlen_refuses_what_the_loop_refuses(asked, message, implementation) -> None:
+def test_varlen_refuses_what_the_loop_refuses(
+    asked: dict[str, Any], message: str, implementation: str
+) -> None:
     row = [torch.randn(1, HEADS, TOKENS, SIZE) for _ in range(3)]
     mask, with_segments = asked.get("attention_mask"), asked.get("with_segments", True)
     asked = {key: value for key, value in asked.items() if key not in ("attention_mask", "with_segments")}
@@ -786,7 +797,9 @@ def test_row_kernel_with_wrong_numbers_is_not_chosen(wrong: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mistral"])
 @pytest.mark.parametrize("name", [SEGMENTS, VARLEN])
-def test_transformers_builds_no_mask_and_searches_no_segments(monkeypatch, kind, name) -> None:
+def test_transformers_builds_no_mask_and_searches_no_segments(
+    monkeypatch: pytest.MonkeyPatch, kind: str, name: str
+) -> None:
     """It would wait for the device in each forward pass."""
     found = list[bool]()
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda *_: found.append(True))

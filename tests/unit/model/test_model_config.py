@@ -120,7 +120,9 @@ def test_missing_model_is_reported(tmp_path: Path) -> None:
      "transformers cannot build a qwen3_moe model of this config: integer modulo by zero"),
     ({"model_type": "qwen3_moe", "num_experts_per_tok": 0}, "a token cannot go to 0 of 128 experts"),
 ])  # fmt: skip
-def test_invalid_config_values_give_no_traceback(config, words, tmp_path) -> None:
+def test_invalid_config_values_give_no_traceback(
+    config: dict[str, object], words: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises((MissingInputError, SpecError), match=words):
         take_census(Model(name_or_path=str(tmp_path)), FACTS, cuts=False)

@@ -198,7 +198,9 @@ def test_shared_experts_can_be_named() -> None:
     ("deepseek_v3", ("down_proj",), {"down_proj": []}),
     ("deepseek_v3", ("experts.down_proj",), {"down_proj": [2]}),
 ])  # fmt: skip
-def test_names_mean_linear_layers_and_experts_where_only_these_have_them(kind, names, adapted) -> None:
+def test_names_mean_linear_layers_and_experts_where_only_these_have_them(
+    kind: str, names: tuple[str, ...], adapted: dict[str, list[int]]
+) -> None:
     """adapted: layer or weight -> the rank's place in A's shape with experts before it."""
     made = policy_of(model_of(kind, target_modules=names))
     found = {

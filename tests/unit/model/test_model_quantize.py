@@ -122,7 +122,9 @@ def test_a_missing_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("error", [ImportError("no symbol"), OSError("libcudart.so"), RuntimeError("CUDA")])
-def test_a_package_that_cannot_be_imported_is_named(error, monkeypatch) -> None:
+def test_a_package_that_cannot_be_imported_is_named(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(name: str) -> None:
         raise error
 

@@ -146,7 +146,9 @@ NORM = "model.norm.weight"
     (lambda held: {}, "and 16 more"),
     (lambda held: held | {NORM: torch.ones(32, dtype=torch.int8)}, f"{NORM} has the type I8"),
 ], ids=["missing", "left over", "shape", "nothing", "quantized"])  # fmt: skip
-def test_weights_of_another_model_are_an_error(how, words, tmp_path) -> None:
+def test_weights_of_another_model_are_an_error(
+    how: Callable[[dict[str, Tensor]], dict[str, Tensor]], words: str, tmp_path: Path
+) -> None:
     save(tmp_path)
     change(tmp_path, how)
     with pytest.raises(MissingInputError, match=words):
@@ -338,7 +340,9 @@ class Payload:
 
 
 @pytest.mark.parametrize("shape", [(3, 16), None], ids=["another shape", "missing"])
-def test_unconvertible_experts_give_one_sentence(shape, tmp_path, capfd) -> None:
+def test_unconvertible_experts_give_one_sentence(
+    shape: tuple[int, int] | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """transformers prints a table with a traceback."""
     save(tmp_path, "qwen3_moe")
 

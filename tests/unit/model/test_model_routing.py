@@ -181,7 +181,9 @@ def test_shared_prompt_counts_for_both_answers(loss: str) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
-def test_split_rows_have_gradients_and_counts_of_whole_rows(kind, loss, monkeypatch) -> None:
+def test_split_rows_have_gradients_and_counts_of_whole_rows(
+    kind: str, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of padded, packed and preference rows in one step; layers are computed again in the backward pass."""
     rows, ranks = step_of(), Threads(2, monkeypatch)
     tokens, cpu = plain.count(rows), torch.device("cpu")

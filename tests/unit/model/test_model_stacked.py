@@ -35,7 +35,9 @@ def by_bitsandbytes(matrices: Tensor, form: Any) -> Tensor:
 
 @pytest.mark.parametrize("form", ["nf4", "fp4"])
 @pytest.mark.parametrize("shape", [(5, 128, 256), (3, 100, 72), (2, 33, 5)])
-def test_each_experts_matrix_is_bitsandbytes_own(shape, form, monkeypatch) -> None:
+def test_each_experts_matrix_is_bitsandbytes_own(
+    shape: tuple[int, ...], form: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of full blocks two experts at once, then the last; else one after the other."""
     monkeypatch.setattr(quantize, "IN_CACHE", 2 * 128 * 256)
     matrices = torch.randn(shape, dtype=torch.bfloat16)
@@ -147,7 +149,9 @@ def quantized(folder: Path, *skip: str) -> Model:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
-def test_the_ranges_of_ranks_are_the_same_bytes(folder, ranks, monkeypatch) -> None:
+def test_the_ranges_of_ranks_are_the_same_bytes(
+    folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And each rank quantizes only the experts of which it has a part."""
     name, made, parts = "causal_lm.model.layers.1.mlp.experts.gate_up_proj", [], []
     monkeypatch.setattr(read, "packed", lambda *own: made.append(own) or packed(*own))

@@ -1,5 +1,6 @@
 """Embeddings that get new rows: the old rows as they were, the new ones their mean, on any rank and stage."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def resized(held: Tensor, first: int, stop: int) -> Tensor:
     ("phi", ["model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"]),
     ("gpt_neox", ["gpt_neox.embed_in.weight", "lm_head.weight"]),
 ])  # fmt: skip
-def test_vocabulary_larger_than_the_embedding(kind, names, dtype, tmp_path) -> None:
+def test_vocabulary_larger_than_the_embedding(
+    kind: str, names: Sequence[str], dtype: torch.dtype, tmp_path: Path
+) -> None:
     before = save(tmp_path, kind, dtype).eval()
     found = built(tmp_path, LARGER, dtype).causal_lm.eval()
     assert found.config.vocab_size == 101
@@ -62,7 +65,9 @@ def test_vocabulary_larger_than_the_embedding(kind, names, dtype, tmp_path) -> N
     (99, 98, (96, 99), "resized from 96 to 99 tokens: 3 new rows start from the mean of the first 96"),
     (97, None, (96, 97), "resized from 96 to 97 tokens: 1 new row starts from the mean of the first 96"),
 ])  # fmt: skip
-def test_new_rows_are_found(vocab_size, first_new, rows, message, tmp_path) -> None:
+def test_new_rows_are_found(
+    vocab_size: int, first_new: int | None, rows: tuple[int, int] | None, message: str, tmp_path: Path
+) -> None:
     before = save(tmp_path, tie_word_embeddings=True).get_input_embeddings().weight.detach()
     facts = replace(FACTS, vocab_size=vocab_size, first_new=first_new)
     found = new_rows(Model(name_or_path=str(tmp_path)), facts)
@@ -74,7 +79,9 @@ def test_new_rows_are_found(vocab_size, first_new, rows, message, tmp_path) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab_size", "first_new"), [(101, None), (95, 93), (99, 90)])
-def test_ranges_together_equal_the_whole(dtype, vocab_size, first_new, tmp_path) -> None:
+def test_ranges_together_equal_the_whole(
+    dtype: torch.dtype, vocab_size: int, first_new: int | None, tmp_path: Path
+) -> None:
     """To the last bit, whatever range a rank keeps."""
     save(tmp_path, "phi", torch.bfloat16)
     facts = replace(FACTS, vocab_size=vocab_size, first_new=first_new)

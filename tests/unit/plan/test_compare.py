@@ -91,7 +91,9 @@ def test_more_memory_takes_no_layout_away(hosts: dict[str, int], gpu: float) -> 
     assert small <= large
 
 
-def test_zero_3_is_tried_with_one_micro_batch_a_step_whose_gradients_stay_bf16(monkeypatch) -> None:
+def test_zero_3_is_tried_with_one_micro_batch_a_step_whose_gradients_stay_bf16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # so large that the update, by groups of 10⁸ elements, does not need as much for its copies
     monkeypatch.setattr("dsft.plan.build.census", lambda *_: census(width=50_000))
     made = document({"a": 1})

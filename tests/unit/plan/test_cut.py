@@ -21,7 +21,9 @@ COSTS = st.lists(st.integers(0, 9), min_size=1, max_size=7)
 
 
 @given(COSTS, st.integers(1, 7), st.integers(0, 20), st.integers(0, 20))
-def test_no_cut_has_a_smaller_largest_stage_or_is_as_even(layers, stages, before, after) -> None:
+def test_no_cut_has_a_smaller_largest_stage_or_is_as_even(
+    layers: list[int], stages: int, before: int, after: int
+) -> None:
     stages = min(stages, len(layers))
     cut = balanced(layers, stages, before, after)
     assert [layer for stage in range(stages) for layer in cut.layers(stage)] == list(range(len(layers)))

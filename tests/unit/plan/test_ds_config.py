@@ -204,7 +204,9 @@ FOUND = HostFacts(
         "stage3_prefetch_bucket_size": (0, "no prefetch"),
     }),
 ])  # fmt: skip
-def test_facts_of_the_host_decide_values_and_reasons(make_spec, parallel, expected) -> None:
+def test_facts_of_the_host_decide_values_and_reasons(
+    make_spec: Any, parallel: dict[str, Any], expected: dict[str, tuple[Any, str]]
+) -> None:
     spec = make_spec(parallel=parallel)
     facts = FOUND if parallel is ON_DISK else replace(FOUND, swap={})
     rows = entries(spec, None, facts)

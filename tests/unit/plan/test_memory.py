@@ -179,7 +179,9 @@ def test_a_pipeline_flattens_its_gradients_with_no_rank_to_share_them_with(sizes
 
 
 @pytest.mark.parametrize(("weight_decay", "copied"), [(0.0, 0), (0.1, 4 * WHOLE)])
-def test_groups_are_flattened_together_where_there_are_several(sizes, weight_decay, copied) -> None:
+def test_groups_are_flattened_together_where_there_are_several(
+    sizes: Any, weight_decay: float, copied: int
+) -> None:
     train = {"precision": "bf16", "micro_batch_size": 1, "accumulation_steps": 1}
     optim = {"learning_rate": 1e-4, "weight_decay": weight_decay}
     made = sizes(parallel={"zero_stage": 1}, train=train, optim=optim, data={"max_length": 8})
@@ -243,7 +245,9 @@ ONCE = 4 * WORDS * 8  # bytes of the weight's gradient in fp32
     (FROZEN, "bf16", 0),
     (TRAINED_COPY, "bf16", ONCE),
 ])  # fmt: skip
-def test_the_heads_logits_are_those_of_a_chunk_at_most(make_spec, parameters, precision, gradient) -> None:
+def test_the_heads_logits_are_those_of_a_chunk_at_most(
+    make_spec: Any, parameters: tuple[Parameter, ...], precision: str, gradient: int
+) -> None:
     def planned(tokens: int, accelerator: str) -> tuple[int, int]:
         spec = make_spec(train={"precision": precision}, cluster=cluster(accelerator))
         counted = Census("X", 1, None, parameters)

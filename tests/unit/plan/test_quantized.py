@@ -57,7 +57,9 @@ EXPERTS = Parameter(
 
 
 @pytest.mark.parametrize(("how", "whole", "at_once"), [("auto", 128, 64), ("eager", 1, 1)])
-def test_experts_are_whole_while_their_product_is_computed(how, whole, at_once, make_spec) -> None:
+def test_experts_are_whole_while_their_product_is_computed(
+    how: str, whole: int, at_once: int, make_spec: Any
+) -> None:
     """With the bytes of those that are dequantized by one call, unless these are all."""
     spec = make_spec(
         parallel={"zero_stage": 0}, train={"precision": "bf16"}, model={"experts": {"implementation": how}}

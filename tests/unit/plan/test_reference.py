@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,7 +117,9 @@ def test_what_is_gathered_ahead_follows_the_references_own_size() -> None:
     ({}, {}, False),
     ({"reference": "live", "loss_type": "simpo"}, {}, False),
 ])  # fmt: skip
-def test_a_live_reference_gets_a_file_of_its_own(dpo, parallel, is_there, make_spec, tmp_path) -> None:
+def test_a_live_reference_gets_a_file_of_its_own(
+    dpo: dict[str, Any], parallel: dict[str, Any], is_there: bool, make_spec: Any, tmp_path: Path
+) -> None:
     texts = files(make_spec(task="dpo", dpo=dpo, parallel=parallel), tmp_path / "small.yaml", tmp_path)
     name = "ds_configs/small.reference.json"
     assert (name in texts) == is_there

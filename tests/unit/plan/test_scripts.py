@@ -106,7 +106,9 @@ def test_a_job_requests_what_the_spec_names() -> None:
 
 
 @pytest.mark.parametrize(("code", "again"), [(0, False), (75, True), (69, False), (143, False)])
-def test_a_job_ends_as_its_ranks_and_comes_back_when_they_were_stopped(tmp_path, code, again) -> None:
+def test_a_job_ends_as_its_ranks_and_comes_back_when_they_were_stopped(
+    tmp_path: Path, code: int, again: bool
+) -> None:
     stage = Stage(tmp_path, {"srun": f"exit {code}"})
     script = slurm_script(EVEN, *RUN, ["train.seed=1"])
     assert script is not None

@@ -257,7 +257,9 @@ def test_names_cannot_steer_the_terminal(terminal: bool) -> None:
     ("H100", "fp32", "segment by segment, as FlashAttention does not compute in fp32"),
     ("cpu", "fp32", "segment by segment, as FlashAttention needs a GPU"),
 ])  # fmt: skip
-def test_the_attention_of_packed_rows_is_named(make_spec, device, precision, shown) -> None:
+def test_the_attention_of_packed_rows_is_named(
+    make_spec: Any, device: str, precision: str, shown: str
+) -> None:
     spec = {
         "data": {"max_length": 128, "packing": True},
         "train": {"precision": precision},
@@ -269,7 +271,9 @@ def test_the_attention_of_packed_rows_is_named(make_spec, device, precision, sho
         assert "Attention of packed rows" not in text(build_plan(make_spec(**given)))
 
 
-def test_explain_shows_what_a_run_was_started_with_and_why(plan, tmp_path, monkeypatch) -> None:
+def test_explain_shows_what_a_run_was_started_with_and_why(
+    plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     made = plan(parallel={"zero_stage": 3, "offload_optimizer": {"device": "cpu"}})
     folder = tmp_path / made.spec.output_dir / made.spec.name

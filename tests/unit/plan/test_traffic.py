@@ -46,7 +46,9 @@ def test_the_bubble_is_the_papers() -> None:
         (3, 3, 4 * TRAINED // 2, 3, 2 * SHARDED // 2),
     ],
 )
-def test_what_deepspeed_was_counted_to_send(flows, zero, times, gradients, width, gathered) -> None:
+def test_what_deepspeed_was_counted_to_send(
+    flows: Any, zero: int, times: int, gradients: int, width: int, gathered: int
+) -> None:
     """Bytes at torch.distributed of two ranks, DeepSpeed 0.19.8, bf16 with fp32 gradients: an all-reduce at
     0 and 1, reductions to their owners at 2, and a reduce-scatter at 3; a gather per step at 1 and 2, and at
     3 one per micro-batch for a model of fewer than 5e8 elements."""
@@ -111,7 +113,9 @@ def test_offload_is_traffic_to_the_host_and_to_the_disk(flows: Any) -> None:
     assert not any("memory" in what for what in flows({"a": 2}, cluster=accelerator, parallel=parallel))
 
 
-def test_recomputing_brings_more_parameters_back_at_zero_3(flows, monkeypatch) -> None:
+def test_recomputing_brings_more_parameters_back_at_zero_3(
+    flows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dsft.plan.traffic.LIVE", 3 * LAYER)
     kept = {}
     for checkpointing in (False, True):

@@ -148,7 +148,9 @@ def test_packed_pretraining_fills_its_rows(tmp_path: Path) -> None:
     ("broken.jsonl", {}, "no row is left"),
     ("huge.csv", {}, "too large"),
 ])  # fmt: skip
-def test_what_cannot_be_read_is_named(data, model, says, tmp_path, monkeypatch) -> None:
+def test_what_cannot_be_read_is_named(
+    data: str, model: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setattr("dsft.data.read.sample.MOST_READ", 1000)

@@ -98,7 +98,9 @@ any_text = st.text(st.sampled_from("ab \n\t\0é中🙂[]<>&\"'\u202e\x1b┊⟦�
 
 @given(st.lists(st.tuples(any_text, any_text.map(lambda text: f"{text}.")), min_size=1, max_size=3))
 @settings(max_examples=15, deadline=None)
-def test_any_rows_are_shown_as_they_are_trained_on(tmp_path_factory, rows) -> None:
+def test_any_rows_are_shown_as_they_are_trained_on(
+    tmp_path_factory: Any, rows: list[tuple[str, str]]
+) -> None:
     found = collected(tmp_path_factory.mktemp("rows"), [talk(*row) for row in rows])
     data = load_data(found.spec, TOKENIZER, refuse=False).train  # all prompts may be cut
     seen = view(found, **SEEN)

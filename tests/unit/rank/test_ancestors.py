@@ -201,7 +201,9 @@ def test_zombie_does_not_live() -> None:
 
 
 @pytest.mark.parametrize("error", [psutil.AccessDenied, psutil.NoSuchProcess])
-def test_ancestors_that_cannot_be_read_are_left_out(monkeypatch, error) -> None:
+def test_ancestors_that_cannot_be_read_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, error: type[psutil.Error]
+) -> None:
     """Those of other users under hidepid, and one that is just ending."""
     nearest, original = os.getppid(), psutil.Process.parent
 

@@ -73,7 +73,9 @@ def test_without_settings_nothing_is_started(environ: dict[str, str]) -> None:
     ([], VARIABLES | {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "16"}, "NNODES says 2 and SLURM_NTASKS=16"),
     (FLAGS, {"OMPI_COMM_WORLD_RANK": "0"}, "--node_rank says 1 and OMPI_COMM_WORLD_RANK=0"),
 ])  # fmt: skip
-def test_incomplete_and_contradictory_settings_are_refused(arguments, environ, message) -> None:
+def test_incomplete_and_contradictory_settings_are_refused(
+    arguments: list[str], environ: dict[str, str], message: str
+) -> None:
     with pytest.raises(WorldError, match=message):
         torchrun_argv(arguments, environ, "train.py")
 

@@ -33,7 +33,9 @@ def taken() -> Iterator[int]:
     ("mpirun", {}, "set MASTER_PORT to another one, for every rank"),
     ("python", {}, "start again"),
 ])  # fmt: skip
-def test_error_of_a_taken_port_names_what_chooses_it(taken, launcher, environ, way_out) -> None:
+def test_error_of_a_taken_port_names_what_chooses_it(
+    taken: int, launcher: str, environ: dict[str, str], way_out: str
+) -> None:
     with pytest.raises(WorldError) as refused:
         check_port(launched(launcher, taken), environ)
     output = str(refused.value)

@@ -61,7 +61,9 @@ def test_promised_world_passes() -> None:
     (launched(4, "mpirun", 4, 1), "but mpirun started 4 on 1 host: mpirun's -n and hostfile"),
     (launched(2, "environment"), "but environment started 2: WORLD_SIZE decides that"),
 ])  # fmt: skip
-def test_other_hosts_or_slots_with_the_same_number_of_processes_are_refused(started, message) -> None:
+def test_other_hosts_or_slots_with_the_same_number_of_processes_are_refused(
+    started: Launched, message: str
+) -> None:
     with pytest.raises(WorldError, match=rf"expects 6 processes \(node1 4 \+ node2 2\) {message}"):
         check_promise(cluster(HOSTS), started)
 
@@ -183,7 +185,9 @@ subprocess.run([sys.executable, "-c", sys.argv[1]])
     ("world", "message"),
     [({"node1": [0], "node2": [0, 1]}, "passed: node1 slots=1"), ({"node1": [0, 1, 2]}, "started 3")],
 )
-def test_world_info_of_deepspeeds_launch_py_has_all_hosts(tmp_path, world, message) -> None:
+def test_world_info_of_deepspeeds_launch_py_has_all_hosts(
+    tmp_path: Path, world: dict[str, list[int]], message: str
+) -> None:
     """Under pdsh the launcher itself is on another machine, or no parent of its ranks."""
     module = tmp_path / "deepspeed" / "launcher"
     module.mkdir(parents=True)
@@ -221,7 +225,9 @@ except WorldError as error:
     ("localhost slots=2\n", (), 2, "passed"),
     ("nobody.invalid slots=2\n", (), 2, "names nobody.invalid alone, which is not this machine"),
 ])  # fmt: skip
-def test_hostfile_on_the_parents_command_line_is_checked(tmp_path, text, options, world, expected) -> None:
+def test_hostfile_on_the_parents_command_line_is_checked(
+    tmp_path: Path, text: str | None, options: tuple[str, ...], world: int, expected: str
+) -> None:
     """A parent that looks like the launcher (a script named deepspeed, with its options) starts the child."""
     if text is not None:
         (tmp_path / "hosts").write_text(text)

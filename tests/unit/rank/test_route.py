@@ -24,7 +24,9 @@ def at(machine: str, address: str | None) -> RankPlace:
     (["127.0.0.1", "127.0.0.1"], 0, None),
     ([None, "10.0.0.2"], 0, "towards 10.0.0.2"),
 ])  # fmt: skip
-def test_between_hosts(addresses, rank, asked, monkeypatch) -> None:
+def test_between_hosts(
+    addresses: list[str | None], rank: int, asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(route, "address_towards", lambda host: f"towards {host}")
     monkeypatch.setattr(route, "interface_of", lambda address: f"of {address}")
     places = [at(f"node{number}", address) for number, address in enumerate(addresses)]

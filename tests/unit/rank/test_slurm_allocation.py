@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from dsft.cli import app
 from dsft.commands.hostfile import hosts_of, write_hostfile
-from dsft.errors import SpecError, StorageError, WorldError
+from dsft.errors import DsftError, SpecError, StorageError, WorldError
 from dsft.generate.hostfile import of_words, parse
 from dsft.rank.slurm import allocation
 
@@ -43,7 +43,9 @@ def test_slots_of_a_slurm_node(environ: Mapping[str, str], slots: int | None, co
     ({"SLURM_JOB_NODELIST": "n[1-2],n2"}, SpecError, "n2 is in"),
     ({"SLURM_JOB_NODELIST": "n[1-2"}, SpecError, "is not a list of hosts"),
 ])  # fmt: skip
-def test_invalid_slurm_variables_are_refused(environ, kind, words) -> None:
+def test_invalid_slurm_variables_are_refused(
+    environ: Mapping[str, str], kind: type[DsftError], words: str
+) -> None:
     with pytest.raises(kind) as error:
         allocation(environ)
     assert words in str(error.value)

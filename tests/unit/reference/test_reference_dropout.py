@@ -92,7 +92,9 @@ def test_dropout_has_no_part_in_the_scores(scored: Any, other: bool, folder: Pat
     assert (plain(policy, batches, dropout=True) - found).abs().max() > 1e-3, "dropout would be seen"
 
 
-def test_the_attention_of_packed_rows_is_chosen_without_dropout(monkeypatch, folder) -> None:
+def test_the_attention_of_packed_rows_is_chosen_without_dropout(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
     """As it is for the policy: torch's one call has no dropout."""
     asked = spec(folder, {"data": {"packing": True}})
     inputs = read_inputs(asked, lambda text: None)

@@ -57,7 +57,9 @@ def test_a_reference_whose_rows_cannot_be_split_as_the_policys(small_run: Path) 
     assert f"(the model is dpo.reference_model, {str(other)!r})" in str(raised.value)
 
 
-def test_dsft_reference_starts_train_py_on_its_own_ranks(small_run, monkeypatch) -> None:
+def test_dsft_reference_starts_train_py_on_its_own_ranks(
+    small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = small_run
     started: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
@@ -85,7 +87,9 @@ def test_dsft_reference_starts_train_py_on_its_own_ranks(small_run, monkeypatch)
     ("sys.exit(65 if rank == 1 else 69)", 65),
     ("rank == 1 and sys.exit(73); time.sleep(60)", 73),
 ])  # fmt: skip
-def test_the_exit_code_is_that_of_the_first_rank_that_fails(program, code, monkeypatch) -> None:
+def test_the_exit_code_is_that_of_the_first_rank_that_fails(
+    program: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dsft.rank.start.GRACE", 0.5)
     assert run_ranks(_rank(program), os.environ, 2, "that is all.") == code
 

@@ -86,7 +86,9 @@ def test_computed_once_and_read_afterwards(folder: Path, passes: list[ScoringPas
     assert same(made(folder)[0].logps[0], found.logps[0]) and len(passes) == 2
 
 
-def test_a_killed_pass_is_continued(folder, passes, monkeypatch) -> None:
+def test_a_killed_pass_is_continued(
+    folder: Path, passes: list[ScoringPass], monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = precomputed.score
 
     def killed(asked: ScoringPass, *others: Any) -> None:
@@ -105,7 +107,9 @@ def test_a_killed_pass_is_continued(folder, passes, monkeypatch) -> None:
     assert same(found.logps[0], values(0, np.arange(SIZES[0])))
 
 
-def test_two_jobs_at_once_make_one_store(folder, passes, monkeypatch) -> None:
+def test_two_jobs_at_once_make_one_store(
+    folder: Path, passes: list[ScoringPass], monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, began, waits = precomputed.score, threading.Event(), threading.Event()
     shown: list[str] = []
 
@@ -163,7 +167,9 @@ def test_a_key_that_is_refused_costs_no_pass(folder: Path, passes: list[ScoringP
     assert not passes and not (folder / "runs" / ".cache" / "reference").exists()
 
 
-def test_a_store_that_loses_what_was_written(folder, passes, monkeypatch) -> None:
+def test_a_store_that_loses_what_was_written(
+    folder: Path, passes: list[ScoringPass], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(precomputed, "score", lambda *given: None)
     with pytest.raises(StorageError, match=r"lacks 7 of 7 pairs .* dpo\.reference_store"):
         made(folder)
@@ -206,7 +212,9 @@ def test_what_rounding_may_change_grows_with_the_root_of_the_tokens_and_then_wit
         assert allowed("bf16", tokens) == pytest.approx(times * self_check.ALONE["bf16"])
 
 
-def test_what_is_scored_otherwise_is_refused_with_both_values(folder, passes) -> None:
+def test_what_is_scored_otherwise_is_refused_with_both_values(
+    folder: Path, passes: list[ScoringPass]
+) -> None:
     found, inputs = made(folder)
     ids = np.array([1, 3])
     stored = found.logps[0][ids]

@@ -119,7 +119,9 @@ def test_a_value_that_is_no_number_hides_no_other(folder: Path) -> None:
     assert of(folder).read(SHAPES, logged.append).missing[0].tolist() == [0, 3, 4, 5, 6, 7, 8] and logged
 
 
-def test_a_damaged_shard_that_is_removed_while_another_job_reads(folder, monkeypatch) -> None:
+def test_a_damaged_shard_that_is_removed_while_another_job_reads(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add(folder, 0, 1)
     (folder / "shard-0.safetensors").write_bytes(b"torn")
     whole = Path.read_bytes

@@ -44,7 +44,9 @@ def test_a_reference_that_reads_other_tokens_is_refused(tmp_path: Path, first: i
     assert "read" in str(raised.value)
 
 
-def test_a_multimodal_reference_is_compared_with_its_whole(tmp_path, monkeypatch) -> None:
+def test_a_multimodal_reference_is_compared_with_its_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the policy is, of whose model it need not be."""
     small_whole("gemma3").save_pretrained(tmp_path)
     monkeypatch.setattr("dsft.reference.model.check_rows", lambda *_: iter(()))

@@ -55,7 +55,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "s"
 
 
-def test_any_ranks_write_and_rows_are_read_where_they_lie(folder, monkeypatch) -> None:
+def test_any_ranks_write_and_rows_are_read_where_they_lie(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also with more shards than are mapped at once. An example without a target needs no row."""
     add(folder, 3, 0)
     assert [one.tolist() for one in read(folder).missing] == [[2, 4]]
@@ -124,7 +126,9 @@ def test_a_store_that_is_removed_while_the_run_trains_is_named(folder: Path) -> 
     (270, 300, 269, None),
     (270, 300, 270, "set at most 269"),
 ])  # fmt: skip
-def test_more_tokens_than_both_models_have(teacher, student, top_k, shown, tmp_path) -> None:
+def test_more_tokens_than_both_models_have(
+    teacher: int, student: int, top_k: int, shown: str | None, tmp_path: Path
+) -> None:
     for name, size in (("teacher", teacher), ("student", student)):
         LlamaConfig(**TINY | {"vocab_size": size}).save_pretrained(tmp_path / name)
     asked = minimal_spec(

@@ -52,7 +52,9 @@ def test_plain_lines_in_a_log() -> None:
     assert lines[4] == "step 10/10  loss 2.3457  lr 5e-05  12,346 tokens/s"
 
 
-def test_every_tenth_step_is_printed_and_every_step_is_in_the_log(monkeypatch, tmp_path) -> None:
+def test_every_tenth_step_is_printed_and_every_step_is_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Of a resumed run too, where a record is every third step, and every step with -v."""
 
     def printed(steps: range, first: int, total: int) -> tuple[list[int], int]:

@@ -172,7 +172,9 @@ def server() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("status", "reason"), [pytest.param(500, "HTTP 500", marks=pytest.mark.long), (401, "error 401")]
 )
-def test_a_server_that_refuses(tmp_path, server, monkeypatch, status, reason) -> None:
+def test_a_server_that_refuses(
+    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch, status: int, reason: str
+) -> None:
     monkeypatch.setattr(Server, "status", status)
     folder = tmp_path / "run"
     printed = report(folder, "online", WANDB_API_KEY=KEY, WANDB_BASE_URL=server)

@@ -57,7 +57,9 @@ def described(base: Path, rows: dict[str, Any], out: Path) -> tuple[list[str], A
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_an_export_stops_at_the_end_of_a_turn_and_of_a_text(base, tmp_path, monkeypatch, listed) -> None:
+def test_an_export_stops_at_the_end_of_a_turn_and_of_a_text(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
     monkeypatch.chdir(tmp_path)
     talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     if listed:
@@ -75,7 +77,9 @@ def test_an_export_stops_at_the_end_of_a_turn_and_of_a_text(base, tmp_path, monk
     assert load(base, Sampling())._settings(1).eos_token_id == [TEXT_END, TURN_END]
 
 
-def test_an_export_of_plain_texts_stops_as_its_base_does(base, tmp_path, monkeypatch) -> None:
+def test_an_export_of_plain_texts_stops_as_its_base_does(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert described(base, {"text": "a"}, tmp_path / "runs") == ([], TEXT_END)
 
@@ -87,7 +91,9 @@ def test_an_export_of_plain_texts_stops_as_its_base_does(base, tmp_path, monkeyp
     ("sft", {"name_or_path": "base", "lora": {}}, "step-9 OUT --merged", True),
     ("sft", {"from_config": {"model_type": "llama"}, "lora": {}}, "which no folder holds", False),
 ])  # fmt: skip
-def test_chat_is_suggested_for_models_that_answer(task, model, text, answers) -> None:
+def test_chat_is_suggested_for_models_that_answer(
+    task: str, model: dict[str, object], text: str, answers: bool
+) -> None:
     lines = what_next(spec(task, model), EXPORT, CHECKPOINT)
     assert text in lines[0]
     assert lines[1:] == (["talk to it: dsft chat runs/a/export"] if answers else [])

@@ -273,7 +273,9 @@ def timeless(record: Record) -> Record:
     return {name: value for name, value in record.items() if not name.startswith("perf/")}
 
 
-def test_a_step_that_is_not_applied_and_one_that_fails_leave_no_record_unread(monkeypatch) -> None:
+def test_a_step_that_is_not_applied_and_one_that_fails_leave_no_record_unread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(loop, "on_gpu", lambda sums: True)
     named = Ordered()
     run = named.run(skipped=lambda *given: named.happened.append(("named", given[0])) or "rows")

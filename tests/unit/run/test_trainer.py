@@ -68,7 +68,9 @@ def test_micro_batches_are_annotated_in_the_step_unless_they_were_prefetched(pre
     assert annotator.ahead(step).micro_batches == (("annotated",) if prefetched else ("plain",))
 
 
-def test_checkpoint_evaluates_then_saves_and_returns_a_stop_that_came_meanwhile(monkeypatch) -> None:
+def test_checkpoint_evaluates_then_saves_and_returns_a_stop_that_came_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     happened: list[Any] = []
 
     def save(folder: Any, fragments: Any, shapes: Any, state: Any, world: Any, **more: Any) -> str:

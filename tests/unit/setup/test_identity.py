@@ -85,7 +85,9 @@ def start(*folders: Path) -> list[dict[str, dict[str, str]]]:
         return list(pool.map(rank, range(len(folders))))
 
 
-def test_each_file_is_read_by_one_rank_of_its_host_and_later_by_none(hosts, hashed) -> None:
+def test_each_file_is_read_by_one_rank_of_its_host_and_later_by_none(
+    hosts: list[Path], hashed: list[Path]
+) -> None:
     ranks = [hosts[0], hosts[0], hosts[1], hosts[1]]
     expected = {"weights": {name: sha256(bytes([n]) * SIZE).hexdigest() for n, name in enumerate(NAMES)}}
     assert start(*ranks) == [expected] * 4
@@ -94,7 +96,9 @@ def test_each_file_is_read_by_one_rank_of_its_host_and_later_by_none(hosts, hash
     assert start(hosts[1]) == [expected] and len(hashed) == 4
 
 
-def test_a_byte_between_the_samples_is_seen_whatever_its_files_time(hosts, hashed) -> None:
+def test_a_byte_between_the_samples_is_seen_whatever_its_files_time(
+    hosts: list[Path], hashed: list[Path]
+) -> None:
     start(*hosts)
     path = hosts[1] / NAMES[1]
     before, sampled = path.stat(), samples(str(hosts[1]))
@@ -109,7 +113,9 @@ def test_a_byte_between_the_samples_is_seen_whatever_its_files_time(hosts, hashe
     assert hashed == [path]
 
 
-def test_a_cache_that_cannot_be_written_costs_time_alone(hosts, hashed, tmp_path) -> None:
+def test_a_cache_that_cannot_be_written_costs_time_alone(
+    hosts: list[Path], hashed: list[Path], tmp_path: Path
+) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert start(*hosts) == start(*hosts)
     assert len(hashed) == 8

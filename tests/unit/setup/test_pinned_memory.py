@@ -29,7 +29,9 @@ def decide(spec: Spec, device: str, memory: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("memory", "expected"), [(20_000_000, True), (19_000_000, False)])
-def test_half_of_the_hosts_memory_may_be_locked(memory, expected, monkeypatch) -> None:
+def test_half_of_the_hosts_memory_may_be_locked(
+    memory: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = decide(spec({"device": "cpu"}), "cuda", memory, monkeypatch)
     assert found is not None and found[0] is expected and "0.0 GiB of" in found[1]
 

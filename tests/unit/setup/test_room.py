@@ -38,7 +38,9 @@ def test_a_disk_without_room_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         check_room(job, small)
 
 
-def test_the_export_of_a_multimodal_model_has_its_towers(tmp_path, monkeypatch) -> None:
+def test_the_export_of_a_multimodal_model_has_its_towers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files of 2 GiB of text in bf16 and 3 GiB beside."""
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(5 * 2**30)

@@ -29,7 +29,9 @@ def spec(folder: Path) -> Spec:
 
 
 @pytest.mark.parametrize(("free", "fits"), [(STATES + PARAMETERS, True), (STATES + PARAMETERS - 1, False)])
-def test_two_folders_of_one_disk_share_its_space(tmp_path, monkeypatch, free, fits) -> None:
+def test_two_folders_of_one_disk_share_its_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, fits: bool
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     monkeypatch.setattr(resolve, "check_locked", lambda needed: None)
     world: Any = SimpleNamespace(rank=0, local_rank=0, gather=lambda mine: [mine], each=lambda work: work())

@@ -40,7 +40,9 @@ def test_help_and_version(dsft) -> None:  # noqa: ANN001
     assert "validate" in "".join(dsft()[1:])
 
 
-def test_an_error_holds_no_secret_and_nothing_that_a_terminal_obeys(monkeypatch, capsys) -> None:
+def test_an_error_holds_no_secret_and_nothing_that_a_terminal_obeys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An error that nobody expected has a traceback, and no secret either."""
     monkeypatch.setenv("HF_TOKEN", "canary-token")
     text = "canary-token \x1b]0;x\x07 wandb.api_key: no such key"

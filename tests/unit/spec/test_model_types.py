@@ -31,7 +31,9 @@ def test_table_has_the_model_types_of_transformers() -> None:
      "'c_attn' is not a module of a llama model; write one that is, such as gate_proj"),
     ("gpt2", "model.layers.3.q_proj", "'model.layers.3.q_proj' is not a module of a gpt2 model"),
 ])  # fmt: skip
-def test_what_transformers_does_not_have_is_a_mistake(write, kind, modules, message) -> None:
+def test_what_transformers_does_not_have_is_a_mistake(
+    write: Write, kind: str, modules: str, message: str
+) -> None:
     path = write(model=LLAMA.format(kind, modules))
     with pytest.raises(SpecError) as raised:
         load_spec(path)

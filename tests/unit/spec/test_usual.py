@@ -85,7 +85,9 @@ def test_bf16_is_allowed_on_other_devices(name: str, tmp_path: Path) -> None:
     load_spec(tmp_path / "spec.yaml", [f"cluster={{hosts: {{a: 1}}, accelerator: {{name: {name}}}}}"])
 
 
-def test_a_misspelled_folder_is_not_taken_for_a_hub_id(tmp_path, monkeypatch) -> None:
+def test_a_misspelled_folder_is_not_taken_for_a_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
     (tmp_path / "models" / "qwen3-tiny").mkdir(parents=True)

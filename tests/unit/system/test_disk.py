@@ -47,14 +47,18 @@ def test_no_answer_where_the_system_has_none(tmp_path: Path) -> None:
     ("kind", "words"),
     [("tmpfs", "is in memory (tmpfs)"), ("nfs4", "is on the network (nfs4)"), ("lustre", "(lustre)")],
 )
-def test_disks_that_are_no_local_disks(tmp_path, monkeypatch, kind, words) -> None:
+def test_disks_that_are_no_local_disks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, words: str
+) -> None:
     monkeypatch.setattr(disk, "file_system", lambda folder: kind)
     with pytest.raises(StorageError) as raised:
         disk.check_disk(tmp_path, "parallel.offload_optimizer.nvme_path")
     assert words in str(raised.value) and "parallel.offload_optimizer.nvme_path" in str(raised.value)
 
 
-def test_a_folder_that_is_not_there_or_none_or_not_writable(tmp_path, monkeypatch) -> None:
+def test_a_folder_that_is_not_there_or_none_or_not_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk, "file_system", lambda folder: "ext4")
     (tmp_path / "file").touch()
     for name, words in (("nothing", "does not exist"), ("file", "is not a folder")):

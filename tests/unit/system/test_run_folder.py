@@ -82,7 +82,9 @@ def test_runs() -> None:
 
 
 @pytest.mark.parametrize("command", [["chat", "other"], ["verify", "other"], ["export", "other", "out"]])
-def test_a_wrong_name_is_reported_before_the_imports(command, monkeypatch) -> None:
+def test_a_wrong_name_is_reported_before_the_imports(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch and transformers take seconds."""
     for module in ("dsft.commands.chat", "dsft.checkpoint.read", "dsft.checkpoint.export"):
         monkeypatch.setitem(sys.modules, module, None)  # an import would fail
