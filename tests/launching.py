@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import queue
+import secrets
 import signal
 import socket
 import subprocess
@@ -202,8 +203,10 @@ def end_group(leader: int) -> None:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a port of this machine that nothing listens on now. It is below those of outgoing connections, of
+    which one may be in use a moment later."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

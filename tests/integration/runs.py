@@ -22,7 +22,7 @@ SPEC = """
 name: small
 task: sft
 model:
-  from_config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 4,
+  from_config: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
     num_attention_heads: 2, num_key_value_heads: 2, max_position_embeddings: 256, tie_word_embeddings: false}
 data:
   train: [{path: "builtin:quickstart"}]
@@ -34,7 +34,7 @@ checkpoint: {every: 4}
 wandb: {mode: disabled}
 """
 
-LLAMA = llama(32, 64, 4, 2, 2, max_position_embeddings=256)
+LLAMA = llama(32, 64, 2, 2, 2, max_position_embeddings=256)
 
 
 @functools.cache
@@ -45,10 +45,11 @@ def tokens() -> str:
     return folder
 
 
-def write_spec(folder: Path, tied: bool = False) -> Path:
+def write_spec(folder: Path, tied: bool = False, layers: int = 2) -> Path:
     """`tied`: the model's embedding is its head too."""
     path = folder / "small.yaml"
     text = SPEC.replace("tie_word_embeddings: false", f"tie_word_embeddings: {str(tied).lower()}")
+    text = text.replace("num_hidden_layers: 2", f"num_hidden_layers: {layers}")
     text = text.replace("max_length: 256\n", f"max_length: 256\n  cache_dir: {tokens()}\n")
     path.write_text(text + f"output_dir: {folder / 'runs'}\n")
     return path

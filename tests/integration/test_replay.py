@@ -91,7 +91,7 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     spec = write_spec(folder)
     overrides = (
         f"data.train=[{{path: {rows}}}]", "data.packing=true", "parallel.zero_stage=2", "train.max_steps=8",
-        "optim.learning_rate=1e-2",
+        "optim.learning_rate=1e-2", "model.from_config.num_hidden_layers=4",
     )  # fmt: skip
     data, steps = train_steps(spec, overrides)
     for step, completion in ((LONG, "@" * 200), (SHIFTED, None)):

@@ -25,7 +25,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of a tied model on a pipeline of two stages that saved at steps 4, 8 and
     10."""
     folder = tmp_path_factory.mktemp("pipeline")
-    trained(write_spec(folder, tied=True), *PIPELINE, "checkpoint.keep_last=null")
+    trained(write_spec(folder, tied=True, layers=4), *PIPELINE, "checkpoint.keep_last=null")
     return folder
 
 
@@ -36,7 +36,7 @@ def copy_stopped_at_4(stopped: Path, folder: Path) -> Path:
     for later in ("step-8", "step-10"):
         shutil.rmtree(run / "checkpoints" / later)
     shutil.rmtree(run / "export")
-    return write_spec(folder, tied=True)
+    return write_spec(folder, tied=True, layers=4)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `stopped`, of a run whose rows were split over two ranks."""
     folder = tmp_path_factory.mktemp("split")
     layout = ("parallel.sequence_parallel=2", "parallel.zero_stage=2")
-    trained(write_spec(folder, tied=True), *FOUR_HEADS, *layout, "checkpoint.keep_last=null")
+    trained(write_spec(folder, tied=True, layers=4), *FOUR_HEADS, *layout, "checkpoint.keep_last=null")
     return folder
 
 

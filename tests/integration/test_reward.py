@@ -121,7 +121,9 @@ def plain(folder: Path) -> tuple[list[dict[str, float]], dict[str, float], dict[
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("reward") / "model", initializer_range=0.1)
+    return write_model(
+        tmp_path_factory.mktemp("reward") / "model", initializer_range=0.1, num_hidden_layers=4
+    )
 
 
 @pytest.fixture(scope="module")
