@@ -203,8 +203,8 @@ def end_group(leader: int) -> None:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nothing listens on now. It is below those of outgoing connections, of
-    which one may be in use a moment later."""
+    """Return a port of this machine that nothing listens on, below those that outgoing connections get: one
+    of those may be in use a moment later."""
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with socket.socket() as probe, suppress(OSError):
