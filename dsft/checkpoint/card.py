@@ -19,10 +19,15 @@ from dsft.spec.schema import SECTIONS
 from dsft.spec.task import TASKS, Head
 
 CARD = "README.md"
-Form = Literal["model", "adapter", "merged"]
+Form = Literal["model", "adapter", "merged", "dequantized"]
 
 PIPELINES: dict[Head, str] = {"vocabulary": "text-generation", "score": "text-classification"}
-_FORMS = {"model": "A model", "adapter": "An adapter", "merged": "A model, with its adapter merged,"}
+_FORMS = {
+    "model": "A model",
+    "adapter": "An adapter",
+    "merged": "A model, with its adapter merged,",
+    "dequantized": "A model, with its adapter merged into the dequantized weights,",
+}
 _PACKAGES = ("dsft", "torch", "deepspeed", "transformers", "peft")
 _HUB_ID = re.compile(r"[a-z0-9][\w.-]*(?:/[a-z0-9][\w.-]*)?", re.ASCII | re.IGNORECASE)
 _MARKUP = re.compile(r"[\\`*_{}\[\]<>()#!|~&$@:]|(?<=www)\.", re.IGNORECASE)

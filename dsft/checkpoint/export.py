@@ -6,7 +6,6 @@ is whole. This module also writes the model folder (config, tokenizer) that each
 
 from __future__ import annotations
 
-import ctypes
 import glob
 import math
 import os
@@ -46,7 +45,7 @@ from dsft.model.lora import CONFIG, WEIGHTS
 from dsft.model.weights import DTYPES
 from dsft.model.whole import whole_of
 from dsft.system.disk import size_text
-from dsft.system.files import sync_folder
+from dsft.system.files import replace_folder
 from dsft.system.json_file import read_json
 
 SHARD = 4 * 2**30
@@ -122,8 +121,9 @@ def read_model_files(folder: Path) -> dict[str, bytes]:
         raise StorageError(f"{error.filename or folder} cannot be read ({error.strerror}).") from None
 
 
-def export_checkpoint(path: Path, out: Path, *, merged: bool = False) -> str:
-    """Carry out `dsft export CHECKPOINT OUT`: verify, then export. Return a line for the user."""
+def export_checkpoint(path: Path, out: Path, *, merged: bool = False, original: bool = False) -> str:
+    """Carry out `dsft export CHECKPOINT OUT`: verify, then export. Return a line for the user.
+    merged: write the whole model, not the adapter; original: see `export`."""
     checkpoint = CheckpointReader.open(path)
     checkpoint.verify()
     if model_of(checkpoint).lora is not None and not merged:
@@ -132,7 +132,7 @@ def export_checkpoint(path: Path, out: Path, *, merged: bool = False) -> str:
         raise CheckpointError(
             f"{path} has no adapter to merge: the whole model was trained; leave out --merged."
         )
-    return export(checkpoint, out)
+    return export(checkpoint, out, original=original)
 
 
 def export_adapter(checkpoint: CheckpointReader, out: Path) -> str:
@@ -160,23 +160,34 @@ def export_adapter(checkpoint: CheckpointReader, out: Path) -> str:
 
 
 def export(
-    checkpoint: CheckpointReader, out: Path, dtype: torch.dtype | None = None, max_shard_bytes: int = SHARD
+    checkpoint: CheckpointReader,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = SHARD,
+    *,
+    original: bool = False,
 ) -> str:
     """Write `out`: safetensors (with an index when more than one), config.json, tokenizer, generation config.
     Return a line for the user; if `out` is this export already and whole, nothing is written.
 
-    `dtype`: of the weights, by default that of train.precision. Tied weights are written once. Names and
+    `dtype`: of the weights, by default that of train.precision; original: give weights that training has in 4
+    bits the values that they had before, not those of their 4 bits. Tied weights are written once. Names and
     shapes are those of the files that the model was read from; for a fresh model, those that transformers
     saves. Raises CheckpointError for parameters that are missing, unknown or of another shape; StorageError
     where the disk is full; LockedError where `out` is a folder that dsft did not write. An older export is
     then untouched.
     """
     trained = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
-    saved_as = dtype or trained
+    saved_as, of = dtype or trained, model_of(checkpoint)
+    form: Form = (
+        "model" if of.lora is None else "merged" if of.quantize is None or original else "dequantized"
+    )
 
     def write(aside: Path) -> dict[str, FileDigest]:
         model = on_meta(read_config(checkpoint.model_folder))
-        tensors = WholeModel(checkpoint, model, trained) if is_partial(checkpoint) else checkpoint
+        tensors: Any = checkpoint
+        if is_partial(checkpoint):
+            tensors = WholeModel(checkpoint, model, trained, dequantize=form == "dequantized")
         _check_names(tensors, checkpoint.path, model)
         for name in (BESIDE, NAMES):
             (aside / name).unlink(missing_ok=True)
@@ -195,8 +206,7 @@ def export(
         return written
 
     notes: list[str] = []
-    is_merged = checkpoint.state["spec"].get("model", {}).get("lora") is not None
-    return _write_export(checkpoint, out, saved_as, "merged" if is_merged else "model", write, notes)
+    return _write_export(checkpoint, out, saved_as, form, write, notes)
 
 
 def _write_export(
@@ -212,7 +222,7 @@ def _write_export(
     user, with `notes` after the size. `write` returns the digests of its large files, so that these are not
     read again, and may fill quantization: what an adapter's base is quantized with."""
     origin = {"step": checkpoint.step, "dtype": str(dtype), "manifest": checkpoint.digest}
-    origin |= {"form": "adapter"} if form == "adapter" else {}
+    origin |= {"form": form} if form in {"adapter", "dequantized"} else {}
     title = f"{out}: the {'adapter' if form == 'adapter' else 'model'} after step {checkpoint.step}"
     replaces = _replaces(out, origin)
     if replaces is None:
@@ -231,7 +241,7 @@ def _write_export(
         found |= {QUANTIZATION: quantization} if quantization else {}
         write_json(aside / ORIGIN, found)
         others = _not_exported(place)
-        older = _put_in_place(aside, place)
+        older = replace_folder(place, aside)
         for name in others - files.keys():
             os.rename(older / name, place / name)
         for path in place.parent.glob(f"{glob.escape(place.name)}.tmp-*"):  # left by exports that were killed
@@ -319,6 +329,7 @@ def _check_names(values: TensorSource, where: Path, model: PreTrainedModel) -> N
 def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
     path = folder / "config.json"
     config, whole = read_json(path), config_around(folder)
+    config.pop(QUANTIZATION, None)
     if whole is None:
         config |= {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
     else:
@@ -368,32 +379,3 @@ def _pieces(values: TensorSource, name: str, entry: TensorEntry) -> Iterator[Ten
     numel = math.prod(entry.shape)
     for start in range(0, numel, CHUNK):
         yield values.read(name, "value", start, min(start + CHUNK, numel)).to(entry.dtype)
-
-
-def _put_in_place(aside: Path, out: Path) -> Path:
-    """Rename `aside` to `out`, and return where the older export is then. Where `out` exists, the two are
-    exchanged in one step, so that there is an export at every moment. A file system that cannot do that (NFS)
-    needs two renames; where the second one fails, the older export is moved back."""
-    older = aside
-    if not out.exists():
-        os.rename(aside, out)
-    elif not _exchange(aside, out):
-        older = aside.with_name(aside.name + "-old")
-        os.rename(out, older)
-        try:
-            os.rename(aside, out)
-        except OSError:
-            os.rename(older, out)
-            raise
-    sync_folder(out.parent)
-    return older
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders (renameat2 of Linux, glibc 2.28). Return whether it was done."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "renameat2"):
-        return False
-    paths = os.fsencode(one.absolute()), os.fsencode(other.absolute())
-    at_cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(libc.renameat2(at_cwd, paths[0], at_cwd, paths[1], exchange) == 0)

@@ -17,14 +17,17 @@ from transformers.pytorch_utils import Conv1D
 from dsft.checkpoint.compare import check_same_base
 from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.api import Kind
-from dsft.model.build import has_frozen, initial_values
+from dsft.model.build import around, has_frozen, initial_values
+from dsft.model.config import on_meta
 from dsft.model.files import digests, model_files
 from dsft.model.lora import PREFIX, inject, misread, scale
 from dsft.model.lora_targets import condensed, saved_modules, saved_names
-from dsft.model.quantize_model import bitsandbytes_config
+from dsft.model.names import plain_name
+from dsft.model.quantize_model import bitsandbytes_config, quantize_model, quantized_weights
 from dsft.model.stacked import peft_name, peft_shape, to_peft
 from dsft.model.vocabulary import NewRows, vocabulary_names
 from dsft.model.whole import Whole
+from dsft.plan.storage import Form
 from dsft.spec.schema import Lora, Model
 
 LORA_A = ".lora_A.weight"
@@ -116,16 +119,24 @@ class WholeModel:
     """All tensors of a model, with the `read` of a `CheckpointReader`. shapes: of every parameter, by
     Hugging Face name."""
 
-    def __init__(self, checkpoint: CheckpointReader, meta: PreTrainedModel, dtype: torch.dtype) -> None:
-        """`meta`: the model without adapters, on the meta device; `dtype`: of the base in training. Raises
-        MissingInputError where the base is missing, CheckpointError where it has changed."""
+    def __init__(
+        self,
+        checkpoint: CheckpointReader,
+        meta: PreTrainedModel,
+        dtype: torch.dtype,
+        *,
+        dequantize: bool = False,
+    ) -> None:
+        """`meta`: the model without adapters, on the meta device; `dtype`: of the base in training;
+        dequantize: give weights that training has in 4 bits the values of these. Raises MissingInputError
+        where the base is missing, CheckpointError where it has changed."""
         if (name := model_of(checkpoint).name_or_path) is not None:
             check_same_base(checkpoint, name, digests(model_files(name)))
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tuple(parameter.shape) for name, parameter in meta.named_parameters()
         }
         self._checkpoint = checkpoint
-        self._meta = meta
+        self._meta, self._forms = meta, _forms_of(checkpoint, meta) if dequantize else {}
         self._lora = model_of(checkpoint).lora
         seed = checkpoint.state["spec"]["train"]["seed"]
         self._base = initial_values(model_of(checkpoint), meta, seed, dtype, rows_of(checkpoint))
@@ -143,7 +154,7 @@ class WholeModel:
         module = name.removesuffix(".weight")
         if name in self._checkpoint.shapes:
             return self._trained(name)
-        base = self._base(name).float()
+        base = self._base(name, self._forms.get(name, "plain")).float()
         if self._lora is None or f"{module}.lora_A.weight" not in self._checkpoint.shapes:
             return base
         is_turned = name != module and isinstance(self._meta.get_submodule(module), Conv1D)  # (in, out)
@@ -164,6 +175,18 @@ class WholeModel:
     def _trained(self, name: str) -> Tensor:
         shape = torch.Size(self._checkpoint.shapes[name])
         return self._checkpoint.read(name, "value", 0, shape.numel()).view(shape)
+
+
+def _forms_of(checkpoint: CheckpointReader, meta: PreTrainedModel) -> dict[str, Form]:
+    """Return the names of the weights that training has in 4 bits -> their form. `meta`: see `WholeModel`."""
+    model = model_of(checkpoint)
+    if model.quantize is None or model.lora is None:
+        return {}
+    whole, adapted = around(model, meta), on_meta(meta.config)
+    inject(adapted, model.lora, whole.name if whole else str)
+    quantize_model(adapted, model)
+    found = quantized_weights(adapted)
+    return {plain_name(n): found[id(p)][0] for n, p in adapted.named_parameters() if id(p) in found}
 
 
 def rows_of(checkpoint: CheckpointReader) -> NewRows | None:

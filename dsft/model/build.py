@@ -29,7 +29,7 @@ from dsft.model.mlp_chunks import chunk_mlps
 from dsft.model.older import checkpoint_activations
 from dsft.model.policy import Policy
 from dsft.model.quantize_model import quantize_model, quantized_weights
-from dsft.model.read import SCORE, ReadWeights, WithFreshScore, read_whole
+from dsft.model.read import SCORE, PackedOf, ReadWeights, WithFreshScore, read_whole
 from dsft.model.routing import freeze_routers, routing_of
 from dsft.model.split_points import check_cut
 from dsft.model.stacked import check_stacked
@@ -38,7 +38,7 @@ from dsft.model.vocabulary import ExtendedReader, NewRows
 from dsft.model.weights import PRECISIONS, Sharding, StorageOf, TensorReader, Weights, plain
 from dsft.model.whole import Whole, whole_of
 from dsft.plan.cut import Cut
-from dsft.plan.storage import Storage
+from dsft.plan.storage import Form, Storage
 from dsft.spec.patterns import matches, unmatched
 from dsft.spec.schema import Model
 
@@ -104,15 +104,15 @@ def build_model(  # noqa: PLR0913, PLR0917  a model's section, and what a run kn
 
 def initial_values(
     model: Model, causal_lm: PreTrainedModel, seed: int, dtype: torch.dtype, rows: NewRows | None = None
-) -> Callable[[str], Tensor]:
-    """Return a function from a parameter's name to its value before any training, on the CPU. `causal_lm` is
-    on the meta device; a fresh model is filled by this, one from files is read a tensor at a time. Raises as
-    `build_model` does."""
+) -> Callable[[str, Form], Tensor]:
+    """Return a function from a parameter's name, and the form in which it is stored, to its value before any
+    training, on the CPU. `causal_lm` is on the meta device; a fresh model is filled by this, one from files
+    is read a tensor at a time. Raises as `build_model` does."""
     weights = _weights(model, causal_lm, seed, dtype, rows, around(model, causal_lm))
     if isinstance(weights, ReadWeights):
-        return lambda name: weights.tensor(causal_lm.get_parameter(name), dtype)
+        return lambda name, form: weights.tensor(causal_lm.get_parameter(name), dtype, form)
     weights.fill(causal_lm, plain(dtype), WHOLE)
-    return lambda name: causal_lm.get_parameter(name).detach()
+    return lambda name, _: causal_lm.get_parameter(name).detach()
 
 
 def around(model: Model, causal_lm: PreTrainedModel) -> Whole | None:
@@ -181,9 +181,10 @@ def _weights(
 
     scores = has_scores(causal_lm.config)
 
-    def weights_of(values: TensorReader) -> ReadWeights:
+    def weights_of(values: TensorReader, *packed_of: PackedOf) -> ReadWeights:
         values = WithFreshScore(causal_lm, values, seed) if scores and SCORE not in values.shapes else values
-        return ReadWeights(causal_lm, ExtendedReader(causal_lm, values, rows) if rows else values)
+        values = ExtendedReader(causal_lm, values, rows) if rows else values
+        return ReadWeights(causal_lm, values, *packed_of)
 
     name = model.name_or_path
     if name is None:
@@ -191,7 +192,8 @@ def _weights(
     try:
         files = weight_files(name)
         if files:
-            return weights_of(SafetensorsReader(causal_lm, files, f"model.name_or_path {name!r}", whole))
+            reader = SafetensorsReader(causal_lm, files, f"model.name_or_path {name!r}", whole)
+            return weights_of(reader, reader.packed)
         reason = "it has no safetensors files"
     except UnsupportedConversionError as error:
         reason = f"{error} needs the values"

@@ -37,6 +37,7 @@ from dsft.errors import MissingInputError, Problem, SpecError, brief
 from dsft.model.older import can_use_sdpa
 from dsft.model.vocabulary import NewRows
 from dsft.model.whole import text_config
+from dsft.plan.storage import Form
 from dsft.spec.architecture import quantization
 from dsft.spec.document import quote
 from dsft.spec.files import unfit_model
@@ -106,7 +107,7 @@ def resolve_config(model: Model, facts: TokenFacts) -> PreTrainedConfig:
         if model.from_config is not None
         else read_config(str(model.name_or_path))
     )
-    _check_kind(config)
+    _check_kind(config, model.quantize)
     if model.head == "score":
         _set_scores(config, model)
     elif has_scores(config):
@@ -169,11 +170,11 @@ def _set_scores(config: PreTrainedConfig, model: Model) -> None:
     config.problem_type = "single_label_classification" if model.labels else "regression"
 
 
-def _check_kind(config: PreTrainedConfig) -> None:
+def _check_kind(config: PreTrainedConfig, form: Form | None) -> None:
     """Raise SpecError unless the model is a causal language model of text alone, reads from left to right,
-    is not quantized, and is tested to be trained right."""
+    is not quantized in another form than this, and is tested to be trained right."""
     kind = config.model_type
-    quantized = quantization(vars(config))
+    quantized = quantization(vars(config), form)
     if quantized is not None:
         raise _error("model", quantized)
     if config.sub_configs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import FileIO
@@ -19,9 +20,11 @@ from transformers import PreTrainedModel
 
 from dsft.errors import MissingInputError
 from dsft.model.conversion import ConvertedTensors, TensorMap, read_map
+from dsft.model.packed_files import PackedWeights
 from dsft.model.read import check_tensors
 from dsft.model.weights import Shape
 from dsft.model.whole import Whole
+from dsft.plan.storage import Form
 from dsft.system.digest import content_digests
 from dsft.system.files import cache_folder
 from dsft.system.json_file import read_json, reason_of, special_kind
@@ -110,13 +113,25 @@ class SafetensorsReader:
         values, SpecError for one of a multimodal model that cannot be reversed."""
         self.where = where
         self._file_of = {key: file for file in map(SafetensorsFile, files) for key in file.keys}
+        self._packed = PackedWeights(self._file_of, self._bytes, where)
+        if whole and self._packed.shapes:
+            raise MissingInputError(
+                f"{where} is a multimodal model in 4 bits, which dsft cannot read; give the model that was "
+                "quantized."
+            )
         in_files = whole.model if whole else model
         tensors = in_files.state_dict()
-        tensor_map = read_map(in_files, self._file_of)
+        tensor_map = read_map(in_files, self._file_of.keys() - self._packed.beside)
         if whole:
             self._check_whole(whole.model, tensor_map)
             whole.converted_back(tensor_map, model, self._shape, self._read)  # raises where an export would
             tensor_map = whole.text_map(tensor_map, model)
+        for key in (key for one in tensor_map.conversions for _, key in one.parts):
+            if key in self._packed.shapes:
+                raise MissingInputError(
+                    f"{where}: {key} is in 4 bits, and is joined with others in transformers 5, which would "
+                    "quantize it again; give the model that was quantized."
+                )
         self._keys, self.unexpected = tensor_map.unchanged, tensor_map.unexpected
         self.shapes = {name: self._shape(key) for name, key in self._keys.items()}
         bare = SimpleNamespace(
@@ -168,17 +183,28 @@ class SafetensorsReader:
 
     def _check_types(self, parameters: Iterable[str]) -> None:
         for key in (key for name in parameters if name in self.shapes for key in self._sources(name)):
-            if (dtype := self._file_of[key].dtype(key)) not in TRAINABLE:
+            if key not in self._packed.shapes and (dtype := self._file_of[key].dtype(key)) not in TRAINABLE:
                 raise MissingInputError(
                     f"{self.where}: {key} has the type {dtype}, and a quantized model cannot be trained; "
                     "give the model that was quantized."
                 )
 
+    def packed(self, name: str, form: Form, dtype: torch.dtype) -> Tensor | None:
+        """Return the elements in 4 bits that the files have of a weight; None where they do not have it in
+        this form."""
+        return self._packed.elements(self._keys.get(name, ""), form, dtype)
+
     def _shape(self, key: str) -> Shape:
-        return self._file_of[key].shape(key)
+        return self._packed.shapes.get(key) or self._file_of[key].shape(key)
 
     def _read(self, key: str, start: int, out: Tensor) -> None:
-        self._file_of[key].read(key, start, out)
+        (self._packed if key in self._packed.shapes else self._file_of[key]).read(key, start, out)
+
+    def _bytes(self, key: str) -> Tensor:
+        file = self._file_of[key]
+        out = torch.empty(math.prod(file.shape(key)), dtype=TENSOR_TYPES[file.dtype(key)])
+        file.read(key, 0, out)
+        return out.view(torch.uint8)
 
 
 def tensor_names(name_or_path: str) -> list[str]:

@@ -28,7 +28,7 @@ from dsft.model.init import module_seed
 from dsft.model.lora_sum import sum_in_product
 from dsft.model.lora_targets import Names, adapted_modules, condensed, saved_modules
 from dsft.model.names import ADAPTER, is_adapter, plain_name
-from dsft.model.quantize import load_bitsandbytes
+from dsft.model.quantize import QuantizedLinear, load_bitsandbytes
 from dsft.model.stacked import StackedExperts, from_peft, peft_name, peft_shape, stack
 from dsft.model.vocabulary import vocabulary_names
 from dsft.model.weights import Sharding, StorageOf, Weights, check_finite
@@ -170,7 +170,7 @@ def _fresh(shape: torch.Size, seed: int) -> Tensor:
 def _row_norms(linear: nn.Module) -> Tensor:
     """Return (out,) in the weight's type, computed as peft does at each step: their ratio is then exactly
     1."""
-    weight = linear.weight
+    weight = linear.dequantize() if isinstance(linear, QuantizedLinear) else linear.weight
     assert isinstance(weight, Tensor), "a linear has a weight"
     return torch.linalg.norm(weight.T if isinstance(linear, Conv1D) else weight, dim=1).to(weight.dtype)
 

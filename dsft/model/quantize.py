@@ -13,6 +13,7 @@ import functools
 import importlib
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,7 +38,13 @@ class QuantizedLinear(nn.Linear):
         output: Tensor = _Product.apply(inputs, self)
         return output
 
-    def dequantized(self) -> Tensor:
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802
+        """Its 4 bits, by the name for which peft's DoRA takes `dequantize` (integrations.py
+        dequantize_module_weight)."""
+        return self.weight
+
+    def dequantize(self) -> Tensor:
         """Return the weight, (out, in)."""
         return dequantized(self.weight, self.form, (self.out_features, self.in_features))
 
@@ -48,11 +55,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, linear: QuantizedLinear) -> Tensor:
         ctx.linear = linear
-        return F.linear(inputs, linear.dequantized(), linear.bias)
+        return F.linear(inputs, linear.dequantize(), linear.bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0] @ ctx.linear.dequantized(), None
+        return gradients[0] @ ctx.linear.dequantize(), None
 
 
 def in_4_bits(linear: nn.Linear, form: Form) -> QuantizedLinear:
@@ -73,12 +80,22 @@ def packed(weight: Tensor, form: Form) -> Tensor:
     values, state = bitsandbytes().quantize_4bit(
         weight.to(place), blocksize=BLOCK, compress_statistics=True, quant_type=form
     )
-    parts = (values, state.absmax, state.state2.absmax, state.offset)
-    found = torch.zeros(sum(packed_bytes(weight.numel())), dtype=torch.uint8)
-    for place, part in zip(found.split(packed_bytes(weight.numel())), parts, strict=True):
+    return held(values, state).view(weight.dtype)
+
+
+def held(values: Tensor, state: Any) -> Tensor:
+    """Return the bytes that hold a matrix, from its values in 4 bits and bitsandbytes' state of them."""
+    return joined((values, state.absmax, state.state2.absmax, state.offset), math.prod(state.shape))
+
+
+def joined(parts: Sequence[Tensor], numel: int) -> Tensor:
+    """Return the bytes that hold a matrix of `numel` elements in 4 bits: its values, scales, their scales
+    and their offset."""
+    found = torch.zeros(sum(packed_bytes(numel)), dtype=torch.uint8)
+    for place, part in zip(found.split(packed_bytes(numel)), parts, strict=True):
         part = part.reshape(-1).view(torch.uint8)
         place[: len(part)] = part
-    return found.view(weight.dtype)
+    return found
 
 
 @torch.no_grad()

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from dsft.errors import Problem, SpecError
 from dsft.model.experts import computed_alike, expert_layers, routers, stacks
 from dsft.model.head import output_layer
 from dsft.model.names import plain_name
-from dsft.model.quantize import QuantizedLinear, dequantized, in_4_bits, packed
+from dsft.model.quantize import QuantizedLinear, dequantized, held, in_4_bits, packed
 from dsft.model.stacked import StackedExperts, stack
 from dsft.plan.storage import Form
 from dsft.spec.patterns import matches, unmatched
@@ -39,12 +40,14 @@ def quantize_model(causal_lm: PreTrainedModel, model: Model) -> None:
     if model.quantize is None:
         return
     head, left_out = output_layer(causal_lm), routers(causal_lm)
+    in_files = getattr(causal_lm.config, "quantization_config", {})  # of a model that was saved in 4 bits
     linears = {
         f"{plain_name(name)}.weight": module
         for name, module in causal_lm.named_modules()
         if type(module) is nn.Linear and module is not head and ".lora_" not in name and name not in left_out
         if model.lora is None or not module.weight.requires_grad
         if not plain_name(name).endswith(READ_BY_OTHERS)
+        if should_convert_module(plain_name(name), in_files.get("llm_int8_skip_modules"))
     }
     modules = [layer.experts for layer in expert_layers(causal_lm)]
     experts = {plain_name(name): causal_lm.get_submodule(name) for name in modules}
@@ -116,7 +119,7 @@ def bitsandbytes_config(
     }
 
 
-def quantize_loaded(model: nn.Module, config: Mapping[str, Any], whole: bool = False) -> None:
+def quantize_loaded(model: PreTrainedModel, config: Mapping[str, Any], whole: bool = False) -> None:
     """Quantize the weights of a model that has been read. config: from `bitsandbytes_config`; whole: give
     experts the values of their 4 bits instead, for adapters of peft's, which add to them."""
     form: Form = config["bnb_4bit_quant_type"]
@@ -128,8 +131,13 @@ def quantize_loaded(model: nn.Module, config: Mapping[str, Any], whole: bool = F
             stack(model.get_submodule(path)).forms[own] = form
             put_packed(model.get_submodule(path), own, form)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name not in config["llm_int8_skip_modules"]:
+        if type(module) is nn.Linear and name not in config["llm_int8_skip_modules"]:
             put_packed(module, "weight", form)
+            in_4_bits(module, form)
+        elif type(module).__name__ == "Linear4bit":  # bitsandbytes', of a model that was saved in 4 bits
+            theirs: Any = module.get_parameter("weight")
+            elements = held(theirs.data, theirs.quant_state).view(model.dtype)
+            module.weight = nn.Parameter(elements, requires_grad=False)
             in_4_bits(module, form)
 
 

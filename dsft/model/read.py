@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from dsft.errors import MissingInputError, brief
 from dsft.model.config import on_meta
 from dsft.model.conversion import read_map
 from dsft.model.init import init_scope, initialize_module, mark_initialized, module_seed
-from dsft.model.quantize import packed
+from dsft.model.quantize import dequantized, packed
 from dsft.model.weights import (
     DTYPES,
+    PRECISIONS,
     NamedModule,
     Shape,
     Sharding,
@@ -36,22 +37,27 @@ from dsft.model.weights import (
     initialization_order,
     own_tensors,
 )
-from dsft.plan.storage import Storage
+from dsft.plan.storage import Form, Storage
 
 SHOWN = 5
 """Number of tensors that an error names."""
 SCORE = "score.weight"
 
+PackedOf = Callable[[str, Form, torch.dtype], Tensor | None]
+
 
 class ReadWeights:
     """Weights from `values`, such as a model's files; implements `Weights`."""
 
-    def __init__(self, model: PreTrainedModel, values: TensorReader) -> None:
-        """Check the values. `model` is on the meta device, as transformers builds it. Raises
-        MissingInputError where the values are not exactly this model's."""
+    def __init__(
+        self, model: PreTrainedModel, values: TensorReader, packed_of: PackedOf = lambda *_: None
+    ) -> None:
+        """Check the values. `model` is on the meta device, as transformers builds it. packed_of: what the
+        files have of a weight in 4 bits (`SafetensorsReader.packed`). Raises MissingInputError where the
+        values are not exactly this model's."""
         self._kind = type(model).__name__
         self._order = tuple(initialization_order(model, model))
-        self._values = values
+        self._values, self._packed_of = values, packed_of
         self._names = _names(model)
         check_tensors(model, values.shapes, values.unexpected, values.where)
 
@@ -68,8 +74,12 @@ class ReadWeights:
                 self._fill_buffers(named, slots)
         slots.end(sharding, self._kind)
 
-    def tensor(self, old: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the whole value of one of the model's tensors."""
+    def tensor(self, old: Tensor, dtype: torch.dtype, form: Form = "plain") -> Tensor:
+        """Return the whole value of one of the model's tensors; form: that which is stored so."""
+        if form != "plain":
+            storage = Storage(PRECISIONS[dtype], form, old.shape[:-2].numel())
+            (one,) = storage.tensors(old.numel())
+            return dequantized(self._quantized(old, storage, 0, one.numel), form, tuple(old.shape))
         value = torch.empty(old.numel(), dtype=dtype)
         self._read(old, 0, value)
         return value.view(old.shape)
@@ -91,8 +101,12 @@ class ReadWeights:
             slots.take(slots.put(old, without_memory), sharding, part)
 
     def _quantized(self, old: Tensor, storage: Storage, start: int, stop: int) -> Tensor:
-        """Return the elements [start, stop) of the stored parameter. Reads and quantizes one after the other
-        the matrices that are in this range, whole, since their scales need that."""
+        """Return the elements [start, stop) of the stored parameter, as the files have them, if they do. Else
+        reads and quantizes one after the other the matrices that are in this range, whole, since their scales
+        need that."""
+        for name in self._names[id(old)]:
+            if (held := self._packed_of(name, storage.form, DTYPES[storage.precision])) is not None:
+                return held[start:stop].clone()
         (one,) = Storage(storage.precision, storage.form).tensors(numel := old.numel() // storage.matrices)
         matrix = torch.empty(old.shape[-2:], dtype=DTYPES[storage.precision])
         first, last = start // one.numel, -(-stop // one.numel)

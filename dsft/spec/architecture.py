@@ -65,14 +65,31 @@ def pipeline_obstacle(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def quantization(config: Mapping[str, Any]) -> str | None:
-    """Return the message about a model whose weights are quantized; None if they are not."""
+def quantization(config: Mapping[str, Any], form: str | None) -> str | None:
+    """Return the message about a model whose weights are quantized; None if they are not, or are as
+    model.quantize, `form`, says."""
     for key in ("quantization_config", "compression_config"):
         if config.get(key):
+            if (own := _in_4_bits(config[key])) is not None:
+                way_out = f"set model.quantize: {own}, with model.lora, or use the model that was quantized"
+                return None if form == own else f"the model's weights are in 4 bits ({own}); {way_out}"
             method = config[key].get("quant_method") if isinstance(config[key], Mapping) else None
             named = f"{key} ({quote(method)})" if method else key
             message = f"the model's config has {named}, so its weights are quantized and cannot be trained; "
             return f"{message}use the model from which it was quantized"
+    return None
+
+
+def _in_4_bits(config: Any) -> str | None:
+    """Return the form of the weights that bitsandbytes has quantized, with scales that are quantized too."""
+    match config:
+        case {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_quant_type": "nf4" | "fp4" as form,
+        }:
+            return str(form)
     return None
 
 
@@ -102,7 +119,7 @@ def model_findings(spec: Spec, config: Mapping[str, Any]) -> Iterator[Finding]:
     if clause := too_many(config):
         yield Finding(("model",), f"{clause}; correct the config", MODEL)
     config = text_part(config)
-    quantized = quantization(config)
+    quantized = quantization(config, spec.model.quantize)
     if quantized is not None:
         yield Finding(("model",), quantized, MODEL)
     positions = config.get("max_position_embeddings")

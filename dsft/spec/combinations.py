@@ -68,8 +68,11 @@ ROWS: tuple[Row, ...] = (
      "is for pretrained weights; give name_or_path in place of from_config, or leave it out"),
     (f"{QUANTIZE}_skip", bool, {QUANTIZE: missing},
      f"has no effect without {QUANTIZE}; add {QUANTIZE}: nf4, or leave it out"),
-    *((QUANTIZE, given, {key: bool}, f"is not supported with {key}; set that to false, or leave this out")
-      for key in (COMPILE, "model.lora.use_dora")),
+    (QUANTIZE, given, {COMPILE: bool},
+     f"is not supported with {COMPILE}; set that to false, or leave this out"),
+    (QUANTIZE, given, {"model.lora.use_dora": bool, "model.lora.dropout": bool},
+     "is not supported with the dropout of DoRA, which keeps all weights dequantized for the backward; set "
+     "model.lora.dropout to 0, or leave this out"),
     *((QUANTIZE, given, {key: other_than(*values)},
        f"is not supported with {key} {{{key}!r}}; set that to {values[0]}, or leave this out")
       for key, values in (

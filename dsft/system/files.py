@@ -1,8 +1,9 @@
-"""Write files atomically, or only over files of dsft's own; cache small JSON answers; explain why a disk
-refused a write. Without torch."""
+"""Write files and replace folders atomically, or write only over files of dsft's own; cache small JSON
+answers; explain why a disk refused a write. Without torch."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -129,3 +130,32 @@ def no_inodes(folder: Path) -> str | None:
         return None
     free = found.f_bavail * found.f_frsize
     return f"the disk has no inodes left for another file, although {free:,} bytes are free"
+
+
+def replace_folder(out: Path, aside: Path) -> Path:
+    """Rename `aside` to `out`, and return where the older `out` is then. Where `out` exists, the two are
+    exchanged in one step, so that there is one at every moment. A file system that cannot do that (NFS)
+    needs two renames; where the second one fails, the older export is moved back."""
+    older = aside
+    if not out.exists():
+        os.rename(aside, out)
+    elif not _exchange(aside, out):
+        older = aside.with_name(aside.name + "-old")
+        os.rename(out, older)
+        try:
+            os.rename(aside, out)
+        except OSError:
+            os.rename(older, out)
+            raise
+    sync_folder(out.parent)
+    return older
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders (renameat2 of Linux, glibc 2.28). Return whether it was done."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "renameat2"):
+        return False
+    paths = os.fsencode(one.absolute()), os.fsencode(other.absolute())
+    at_cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(libc.renameat2(at_cwd, paths[0], at_cwd, paths[1], exchange) == 0)

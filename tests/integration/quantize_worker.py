@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from deepspeed.utils import groups
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, BitsAndBytesConfig
 
 from dsft.dist.world import World
 from dsft.engine.build import build_engine
@@ -32,7 +32,7 @@ from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
-from dsft.model.config import TokenFacts
+from dsft.model.config import TokenFacts, config_around
 from dsft.model.quantize import QuantizedLinear
 from dsft.model.stacked import StackedExperts, peft_name, to_peft
 from dsft.model.weights import DTYPES
@@ -56,6 +56,7 @@ FACTS = TokenFacts(67, None, None, None)
 LORA = {"rank": 4, "alpha": 8.0}
 RATE, STEPS, LAYERS = 0.1, 3, 3
 LINEAR = nn.functional.linear
+TEXT = "language_model"  # the text model's name in a multimodal one
 
 
 def main(folder: str, cases: str) -> None:
@@ -89,9 +90,10 @@ def compare(  # noqa: PLR0913, PLR0915, PLR0917  a case
     eager: bool = False,
     targets: Any = "all-linear",
     quantize: str | None = "nf4",
+    dora: bool = False,
 ) -> dict[str, Any]:
     keys = {"name_or_path": f"{folder}/{of}", "gradient_checkpointing": checkpointing}
-    keys |= {"lora": LORA | {"target_modules": targets}, "quantize": quantize}
+    keys |= {"lora": LORA | {"target_modules": targets, "use_dora": dora}, "quantize": quantize}
     keys |= {"experts": {"implementation": "eager"}} if eager else {}
     spec = make_spec(keys, zero, stages, task, precision, "live" if live else "adapter")
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
@@ -181,7 +183,7 @@ def packed_weights(causal_lm: nn.Module) -> dict[str, Tensor]:
         for name, module in causal_lm.named_modules()
         if isinstance(module, (QuantizedLinear, StackedExperts))
         for own, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim == 1
+        if parameter.ndim == 1 and own != "bias"
     }
 
 
@@ -194,7 +196,7 @@ def different(weights: dict[str, Tensor], model: Any) -> list[str]:
     for name, module in model.named_modules():
         if type(module).__name__ != "Linear4bit" or "lora" in name or not name.endswith("base_layer"):
             continue
-        plainly = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        plainly = plain_name(name)
         names.add(plainly)
         if not torch.equal(own_bytes(module.weight.data, module.weight.quant_state), weights[plainly]):
             wrong.append(plainly)
@@ -241,15 +243,21 @@ def plain_model(spec: Spec) -> Any:
         bnb_4bit_compute_dtype=dtype,
     )
     of_bitsandbytes = {"quantization_config": quantization} if spec.model.quantize else {}
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager", **of_bitsandbytes
-    )
+    auto_class: Any = AutoModelForMultimodalLM if is_whole(folder) else AutoModelForCausalLM
+    model = auto_class.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **of_bitsandbytes)
     own = quantize_experts(model) if spec.model.quantize else {}
     trained = build_model(spec.model, FACTS, 0, dtype).named_trained()
-    targets = [*{name.split(".")[-3] for name, p in trained.items() if p.ndim == 2}]
+    targets: Any = [*{name.split(".")[-3] for name, p in trained.items() if p.ndim == 2}]
+    if is_whole(folder):  # whose tower has layers of these names too
+        targets = rf".*\.{TEXT}.*\.({'|'.join(targets)})"
     stacked = [*{name.split(".")[-3] for name, p in trained.items() if p.ndim == 3}]
     lora = LoraConfig(
-        r=4, lora_alpha=8, target_modules=targets, target_parameters=stacked, task_type="CAUSAL_LM"
+        r=4,
+        lora_alpha=8,
+        target_modules=targets,
+        target_parameters=stacked,
+        task_type="CAUSAL_LM",
+        use_dora=spec.model.lora.use_dora,
     )
     ours = as_in_peft(trained)
     adapted = get_peft_model(model, lora)
@@ -258,13 +266,19 @@ def plain_model(spec: Spec) -> Any:
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     with torch.no_grad():
         for name, parameter in theirs.items():
+            assert "magnitude" not in name or torch.equal(parameter, ours[name]), name
             parameter.copy_(ours[name])
     return adapted.train()
 
 
+def is_whole(folder: str) -> bool:
+    return config_around(folder) is not None
+
+
 def plain_name(name: str) -> str:
     """Of peft's two adapters of a module of experts, the inner one keeps its base_layer."""
-    name = name.removeprefix("base_model.model.").replace(".default", "")
+    name = name.removeprefix("base_model.model.").replace(".default", "").replace(f".{TEXT}.", ".")
+    name = name.replace("magnitude_vector.weight", "magnitude_vector")
     return name if "base_layer.lora" in name else name.replace(".base_layer", "")
 
 

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, BitsAndBytesConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+)
 
 from benchmarks.load import TINY
 from dsft.checkpoint.export import export_checkpoint
@@ -25,6 +31,7 @@ from dsft.model.quantize import QuantizedLinear
 from dsft.spec.schema import Lora, Model
 from tests.architectures.wholes import WHOLES, small_whole
 from tests.integration.runs import TRAIN, records, shows_traceback, trained, write_model, write_spec
+from tests.integration.test_killed import DYING
 from tests.integration.test_preference import STEPS, write_dpo, write_pairs
 from tests.launching import alone, forked
 from tests.make import logps_of
@@ -38,14 +45,39 @@ MIXTURE = dims(40, 48, 3, 4, 2, vocab_size=67, model_type="qwen3_moe", head_dim=
 MIXTURE |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 """Each expert's matrices have fewer blocks than share a scale of scales."""
 
+SMALL = dims(36, 41, 3, 4, 2, vocab_size=67, head_dim=8)
+FAMILIES = {
+    "qwen": SMALL | {"model_type": "qwen2"},  # its projections have biases
+    "gemma": SMALL | {"model_type": "gemma3_text", "sliding_window": 4, "sliding_window_pattern": 3},
+    "whole": SMALL | {"model_type": "qwen2_5_vl", "hidden_size": 32},
+}
+"""Beside Llama and the mixture; "whole": the text model of a multimodal one."""
+
 
 def write_odd(folder: Path, config: dict[str, Any], factor: float) -> None:
     """A model that is sure of its answers, so that pairs have a gradient too."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+        if config["model_type"] in WHOLES:
+            text = WHOLES[config["model_type"]]["text_config"] | config
+            model = small_whole(config["model_type"], text_config=text).bfloat16()
+        else:
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
     for parameter in model.parameters():
         parameter.data *= factor if parameter.ndim > 1 else 1.0
+    model.save_pretrained(folder, max_shard_size="10KB")
+
+
+def write_saved(base: Path, folder: Path, dtype: torch.dtype) -> None:
+    """The model in 4 bits, as transformers saves it."""
+    form = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=["lm_head", "model.layers.1.mlp.down_proj"],
+    )
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, quantization_config=form)
     model.save_pretrained(folder, max_shard_size="10KB")
 
 
@@ -59,12 +91,15 @@ EXPERTS: dict[str, Any] = {
 ALWAYS: tuple[dict[str, Any], ...] = (
     {"zero": 0, "packed": True},
     {"zero": 1, "precision": "bf16", "checkpointing": True},
-    {"zero": 2},
+    {"zero": 2, "of": "qwen", "dora": True},
+    {"zero": 2, "of": "saved"},
+    {"zero": 3, "of": "saved", "task": "dpo", "live": True},
     {"zero": 3, "precision": "bf16"},
     {"zero": 3, "task": "dpo"},
+    {"zero": 3, "of": "gemma", "dora": True, "packed": True, "checkpointing": True},
+    {"zero": 3, "of": "whole", "packed": True},
     {"zero": 0, "stages": 2, "packed": True},
-    {"zero": 3, "task": "dpo", "live": True},
-    {"zero": 1, "stages": 2, "task": "dpo", "live": True},
+    {"zero": 1, "of": "qwen", "stages": 2, "task": "dpo", "live": True},
     {"zero": 2, "of": "mixture", "eager": True},
     {"zero": 3, "of": "mixture", "packed": True, "checkpointing": True},
     {"zero": 1, "of": "mixture", "stages": 2},
@@ -101,6 +136,9 @@ def test_adapters_on_4_bits_equal_a_plain_loop(
 ) -> None:
     write_odd(tmp_path / "model", ODD, 4.0)
     write_odd(tmp_path / "mixture", MIXTURE, 8.0)
+    for name, config in FAMILIES.items():
+        write_odd(tmp_path / name, config, 4.0)
+    write_saved(tmp_path / "qwen", tmp_path / "saved", torch.float32)
     worker = Path(__file__).with_name("quantize_worker.py")
     done = forked(worker, ranks, [str(tmp_path), json.dumps(cases)])
     check(done, cases, 1e-5)
@@ -143,7 +181,8 @@ def test_adapters_on_experts_equal_a_plain_loop_over_pefts(tmp_path: Path) -> No
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_goes_on_in_another_layout_and_its_adapter_is_pefts(tmp_path: Path) -> None:
-    """Trained at ZeRO 2 on two ranks, and from step 4 on at ZeRO 3 on one."""
+    """Killed in step 6 at ZeRO 2, and then in a pipeline while it saves step 8; it goes on from step 4 at
+    ZeRO 3 on one rank."""
     from peft import PeftModel
 
     base = write_model(tmp_path / "base")
@@ -154,10 +193,12 @@ def test_a_run_goes_on_in_another_layout_and_its_adapter_is_pefts(tmp_path: Path
     for folder in (whole, resumed):
         folder.mkdir()
     trained(write_spec(whole), *words, "parallel.zero_stage=2")
-    run = resumed / "runs" / "small"
-    shutil.copytree(whole / "runs" / "small", run)
-    for later in ("checkpoints/step-8", "checkpoints/step-10", "export"):
-        shutil.rmtree(run / later)
+    spec, run = str(write_spec(resumed)), resumed / "runs" / "small"
+    kills = (("step", "1", "6"), "parallel.zero_stage=2"), (("part", "0", "8"), "parallel.pipeline_stages=2")
+    for number, (kill, layout) in enumerate(kills):
+        killed = forked(DYING, 2, [*kill, spec, *words, layout])
+        output = killed.stdout + killed.stderr
+        assert killed.returncode != 0 and ("going on from step 4" in output) is bool(number), output
     again = alone(TRAIN, [str(write_spec(resumed)), *words[:2], "parallel.zero_stage=3"])
     assert again.returncode == 76 and not shows_traceback(again.stderr)
     assert "model.quantize was 'nf4', now null" in " ".join(again.stderr.split())
@@ -194,7 +235,8 @@ def test_a_run_goes_on_in_another_layout_and_its_adapter_is_pefts(tmp_path: Path
 @pytest.mark.filterwarnings("ignore")
 def test_experts_in_4_bits_of_a_run_that_goes_on_in_a_pipeline(tmp_path: Path) -> None:
     """Trained at ZeRO 3 on two ranks, and from step 8 on in two stages. The chat quantizes the same weights,
-    and the merged export has adapters added to the original ones, as peft adds them."""
+    and the merged export has their values with the adapters added, or those of the files, as peft adds
+    them."""
     from peft import PeftModel
 
     base = write_model(tmp_path / "base", **EXPERTS)
@@ -231,7 +273,14 @@ def test_experts_in_4_bits_of_a_run_that_goes_on_in_a_pipeline(tmp_path: Path) -
     chatted = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     torch.testing.assert_close(chatted, logps, rtol=0, atol=1e-5)
 
-    export_checkpoint(run / "checkpoints" / "step-10", tmp_path / "merged", merged=True)
+    checkpoint = run / "checkpoints" / "step-10"
+    export_checkpoint(checkpoint, tmp_path / "merged", merged=True)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits, logits, rtol=0, atol=1e-5
+        )
+    assert "its adapter merged into the dequantized weights" in (tmp_path / "merged/README.md").read_text()
+    export_checkpoint(checkpoint, tmp_path / "merged", merged=True, original=True)
     merged, original = (AutoModelForCausalLM.from_pretrained(one) for one in (tmp_path / "merged", base))
     changed = {n for n, p in original.named_parameters() if not torch.equal(p, merged.get_parameter(n))}
     assert changed == {*experts, *(f"model.layers.{n}.self_attn.q_proj.weight" for n in range(2))}
@@ -240,6 +289,35 @@ def test_experts_in_4_bits_of_a_run_that_goes_on_in_a_pipeline(tmp_path: Path) -
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     with torch.no_grad():
         torch.testing.assert_close(adapted(ids).logits, exported(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_in_4_bits_is_trained_merged_and_answers(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    base = write_model(tmp_path / "base", hidden_size=64, intermediate_size=128)
+    write_saved(base, tmp_path / "saved", dtype=torch.float32)
+    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "saved")
+    words = [
+        f"model={{name_or_path: {tmp_path / 'saved'}}}",
+        "model.lora={rank: 4, alpha: 8, use_dora: true}",
+    ]
+    spec = write_spec(tmp_path)
+    trained(spec, *words, "model.quantize=nf4", nproc=1)
+    run, ids = tmp_path / "runs" / "small", torch.arange(40)[None]
+    export_checkpoint(run / "checkpoints" / "step-10", tmp_path / "merged", merged=True)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").train()
+    with torch.no_grad():
+        before = plain(ids).logits
+        theirs = PeftModel.from_pretrained(plain, run / "export").train()(ids).logits
+        assert (theirs - before).abs().max() > 0.1
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits
+        torch.testing.assert_close(merged, theirs, rtol=0, atol=1e-5)
+        chat = load(run / "export", Sampling()).model(ids).logits
+        torch.testing.assert_close(chat, theirs, rtol=0, atol=1e-5)
+    refused = alone(TRAIN, [str(spec), *words])
+    assert not shows_traceback(refused.stderr)
+    assert "weights are in 4 bits (nf4); set model.quantize: nf4" in " ".join(refused.stderr.split())
 
 
 def test_a_precomputed_reference_is_in_4_bits_too(tmp_path: Path) -> None:

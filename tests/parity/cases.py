@@ -50,7 +50,7 @@ del MIXTURES["olmoe"]["moe_intermediate_size"]
 SHAPES: dict[str, dict[str, Any]] = {
     **MIXTURES,
     "llama": LLAMA,
-    "llama_wide": {**LLAMA, "intermediate_size": 600},  # moments of 4,096 elements and more have 8 bits
+    "llama_wide": {**LLAMA, "intermediate_size": 1400},  # moments of 4,096 elements and more have 8 bits
     "llama_tied": {**LLAMA, "tie_word_embeddings": True},
     "llama_4heads": {**LLAMA, "num_attention_heads": 4, "num_key_value_heads": 2},
     "llama_4heads_tied": {**LLAMA, "num_attention_heads": 4, "tie_word_embeddings": True},
@@ -265,7 +265,7 @@ class Case:
         if self.optimizer == "adamw_default_eps":
             return DEFAULT_EPS_BOUNDS
         if self.optimizer == "adamw_8bit":
-            return BOUNDS_8_BITS
+            return BOUNDS_8_BITS | ({"gradient": 2e-6} if self.trained == "adapter" else {})
         bounds = FP32_BOUNDS | (ADAPTER_BOUNDS if self.trained == "adapter" else {})
         bounds |= FRESH_BOUNDS if self.trains == "lora_fresh" else {}
         bounds |= SHAPE_BOUNDS if not self.shape.startswith("llama") else {}
@@ -332,6 +332,7 @@ PAIRED = (
     ("precision", "packed"), ("precision", "trained"), ("packed", "trained"),
     ("packed", "reward"), ("trained", "reward"), ("shared", "reward"), ("zero_stage", "labels"),
     ("is_pipeline", "labels"), ("packed", "labels"), ("trained", "labels"),
+    ("optimizer", "trained"),
 )  # fmt: skip
 """Pairs of fields and properties of a case of which the core tries every pair of values."""
 SPLIT = (
@@ -588,6 +589,7 @@ def _in_8_bits(ranks: int) -> Iterator[Case]:
     )
     for mode in ("zero0", "zero1", "zero2", "zero3"):
         yield case(mode, max_norm=0.1, packed=mode > "zero1")
+        yield case(mode, trains="lora")
     yield case("zero1", precision="bf16")
     yield case("pipeline_zero1", stages=2, max_norm=0.1)
 

@@ -188,7 +188,7 @@ def test_failed_rename_keeps_the_older_export(
     export(saved(maker), out)
     maker.save(5)
     newer = CheckpointReader.open(maker.step(5))
-    monkeypatch.setattr("dsft.checkpoint.export._exchange", lambda one, other: False)
+    monkeypatch.setattr("dsft.system.files._exchange", lambda one, other: False)
 
     def failing(source: Path, target: Path) -> None:
         if target == out and not source.name.endswith("-old"):
@@ -223,7 +223,7 @@ def test_foreign_files_and_links_of_an_export_are_kept(
     maker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr("dsft.checkpoint.export._exchange", lambda one, other: False)
+        monkeypatch.setattr("dsft.system.files._exchange", lambda one, other: False)
     out, place = tmp_path / "out", tmp_path / "other disk" / "model"
     out.symlink_to(place)
     export(saved(maker), out)

@@ -41,7 +41,7 @@ def test_a_layer_is_bitsandbytes_own(dtype: torch.dtype, shape: tuple[int, int],
     expected = reference.dequantize_4bit(values, state)
     linear.weight = nn.Parameter(packed(linear.weight, form), False)
     assert torch.equal(linear.weight.view(torch.uint8)[: values.numel()], values.flatten())
-    assert torch.equal(in_4_bits(linear, form).dequantized(), expected)
+    assert torch.equal(in_4_bits(linear, form).dequantize(), expected)
     (stored,) = Storage("fp32" if dtype == torch.float32 else "bf16", form).tensors(expected.numel())
     assert linear.weight.shape == (stored.numel,) and linear.weight.element_size() == stored.width
     inputs = torch.randn(2, 3, shape[1], dtype=dtype, requires_grad=True)
@@ -102,7 +102,7 @@ def test_a_gemma_3n_trains_although_it_clamps_the_weights_of_some_linear_layers(
     found = causal_lm.train()(ids).logits
     layers: list[Any] = [module for module in causal_lm.modules() if isinstance(module, QuantizedLinear)]
     for module in layers:
-        module.weight, module.__class__ = nn.Parameter(module.dequantized(), False), nn.Linear
+        module.weight, module.__class__ = nn.Parameter(module.dequantize(), False), nn.Linear
     assert torch.equal(found, causal_lm(ids).logits)
 
 

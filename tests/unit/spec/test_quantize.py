@@ -19,7 +19,8 @@ def found(task: str = "sft", **sections: Any) -> dict[str, str]:
 @pytest.mark.parametrize(("sections", "reason"), [
     ({"model": {"lora": None}}, "add model.lora"),
     ({"model": {"from_config": {"model_type": "llama"}, "name_or_path": None}}, "give name_or_path"),
-    ({"model": {"lora": {"rank": 4, "use_dora": True}}}, "supported with model.lora.use_dora; set"),
+    ({"model": {"lora": {"rank": 4, "use_dora": True, "dropout": 0.1}}},
+     "with the dropout of DoRA, which keeps all weights dequantized"),
     ({"model": {"compile": True}}, "not supported with model.compile; set that to false"),
     ({"train": {"precision": "fp16"}}, "not supported with train.precision 'fp16'; set that to bf16"),
     ({"parallel": {"sequence_parallel": 2}}, "not supported with parallel.sequence_parallel 2"),
