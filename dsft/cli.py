@@ -484,15 +484,15 @@ def export(
     merged: Annotated[
         bool, typer.Option("--merged", help="Write the whole model, with adapters merged into its weights.")
     ] = False,
-    original: Annotated[
-        bool, typer.Option("--original", help="Merge into the weights before their quantization.")
+    dequantized: Annotated[
+        bool, typer.Option("--dequantized", help="As --merged, into the 4-bit weights of training.")
     ] = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face folder. It has the model, or the adapter if one was trained."""
     folder = named_checkpoint(checkpoint)  # before the imports, which take seconds
     from dsft.checkpoint.export import export_checkpoint
 
-    _print(export_checkpoint(folder, out, merged=merged, original=original))
+    _print(export_checkpoint(folder, out, merged=merged, dequantized=dequantized))
 
 
 @command(AFTER, "dsft push mychat OWNER/mychat")

@@ -121,18 +121,19 @@ def read_model_files(folder: Path) -> dict[str, bytes]:
         raise StorageError(f"{error.filename or folder} cannot be read ({error.strerror}).") from None
 
 
-def export_checkpoint(path: Path, out: Path, *, merged: bool = False, original: bool = False) -> str:
+def export_checkpoint(path: Path, out: Path, *, merged: bool = False, dequantized: bool = False) -> str:
     """Carry out `dsft export CHECKPOINT OUT`: verify, then export. Return a line for the user.
-    merged: write the whole model, not the adapter; original: see `export`."""
+    merged: write the whole model, not the adapter; dequantized: see `export`."""
     checkpoint = CheckpointReader.open(path)
     checkpoint.verify()
+    merged = merged or dequantized
     if model_of(checkpoint).lora is not None and not merged:
         return export_adapter(checkpoint, out)
     if merged and model_of(checkpoint).lora is None:
         raise CheckpointError(
             f"{path} has no adapter to merge: the whole model was trained; leave out --merged."
         )
-    return export(checkpoint, out, original=original)
+    return export(checkpoint, out, dequantized=dequantized)
 
 
 def export_adapter(checkpoint: CheckpointReader, out: Path) -> str:
@@ -165,13 +166,13 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = SHARD,
     *,
-    original: bool = False,
+    dequantized: bool = False,
 ) -> str:
     """Write `out`: safetensors (with an index when more than one), config.json, tokenizer, generation config.
     Return a line for the user; if `out` is this export already and whole, nothing is written.
 
-    `dtype`: of the weights, by default that of train.precision; original: give weights that training has in 4
-    bits the values that they had before, not those of their 4 bits. Tied weights are written once. Names and
+    `dtype`: of the weights, by default that of train.precision; dequantized: merge an adapter into the values
+    of the 4 bits that training has, not into those of the files. Tied weights are written once. Names and
     shapes are those of the files that the model was read from; for a fresh model, those that transformers
     saves. Raises CheckpointError for parameters that are missing, unknown or of another shape; StorageError
     where the disk is full; LockedError where `out` is a folder that dsft did not write. An older export is
@@ -179,9 +180,7 @@ def export(
     """
     trained = DTYPES[checkpoint.state["spec"]["train"]["precision"]]
     saved_as, of = dtype or trained, model_of(checkpoint)
-    form: Form = (
-        "model" if of.lora is None else "merged" if of.quantize is None or original else "dequantized"
-    )
+    form: Form = "model" if of.lora is None else "dequantized" if of.quantize and dequantized else "merged"
 
     def write(aside: Path) -> dict[str, FileDigest]:
         model = on_meta(read_config(checkpoint.model_folder))

@@ -110,6 +110,8 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"zero": 2, "task": "dpo", "live": True},  # as under ZeRO 3
     {"zero": 0, "of": "mixture", "packed": True},  # as without a mixture
     {"zero": 3, "of": "mixture", "task": "dpo", "live": True},  # as without a mixture
+    {"zero": 1, "of": "gemma", "stages": 2},
+    {"zero": 2, "of": "whole", "task": "dpo", "live": True},
     {"zero": 1, "checkpointing": True},
     {"zero": 2, "task": "dpo"},
     {"zero": 1, "stages": 2, "task": "dpo"},
@@ -235,7 +237,7 @@ def test_a_run_goes_on_in_another_layout_and_its_adapter_is_pefts(tmp_path: Path
 @pytest.mark.filterwarnings("ignore")
 def test_experts_in_4_bits_of_a_run_that_goes_on_in_a_pipeline(tmp_path: Path) -> None:
     """Trained at ZeRO 3 on two ranks, and from step 8 on in two stages. The chat quantizes the same weights,
-    and the merged export has their values with the adapters added, or those of the files, as peft adds
+    and the merged export has the adapters added to their values, or to those of the files, as peft adds
     them."""
     from peft import PeftModel
 
@@ -274,13 +276,13 @@ def test_experts_in_4_bits_of_a_run_that_goes_on_in_a_pipeline(tmp_path: Path) -
     torch.testing.assert_close(chatted, logps, rtol=0, atol=1e-5)
 
     checkpoint = run / "checkpoints" / "step-10"
-    export_checkpoint(checkpoint, tmp_path / "merged", merged=True)
+    export_checkpoint(checkpoint, tmp_path / "merged", dequantized=True)
     with torch.no_grad():
         torch.testing.assert_close(
             AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(ids).logits, logits, rtol=0, atol=1e-5
         )
     assert "its adapter merged into the dequantized weights" in (tmp_path / "merged/README.md").read_text()
-    export_checkpoint(checkpoint, tmp_path / "merged", merged=True, original=True)
+    export_checkpoint(checkpoint, tmp_path / "merged", merged=True)
     merged, original = (AutoModelForCausalLM.from_pretrained(one) for one in (tmp_path / "merged", base))
     changed = {n for n, p in original.named_parameters() if not torch.equal(p, merged.get_parameter(n))}
     assert changed == {*experts, *(f"model.layers.{n}.self_attn.q_proj.weight" for n in range(2))}
