@@ -79,9 +79,11 @@ def micro_batch(pairs: Sequence[Answered], first: int, form: Form, *, scored: bo
     """`first`: the number of the first pair. No pair at all: a row of two tokens without a target."""
     segments = [segment for pair in pairs for segment in segments_of(pair, form)] or [(EMPTY, 0)]
     counts = [[1 if scored else plain.count([row]) for row in pair] for pair in pairs]
+    margins = torch.tensor([plain.margin_of(pair) for pair in pairs], dtype=torch.float64)
     given_answers = Answers(
         torch.arange(first, first + len(pairs)),
         torch.tensor(counts).view(-1, len(pairs[0]) if pairs else 2),
+        values={"margin": margins} if scored else {},
     )
     scored = scored and bool(pairs)
     if form == "padded":

@@ -201,6 +201,11 @@ class Preference:
         }
 
 
+def margin_of(pair: Sequence[Row]) -> float:
+    """The margin of a pair: by its first token."""
+    return pair[0][0][0] % 5 / 4 - 0.5
+
+
 class Reward:
     """A reward model: a score of each answer's last token. `scores`: of each pair of the last step."""
 
@@ -215,7 +220,7 @@ class Reward:
             both = [model(input_ids=torch.tensor([ids])).logits[0, 0] for ids, _ in pair]
             scores = torch.stack(both).double()
             self.scores.append(scores.detach())
-            p = torch.sigmoid(scores[0] - scores[1])  # https://arxiv.org/abs/2203.02155, 1
+            p = torch.sigmoid(scores[0] - scores[1] - margin_of(pair))  # https://arxiv.org/abs/2307.09288, 2
             loss = -(1 - self.smoothing) * p.log() - self.smoothing * (1 - p).log()
             yield (loss + self.centering * scores.sum() ** 2) / len(pairs)
 
