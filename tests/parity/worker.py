@@ -321,7 +321,7 @@ def known(step: int, task: Task, expected: plain.Outcome) -> dict[str, Tensor]:
 
 def whole_model(model: Model, precision: str) -> Policy:
     """Nobody changes it."""
-    key = f"{model.head} {model.model_dump_json()}", precision
+    key = f"{model.head} {model.labels} {model.model_dump_json()}", precision
     if key not in WHOLE:
         WHOLE[key] = build_model(model, FACTS, SEED, DTYPES[precision])
     return WHOLE[key]
@@ -591,7 +591,7 @@ def with_adapter(case: Case, spec: Spec, world: World) -> Spec:
     """Adapters start from a saved one, none of whose values is 0 or 1, unless they are to be fresh."""
     if spec.model.lora is None or case.trains == "lora_fresh":
         return spec
-    key = f"{spec.model.head} {spec.model.model_dump_json()}"
+    key = f"{spec.model.head} {spec.model.labels} {spec.model.model_dump_json()}"
     if key not in ADAPTERS:
         ADAPTERS[key] = world.broadcast(tempfile.mkdtemp())
         if world.rank == 0:
