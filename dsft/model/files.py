@@ -121,7 +121,7 @@ class SafetensorsReader:
             )
         in_files = whole.model if whole else model
         tensors = in_files.state_dict()
-        tensor_map = read_map(in_files, self._file_of.keys() - self._packed.beside)
+        tensor_map = read_map(in_files, [key for key in self._file_of if key not in self._packed.beside])
         if whole:
             self._check_whole(whole.model, tensor_map)
             whole.converted_back(tensor_map, model, self._shape, self._read)  # raises where an export would

@@ -40,7 +40,7 @@ def quantize_model(causal_lm: PreTrainedModel, model: Model) -> None:
     if model.quantize is None:
         return
     head, left_out = output_layer(causal_lm), routers(causal_lm)
-    in_files = getattr(causal_lm.config, "quantization_config", {})  # of a model that was saved in 4 bits
+    in_files = getattr(causal_lm.config, "quantization_config", None) or {}  # of a model saved in 4 bits
     linears = {
         f"{plain_name(name)}.weight": module
         for name, module in causal_lm.named_modules()
