@@ -291,6 +291,19 @@ def prove(
     raise typer.Exit(proved(spec, overrides or (), processes, as_json=as_json))
 
 
+@command(LOOK, "dsft rehearse specs/mychat.yaml --ranks 64")
+def rehearse(
+    spec: SpecPath,
+    ranks: Annotated[int, typer.Option(help="Number of ranks of the run, up to 512.")],
+    overrides: Overrides = None,
+    as_json: Json = False,
+) -> None:
+    """Show memory, collectives and files of a run on N GPUs that are not there, by one rank of each kind."""
+    from dsft.commands.rehearse import rehearse as rehearsed
+
+    rehearsed(spec, overrides or (), ranks, as_json=as_json)
+
+
 @command(CLUSTER, "dsft generate specs/mychat.yaml --check")
 def generate(
     spec: SpecPath,

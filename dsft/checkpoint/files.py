@@ -61,6 +61,16 @@ def write_tensors(
     `chunks` yields the elements of all entries in order, in pieces of any size and shape, in the type of
     their entry. Raises ValueError where there are more or fewer bytes than the entries need.
     """
+    begin, end = header_of(entries, metadata)
+    pieces = (chunk.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for chunk in chunks)
+    written = write_bytes(path, itertools.chain([begin], pieces))
+    if written.size != len(begin) + end:
+        raise ValueError(f"{path}: {written.size - len(begin)} bytes of tensors where the entries need {end}")
+    return written
+
+
+def header_of(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, int]:
+    """Return what a safetensors file begins with, and the bytes of its tensors."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for entry in entries:
@@ -70,13 +80,7 @@ def write_tensors(
         }  # fmt: skip
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # pad, so that the data is aligned
-    pieces = (chunk.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for chunk in chunks)
-    written = write_bytes(path, itertools.chain([len(text).to_bytes(8, "little") + text], pieces))
-    if written.size != 8 + len(text) + end:
-        raise ValueError(
-            f"{path}: {written.size - 8 - len(text)} bytes of tensors where the entries need {end}"
-        )
-    return written
+    return len(text).to_bytes(8, "little") + text, end
 
 
 def write_bytes(path: Path, pieces: Iterable[Any]) -> FileDigest:

@@ -41,6 +41,7 @@ from dsft.system.run_folder import LATEST, MANIFEST
 
 T = TypeVar("T")
 _INSTEAD = "lower checkpoint.keep_last, or change output_dir (older checkpoints are intact)"
+METADATA = {"dsft": str(FORMAT)}
 SPARE = 2**20
 """Bytes that a checkpoint needs beyond its tensors: headers, JSON, the file system's own."""
 
@@ -171,16 +172,23 @@ def _begin(folder: Path, name: str, needed: int) -> Path:
 def _write_part(
     aside: Path, mine: list[Fragment], shapes: Mapping[str, tuple[int, ...]], rank: int
 ) -> RankFile:
-    name = f"rank-{rank:05d}.safetensors"
+    name = file_of(rank)
     elements: Counter[str] = Counter()
     for fragment in mine:
         elements[fragment.kind] += fragment.size
-    entries = [TensorEntry(f"{f.name}|{f.kind}|{f.start}", (f.size,)) for f in mine]
     try:
-        written = write_tensors(aside / name, entries, _chunks(mine), {"dsft": str(FORMAT)})
+        written = write_tensors(aside / name, entries_of(mine), _chunks(mine), METADATA)
     except OSError as error:
         return RankFile(name, None, elements, shapes, str(_not_written(aside.parent, error)))
     return RankFile(name, written, elements, shapes)
+
+
+def file_of(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def entries_of(fragments: Iterable[Fragment]) -> list[TensorEntry]:
+    return [TensorEntry(f"{one.name}|{one.kind}|{one.start}", (one.size,)) for one in fragments]
 
 
 def _chunks(fragments: list[Fragment]) -> Iterator[Tensor]:

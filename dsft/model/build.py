@@ -57,10 +57,12 @@ def build_model(  # noqa: PLR0913, PLR0917  a model's section, and what a run kn
     cut: Cut | None = None,
     sharding: Sharding = WHOLE,
     tokens: int | None = None,
+    source: Weights | None = None,
 ) -> Policy:
     """Build stage `stage` of `cut` (the whole model without a cut), on the CPU, parameters in `dtype`. The
     engine's `sharding` decides which range of each parameter is filled, and takes each parameter once it is
     filled. tokens: that a rank has of the largest micro-batch, which model.mlp_chunks is for; None: of each.
+    source: of the values; None: the model's own.
 
     Raises SpecError for a config that cannot be built or cut, MissingInputError for a model that cannot be
     read, or whose files contain another model.
@@ -72,7 +74,7 @@ def build_model(  # noqa: PLR0913, PLR0917  a model's section, and what a run kn
     check_trainable(causal_lm)
     choose_experts(causal_lm, model.experts.implementation)
     whole = around(model, causal_lm)
-    weights = _weights(model, causal_lm, seed, dtype, new_rows(model, facts), whole)
+    weights = source or _weights(model, causal_lm, seed, dtype, new_rows(model, facts), whole)
     if model.gradient_checkpointing:  # before the cut: it looks for the input embeddings
         checkpoint_activations(causal_lm)
         if model.activation_offload and on_gpu():  # else they are in the host's memory already

@@ -181,9 +181,9 @@ def child(case: Case, output: Path) -> None:
     os._exit(0)
 
 
-def main(output: Path, names: list[str]) -> None:
+def without_values() -> None:
+    """Let steps be applied though nothing is computed."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    build._weights = lambda *_: NoValues()  # type: ignore[assignment]
     for module in (stage_1_and_2, stage3, bf16_optimizer, fused_optimizer, unfused_optimizer):
         module.is_invalid_grad_norm = lambda *_: False  # nothing is computed, so it may be any number
     gradients._weight_norm = lambda *_, **__: 1.0  # DeepSpeed takes the root of their sum
@@ -191,6 +191,11 @@ def main(output: Path, names: list[str]) -> None:
         kind.has_overflow = lambda self, *_, **__: False
     StepClip._global_norm = lambda self, gradients: torch.ones(())  # type: ignore[method-assign]
     CheckOverflow.check_using_norm = lambda self, *_, **__: False
+
+
+def main(output: Path, names: list[str]) -> None:
+    without_values()
+    build._weights = lambda *_: NoValues()  # type: ignore[assignment]
     by_name = {case.name: case for case in cases()}
     for name in names or by_name:
         child(by_name[name], output)

@@ -18,7 +18,7 @@ from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.memory.layer import activations, dequantized, forward_only, mlp_chunks
 from dsft.plan.memory.offload import swapped
-from dsft.plan.memory.phases import RankSetup, gathered, phases
+from dsft.plan.memory.phases import RankSetup, gathered, phases, whole_at_once
 from dsft.plan.memory.sizes import (
     BYTES_PER_LOGIT,
     PLAIN_BYTES_PER_LOGIT,
@@ -83,6 +83,7 @@ class RankMemory:
     loading      peak while model and engine are created
     between      tensors that stay from one step to the next
     forward      what evaluation adds to between, at ZeRO 3 including the gathered parameters
+    kept         what evaluation leaves gathered at ZeRO 3, beside which a checkpoint is saved
     retained     on a CPU: freed blocks of other phases that the C library does not return
     beside       on a GPU: estimate of its memory outside torch's tensors (DRIVER, FRAGMENTS)
     """
@@ -103,6 +104,7 @@ class RankMemory:
     loading: int = 0
     between: int = 0
     forward: int = 0
+    kept: int = 0
     retained: int = 0
     beside: int = 0
 
@@ -130,7 +132,7 @@ class RankMemory:
             "first_step": self.device,
             "steady": self.device,
             "evaluation": self.between + self.forward + self.reference,
-            "save": self.between + self.reference,
+            "save": self.between + self.kept + self.reference,
         }.get(phase, 0)
 
 
@@ -189,6 +191,7 @@ def stage_memory(
         loading=max(on_device(named[name]) for name in ("load", "flattening") if name in named),
         between=on_device(named["between"]),
         forward=max(work.one_layer, work.logits) + (gathered(setup).total if setup.zero == 3 else 0),
+        kept=whole_at_once(setup).total if setup.zero == 3 else 0,
         retained=small + large - total(fullest) if setup.on_cpu else 0,
         beside=0 if setup.on_cpu else DRIVER + int(on_device(fullest) * FRAGMENTS),
         **rows,

@@ -1,0 +1,274 @@
+"""`dsft rehearse SPEC --ranks N`: run one rank of each kind of a run of N ranks, in the real size and
+without GPUs, and show its memory, collectives and checkpoint beside the plan.
+
+The real DeepSpeed engine runs on torch's meta device with torch's fake process group
+(dsft/engine/rehearsal.py), since a user without a GPU has no other. Nothing is computed or sent, and each
+kind of rank is a process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import resource
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from rich.text import Text
+
+from dsft.checkpoint.files import header_of
+from dsft.checkpoint.save import METADATA, entries_of, file_of
+from dsft.data.steps.batch import Answers, MicroBatch, Segments, Tokens
+from dsft.data.tokenizer.load import open_tokenizer
+from dsft.dist.sequence import exchange_of
+from dsft.dist.world import World
+from dsft.engine.build import build_engine
+from dsft.engine.meter import CPU, CUDA, Meter, NoMemory
+from dsft.engine.partition import sharding_for
+from dsft.engine.rehearsal import NoValues, begin
+from dsft.errors import Problem, SpecError
+from dsft.model.attention import attend_padded, attend_per_segment
+from dsft.model.build import build_model
+from dsft.model.config import TokenFacts, resolve_config, token_facts
+from dsft.model.split_points import check_cut
+from dsft.model.weights import DTYPES, Weights
+from dsft.plan.build import Plan, build_plan
+from dsft.plan.cut import Cut, cut_of
+from dsft.plan.ds_config import deepspeed_config
+from dsft.plan.ds_entries import HostFacts
+from dsft.plan.memory.layer import mlp_chunks
+from dsft.plan.memory.offload import largest_part
+from dsft.plan.memory.ranks import memory
+from dsft.plan.memory.sizes import GIB, gpu_bytes, runs_on_cpu, with_device
+from dsft.plan.reference import scores_in_training
+from dsft.plan.tables import heading, printed, table
+from dsft.plan.traffic import traffic
+from dsft.spec.document import quote
+from dsft.spec.findings import value_at
+from dsft.spec.load import load_spec
+from dsft.spec.schema import Spec
+from dsft.system.disk import size_text
+from dsft.tasks.registry import task_of
+
+MOST_RANKS = 512
+GPU = 80 * GIB  # bytes of a GPU where the spec does not give them
+NAMES = {
+    "load": "start",
+    "first_step": "first step",
+    "steady": "step",
+    "evaluation": "evaluation",
+    "save": "save",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all ranks of a run know. spec: with all that the plan decides; batch: the largest micro-batch,
+    of which a step has `number`; gpu: bytes of a GPU."""
+
+    spec: Spec
+    facts: TokenFacts
+    config: Mapping[str, Any]
+    cut: Cut
+    batch: MicroBatch
+    number: int
+    gpu: int
+
+
+def rehearse(path: Path, overrides: Sequence[str], ranks: int, *, as_json: bool) -> None:
+    """Print what the rehearsal finds. Raises SpecError for a spec that does not fit `ranks`, or is not
+    known here."""
+    spec = load_spec(path, overrides, check_files=False)
+    if not 1 <= ranks <= MOST_RANKS:
+        raise _refused("ranks", f"{ranks} is not between 1 and {MOST_RANKS}; rehearse fewer")
+    _check_known(spec)
+    plan = build_plan(_on_hosts(spec, ranks), ranks)
+    setup = setup_of(plan)
+    stages = sorted({0, min(1, plan.layout.pipeline_stages - 1), plan.layout.pipeline_stages - 1})
+    at_once = min(len(stages), os.cpu_count() or 1)
+    with multiprocessing.get_context("fork").Pool(at_once, maxtasksperchild=1) as pool:
+        found = pool.starmap(rehearse_rank, [(setup, plan, stage) for stage in stages], chunksize=1)
+    result = {"ranks": ranks, "kinds": found, "traffic": _planned_traffic(plan, setup)}
+    print(
+        json.dumps(result, indent=1) if as_json else printed(_parts(plan, result)),
+        end="\n" * as_json,
+        flush=True,
+    )
+
+
+def _check_known(spec: Spec) -> None:
+    """Raise SpecError for what is not rehearsed."""
+    unknown = {
+        "model.quantize": spec.model.quantize, "model.compile": spec.model.compile,
+        "optim.name": spec.optim.name not in ("adamw", "sgd"),
+        "parallel.offload_optimizer": spec.parallel.offload_optimizer.device != "none",
+        "parallel.offload_parameters": spec.parallel.offload_parameters.device != "none",
+        "task": spec.task in ("classify", "reward") or scores_in_training(spec),
+    }  # fmt: skip
+    for key, is_unknown in unknown.items():
+        if is_unknown:
+            shown = quote(value_at(spec, key))
+            raise _refused(key, f"dsft rehearse does not know {shown} yet; dsft plan SPEC shows its estimate")
+
+
+def _refused(key: str, message: str) -> SpecError:
+    return SpecError("The run cannot be rehearsed.", [Problem(key, message)])
+
+
+def _on_hosts(spec: Spec, ranks: int) -> Spec:
+    """Return the spec with as many hosts of the same size as `ranks` ranks need."""
+    if spec.cluster is None or sum(spec.cluster.hosts.values()) == ranks:
+        return spec
+    slots = max(spec.cluster.hosts.values())
+    counts = (min(slots, ranks - first) for first in range(0, ranks, slots))
+    hosts = {f"host{number}": count for number, count in enumerate(counts)}
+    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"hosts": hosts})})
+
+
+def setup_of(plan: Plan) -> Setup:
+    tokenizer, added = open_tokenizer(plan.spec.model)
+    on_cpu = runs_on_cpu(plan.spec)
+    gpu = gpu_bytes(plan.spec) or GPU
+    model = plan.spec.model.model_copy(update={"kernels": "torch"})  # Liger's are Triton's, which need a GPU
+    spec = with_device(plan.spec.model_copy(update={"model": model}), "cpu" if on_cpu else "cuda", gpu)
+    batch = largest_micro_batch(spec, plan.batch.micro_batch_size, plan.batch.tokens_per_micro_batch)
+    chunks = mlp_chunks(spec, plan.census, plan.layout.part(batch.shape.numel()))
+    spec = spec.model_copy(update={"model": model.model_copy(update={"mlp_chunks": chunks})})
+    facts = HostFacts(plan.census.elements, largest_part(plan.census, plan.layout.shards))
+    config = deepspeed_config(spec, plan.batch, facts)
+    cut = cut_of(spec.parallel, plan.census)
+    of_tokens = token_facts(tokenizer, added.first_id)
+    return Setup(spec, of_tokens, config, cut, batch, plan.batch.accumulation_steps, gpu)
+
+
+def largest_micro_batch(spec: Spec, size: int, budget: int | None) -> MicroBatch:
+    """Return a micro-batch of rows of data.max_length tokens, all of them targets. size: examples of a
+    micro-batch; budget: the most tokens of a packed one, None where rows are padded."""
+    length, answers = spec.data.max_length, spec.task_kind.rows if spec.task_kind.whole else 1
+    if budget is None:
+        rows, packed = size * answers, None
+    else:
+        rows = max(answers, budget // length // answers * answers)
+        packed = Segments((length,) * rows if rows * length <= budget or answers > 1 else (budget,))
+    ids = torch.ones((rows, length), dtype=torch.int64)
+    tokens = Tokens(ids, torch.arange(length).repeat(rows, 1), ids)
+    if packed is not None:
+        tokens = tokens.map(lambda tensor: tensor.reshape(1, -1)[:, : sum(packed.lengths)])
+    compared = Answers(torch.arange(rows // answers), torch.full((rows // answers, answers), length))
+    batch = MicroBatch(tokens, packed, compared if spec.task_kind.whole else None)
+    return task_of(spec).for_probe(spec, batch)
+
+
+# --- one rank ---------------------------------------------------------------------------------------------
+
+
+def rehearse_rank(setup: Setup, plan: Plan, stage: int) -> dict[str, Any]:
+    """Rehearse the first rank of a stage, in a process of its own. Return its figures."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    if setup.cut.stages > 1:
+        check_cut(
+            resolve_config(setup.spec.model, setup.facts), setup.cut
+        )  # computes, so before the rehearsal
+    mode = NoMemory(CPU if runs_on_cpu(setup.spec) else CUDA)
+    world = begin(mode, stage * plan.layout.shards, plan.layout, setup.gpu, _trained(plan, setup.cut))
+    with mode:
+        saved = run_phases(setup, world, mode, NoValues(mode))
+    layout, kind = plan.layout, mode.device.type
+    planned = memory(plan.census, setup.spec, layout, plan.hosts, setup.batch.shape.numel()).stages[stage]
+    phases = {
+        name: {
+            "seconds": one.seconds, "peak": one.peak[kind], "host": one.peak["cpu"],
+            "planned": planned.phase(name),
+            "collectives": [[*key, *counts] for key, counts in sorted(one.collectives.items())],
+        }
+        for name, one in mode.phases.items()
+    }  # fmt: skip
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"stage": stage, "rank": world.rank, "phases": phases, "saved": saved, "resident": resident}
+
+
+def _trained(plan: Plan, cut: Cut) -> dict[int, list[str]]:
+    """Return the names of the trained parameters of each stage."""
+    return {
+        stage: [one.name for one in plan.census.stage(stage, cut) if one.trained]
+        for stage in range(cut.stages)
+    }
+
+
+def run_phases(setup: Setup, world: World, meter: Meter, source: Weights | None = None) -> dict[str, int]:
+    """Build the engine of a rank, and make a step on the largest micro-batches, an evaluation and what a
+    save reads. Return the sizes of the checkpoint's files of this rank. source: of weights; None: fresh
+    ones."""
+    spec, task = setup.spec, task_of(setup.spec)
+    objective = task.objective(spec)
+    meter.enter("load")
+    keep, exchange = sharding_for(setup.config, world), exchange_of(world)
+    dtype, tokens = DTYPES[spec.train.precision], world.layout.part(setup.batch.shape.numel())
+    policy = build_model(spec.model, setup.facts, 0, dtype, world.stage, setup.cut, keep, tokens, source)
+    if spec.data.packing or exchange is not None:
+        attend_per_segment(
+            policy.causal_lm, spec.model.attention, spec.data.max_length, world.device, exchange
+        )
+    elif spec.model.attention == "auto":
+        attend_padded(policy.causal_lm, spec.data.max_length, world.device)
+    engine = build_engine(policy, spec, setup.config, world, objective)
+    hidden = policy.causal_lm.config.get_text_config().hidden_size
+    rows = setup.batch.shape[0]
+    meter.begin_training(dtype, (rows, tokens // rows, hidden))
+    meter.enter("first_step")
+    engine.probe(setup.batch)
+    meter.enter("steady")
+    counts = {name: 1 for name in ("sequences", *(term.count for term in objective.terms))}
+    engine.step([setup.batch] * setup.number, counts, 1e-3)
+    meter.enter("evaluation")
+    engine.evaluate([setup.batch])
+    meter.enter("save")
+    mine = list(engine.owned_fragments())
+    for fragment in mine:
+        _ = fragment.data
+    begins, size = header_of(entries_of(mine), METADATA)
+    meter.enter("end")
+    meter.phases.pop("end")
+    return {file_of(world.rank): len(begins) + size}
+
+
+# --- the report -------------------------------------------------------------------------------------------
+
+
+def _planned_traffic(plan: Plan, setup: Setup) -> int:
+    """Return the bytes that the busiest rank sends in a step, by the plan."""
+    flows = traffic(plan.census, setup.spec, plan.layout, plan.hosts, setup.batch.shape.numel())
+    return sum(flow.bytes for flow in flows if flow.link in ("within a host", "between hosts"))
+
+
+def _parts(plan: Plan, result: Mapping[str, Any]) -> Iterator[RenderableType]:
+    layout = plan.layout
+    yield Text(
+        f"{plan.spec.name}: {plan.census.architecture}, {plan.census.numel:,} parameters, "
+        f"{layout.world_size} ranks"
+    )
+    for found in result["kinds"]:
+        stage = f", stage {found['stage']} of {layout.pipeline_stages}" if layout.pipeline_stages > 1 else ""
+        yield heading(f"rank {found['rank']}{stage}")
+        rows, collectives = [], []
+        for name, one in found["phases"].items():
+            error = one["planned"] / one["peak"] - 1
+            sizes = (size_text(one[key], 2) for key in ("peak", "planned"))
+            rows.append([NAMES[name], *sizes, f"{error:+.1%}", f"{one['seconds']:.1f}"])
+            for kind, ranks, calls, size, sent in one["collectives"]:
+                figures = (str(ranks), str(calls), size_text(size), size_text(sent))
+                collectives.append([NAMES[name], kind.strip("_"), *figures])
+        yield table(["phase", "peak", "plan", "plan's error", "seconds"], rows)
+        yield table(["phase", "collective", "ranks", "calls", "bytes", "sent by a rank"], collectives)
+        for file, size in found["saved"].items():
+            yield Text(f"checkpoint: {file}, {size_text(size, 2)}")
+    sent = max(sum(one[4] for one in kind["phases"]["steady"]["collectives"]) for kind in result["kinds"])
+    yield Text(f"\nsent in a step: {size_text(sent)}; by the plan {size_text(result['traffic'])}")

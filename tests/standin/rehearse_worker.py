@@ -1,0 +1,79 @@
+# ruff: noqa: E402  CUDA is not to be asked before the forks, and imports would ask it
+"""Runs on the stand-in for a GPU: rank 0 of several goes through the phases of `dsft rehearse`, and
+torch's own allocator gives the peaks.
+
+python -m tests.standin.rehearse_worker OUTPUT.jsonl SPEC.json …     a spec is {"ranks", "sections"}
+
+Writes a line per spec: {phase: {"peak": bytes, "collectives": {"KIND RANKS": [calls, bytes]}}}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+import deepspeed
+import torch.distributed as dist
+
+from dsft.commands.rehearse import run_phases, setup_of
+from dsft.engine.meter import CUDA, Meter
+from dsft.engine.rehearsal import LoneRank
+from dsft.plan.build import build_plan
+from dsft.spec.schema import Spec
+from tests.standin.memory_worker import NoValues, without_values
+
+
+class Allocator(Meter):
+    def enter(self, phase: str) -> None:
+        torch.cuda.synchronize()
+        self.now.peak["cuda"] = torch.cuda.max_memory_allocated()
+        super().enter(phase)
+        torch.cuda.reset_peak_memory_stats()
+
+
+def measure(given: dict[str, Any]) -> dict[str, Any]:
+    plan = build_plan(Spec.model_validate(given["spec"]), given["ranks"])
+    os.environ |= {"RANK": "0", "WORLD_SIZE": str(given["ranks"]), "LOCAL_RANK": "0"}
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=given["ranks"])
+    deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    world = LoneRank(0, given["ranks"], 0, plan.layout, CUDA)
+    meter = Allocator()
+    with meter:
+        run_phases(setup_of(plan), world, meter, NoValues())
+    return {
+        name: {
+            "peak": one.peak["cuda"],
+            "collectives": {f"{kind} {n}": [one.calls[kind, n], one.bytes[kind, n]] for kind, n in one.calls},
+        }
+        for name, one in meter.phases.items()
+    }
+
+
+def main(output: Path, specs: list[str]) -> None:
+    without_values()
+    for text in specs:
+        if pid := os.fork():
+            os.waitpid(pid, 0)
+            continue
+        try:
+            found: Any = measure(json.loads(text))
+        except BaseException as error:  # the parent continues with the next case
+            traceback.print_exc()
+            found = {"error": f"{type(error).__name__}: {error}"}
+        with output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
