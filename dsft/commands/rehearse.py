@@ -152,17 +152,22 @@ def largest_micro_batch(spec: Spec, size: int, budget: int | None) -> MicroBatch
     """Return a micro-batch of rows of data.max_length tokens, all of them targets. size: examples of a
     micro-batch; budget: the most tokens of a packed one, None where rows are padded."""
     length, answers = spec.data.max_length, spec.task_kind.rows if spec.task_kind.whole else 1
-    if budget is None:
-        rows, packed = size * answers, None
-    else:
+    rows, rest = size * answers, 0
+    if budget is not None:
         rows = max(answers, budget // length // answers * answers)
-        packed = Segments((length,) * rows if rows * length <= budget or answers > 1 else (budget,))
-    ids = torch.ones((rows, length), dtype=torch.int64)
-    tokens = Tokens(ids, torch.arange(length).repeat(rows, 1), ids)
-    if packed is not None:
-        tokens = tokens.map(lambda tensor: tensor.reshape(1, -1)[:, : sum(packed.lengths)])
-    compared = Answers(torch.arange(rows // answers), torch.full((rows // answers, answers), length))
-    batch = MicroBatch(tokens, packed, compared if spec.task_kind.whole else None)
+        rest = max(0, budget - rows * length) if answers == 1 else 0
+    positions = torch.arange(length).repeat(rows, 1)
+    if budget is not None:
+        positions = torch.cat((positions.flatten(), torch.arange(rest)))[None]
+    ids = torch.ones_like(positions)
+    lengths = (length,) * rows + (rest,) * (rest > 0)
+    examples = rows // answers
+    compared = Answers(torch.arange(examples), torch.full((examples, answers), length))
+    batch = MicroBatch(
+        Tokens(ids, positions, ids),
+        None if budget is None else Segments(lengths),
+        compared if spec.task_kind.whole else None,
+    )
     return task_of(spec).for_probe(spec, batch)
 
 

@@ -14,7 +14,7 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,7 +24,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed._tools.fake_collectives import CollectiveOp
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 T = TypeVar("T")
 SMALL = 1 << 17
@@ -35,6 +34,21 @@ SENDS = {"allreduce_": 2, "recv_": 0, "barrier": 0}
 """How often a rank of a ring sends (n - 1)/n of a collective's bytes; of others once."""
 _base: Any = torch._C.TensorBase
 own_device, _is_meta = _base.device.__get__, _base.is_meta.__get__
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return an operation's arguments or results with `function` applied to each tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(one, function) for one in value])
+    return {k: _mapped(v, function) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _mapped(value, found.append)
+    return found
 
 
 @dataclass
@@ -74,8 +88,8 @@ class Meter(TorchDispatchMode):
 
     def _held(self, out: T) -> T:
         """Count the real tensors of an operation's output."""
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and not _is_meta(tensor):
+        for tensor in _tensors(out):
+            if not _is_meta(tensor):
                 self.hold(tensor, own_device(tensor))
         return out
 
@@ -99,7 +113,7 @@ class Meter(TorchDispatchMode):
     def note(self, func: Any, args: Any) -> None:
         """Count a collective."""
         name, ranks = func.__name__.partition(".")[0], CollectiveOp.get_process_group(func, args).size()
-        size = max(sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args)
+        size = max(sum(t.nbytes for t in _tensors(arg)) for arg in args)
         share = size if name == "send" else size * (ranks - 1) // ranks
         found = self.now.collectives.setdefault((name, ranks), [0, 0, 0])
         for index, count in enumerate((1, size, share * SENDS.get(name, 1))):
@@ -168,7 +182,7 @@ class NoMemory(Meter):
             return self._collective(func, args)
         if name in ("_pin_memory", "is_pinned"):
             return args[0] if name == "_pin_memory" else True
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = _tensors((args, kwargs))
         homes = [home for tensor in given if (home := self.home(tensor)) is not None]
         if homes and name in ("_local_scalar_dense", "equal"):
             value = self.values(args[0])
@@ -184,12 +198,12 @@ class NoMemory(Meter):
             return args[0]
         if kwargs.get("device") is not None:
             kwargs["device"] = META
-        args, kwargs = tree_map_only(Tensor, lambda t: t if _is_meta(t) else t.to(META), (args, kwargs))
+        args, kwargs = _mapped((args, kwargs), lambda t: t if _is_meta(t) else t.to(META))
         out = self._called(func, args, kwargs)
-        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        tensors = _tensors(out)
         is_new = [self.hold(tensor, target) for tensor in tensors]
         for tensor, new, value in zip(
-            tensors, is_new, tree_leaves(values) if values is not None else (), strict=False
+            tensors, is_new, _tensors(values) if values is not None else (), strict=False
         ):
             if new and (own := self.values(tensor)) is not None:
                 own.copy_(value)
@@ -228,7 +242,7 @@ class NoMemory(Meter):
         if any(value is None for value in known) or math.prod(shape) > SMALL // 8 or "empty" in func.__name__:
             return None
         values = iter(known)
-        args, kwargs = tree_map_only(Tensor, lambda _: next(values), (args, kwargs))
+        args, kwargs = _mapped((args, kwargs), lambda _: next(values))
         with contextlib.suppress(NotImplementedError, RuntimeError):
             return func(*args, **kwargs | ({"device": CPU} if kwargs.get("device") is not None else {}))
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,7 +38,8 @@ T = TypeVar("T")
 WORKSPACE = 32 << 20
 """Bytes that torch gives cuBLAS on a GPU of compute capability 9.0
 (aten/src/ATen/cuda/CublasHandlePool.cpp)."""
-_own_to, _own_tolist = Tensor.to, Tensor.tolist
+_own_to: Any = Tensor.to
+_own_tolist: Any = Tensor.tolist
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ def begin(
 ) -> LoneRank:
     """Make this process a rank of a run on `mode.device`, for good. memory: bytes of a GPU; trained: see
     `LoneRank`."""
+    gc.collect()
+    gc.freeze()  # what is imported need not be searched at each phase
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(layout.world_size)}
     _change_tensors(mode)
     if mode.device.type == "cuda":
@@ -80,7 +84,7 @@ def _tensor_of(dtype: torch.dtype) -> Any:
     return property(lambda self: functools.partial(torch.tensor, dtype=dtype, device=CUDA))
 
 
-class _Accelerator(CUDA_Accelerator):  # type: ignore[misc]
+class _Accelerator(CUDA_Accelerator):
     """DeepSpeed's of a GPU, where torch has none."""
 
     FloatTensor, ByteTensor = _tensor_of(torch.float32), _tensor_of(torch.uint8)
@@ -105,14 +109,14 @@ def _change_cuda(mode: NoMemory, memory: int) -> None:
     answers: dict[str, Any] = {
         "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": device,
         "get_device_capability": (9, 0), "is_bf16_supported": True, "current_stream": _Stream(),
-        "stream": contextlib.nullcontext(), "device": contextlib.nullcontext(),
+        "stream": contextlib.nullcontext(), "reset_peak_memory_stats": None,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     }  # fmt: skip
     nothing = "_lazy_init set_device synchronize set_rng_state manual_seed manual_seed_all empty_cache"
     cuda: Any = torch.cuda
     for name, answer in (answers | dict.fromkeys(nothing.split())).items():
         setattr(cuda, name, lambda *_, _answer=answer, **__: _answer)
-    cuda.Stream = cuda.Event = _Stream
+    cuda.Stream, cuda.Event, cuda.device = _Stream, _Stream, contextlib.nullcontext
     cuda.mem_get_info = lambda *_: (memory - mode.live["cuda"], memory)
     cuda.memory_allocated = cuda.memory_reserved = lambda *_: mode.live["cuda"]
     mode.live["cuda"] += WORKSPACE
@@ -149,6 +153,7 @@ def _change_tensors(mode: NoMemory) -> None:
     def to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         if args and isinstance(args[0], Tensor):
             args = (device(args[0]), args[0].dtype, *args[1:])
+        place: torch.device | None
         place, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         kind = None if place is None else place.type
         if mode.inside or kind == "meta":
@@ -168,8 +173,9 @@ def _change_tensors(mode: NoMemory) -> None:
 
     found: Any = Tensor
     found.device, found.to = property(device), to
-    for kind in ("cuda", "cpu", "meta"):
-        setattr(found, f"is_{kind}", property(lambda tensor, kind=kind: device(tensor).type == kind))
+    found.is_cuda = property(lambda tensor: device(tensor).type == "cuda")
+    found.is_cpu = property(lambda tensor: device(tensor).type == "cpu")
+    found.is_meta = property(lambda tensor: device(tensor).type == "meta")
     found.cuda, found.cpu = (lambda t, *_, **__: to(t, CUDA)), (lambda t, *_, **__: to(t, CPU))
     found.tolist = tolist
     found.record_stream = lambda tensor, stream: None

@@ -4,7 +4,7 @@ torch's own allocator gives the peaks.
 
 python -m tests.standin.rehearse_worker OUTPUT.jsonl SPEC.json …     a spec is {"ranks", "sections"}
 
-Writes a line per spec: {phase: {"peak": bytes, "collectives": {"KIND RANKS": [calls, bytes]}}}.
+Writes a line per spec: {phase: {"peak": bytes, "collectives": [[kind, ranks, calls, bytes, sent]]}}.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
     return {
         name: {
             "peak": one.peak["cuda"],
-            "collectives": {f"{kind} {n}": [one.calls[kind, n], one.bytes[kind, n]] for kind, n in one.calls},
+            "collectives": [[*key, *one.collectives[key]] for key in one.collectives],
         }
         for name, one in meter.phases.items()
     }

@@ -356,36 +356,24 @@ def _flattening(rank: RankSetup, steady: Phase) -> Phase:
     }
 
 
-def gathered(rank: RankSetup) -> Tensors:
-    """Return the gathered parameters at ZeRO 3: those that are whole at once, the buffer into which the
-    largest module or a bucket of smaller ones is gathered (gloo has a copy of it), and the shards that are
-    sent (partition_parameters.py:1343 flat_tensor)."""
-    live = whole_at_once(rank)
-    if not live.total:
-        return NONE
-    ahead = min(max(rank.gathered, rank.module), sum(tensor.numel for tensor in _sharded_tensors(rank)))
-    sent = _bytes_of(rank, -(-ahead // rank.ranks))
-    return live + one(_bytes_of(rank, ahead)) + rank.gathering(_bytes_of(rank, ahead)) + one(sent)
-
-
-def whole_at_once(rank: RankSetup) -> Tensors:
-    """Return the parameters that ZeRO 3 has whole at once, which stay so after an evaluation until the next
-    step. With one rank nothing is gathered: its shard is the whole parameter (_no_gather_coalesced)."""
-    whole = _sharded_tensors(rank)
+def gathered(rank: RankSetup, *, buffers: bool = True) -> Tensors:
+    """Return the gathered parameters at ZeRO 3: those that are whole at once, which stay so after an
+    evaluation, and with `buffers` that into which the largest module or a bucket of smaller ones is gathered
+    (gloo has a copy of it), and the shards that are sent (partition_parameters.py:1343 flat_tensor). With one rank nothing is gathered: its shard is the whole
+    parameter (_no_gather_coalesced)."""
+    whole = [tensor for tensor in rank.stored if tensor.numel > PERSIST_BELOW]
     if rank.ranks == 1 or not whole:
         return NONE
+    total = sum(tensor.numel for tensor in whole)
+
+    def size(elements: int) -> int:
+        return elements * sum(tensor.bytes for tensor in whole) // total
+
+    ahead = min(max(rank.gathered, rank.module), total)
     at_once = live_elements(rank.module, rank.matrix, rank.gathered)
-    is_all = sum(tensor.numel for tensor in whole) <= at_once
-    return held(whole) if is_all else Tensors(0, _bytes_of(rank, at_once))
-
-
-def _sharded_tensors(rank: RankSetup) -> list[Stored]:
-    return [tensor for tensor in rank.stored if tensor.numel > PERSIST_BELOW]
-
-
-def _bytes_of(rank: RankSetup, elements: int) -> int:
-    whole = _sharded_tensors(rank)
-    return elements * sum(tensor.bytes for tensor in whole) // sum(tensor.numel for tensor in whole)
+    live = held(whole) if total <= at_once else Tensors(0, size(at_once))
+    sent = size(-(-ahead // rank.ranks))
+    return live + (one(size(ahead)) + rank.gathering(size(ahead)) + one(sent) if buffers else NONE)
 
 
 def live_elements(module: int, matrix: int, bucket: int, limit: int = LIVE) -> int:

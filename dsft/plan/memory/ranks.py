@@ -18,7 +18,7 @@ from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.memory.layer import activations, dequantized, forward_only, mlp_chunks
 from dsft.plan.memory.offload import swapped
-from dsft.plan.memory.phases import RankSetup, gathered, phases, whole_at_once
+from dsft.plan.memory.phases import RankSetup, gathered, phases
 from dsft.plan.memory.sizes import (
     BYTES_PER_LOGIT,
     PLAIN_BYTES_PER_LOGIT,
@@ -191,7 +191,7 @@ def stage_memory(
         loading=max(on_device(named[name]) for name in ("load", "flattening") if name in named),
         between=on_device(named["between"]),
         forward=max(work.one_layer, work.logits) + (gathered(setup).total if setup.zero == 3 else 0),
-        kept=whole_at_once(setup).total if setup.zero == 3 else 0,
+        kept=gathered(setup, buffers=False).total if setup.zero == 3 else 0,
         retained=small + large - total(fullest) if setup.on_cpu else 0,
         beside=0 if setup.on_cpu else DRIVER + int(on_device(fullest) * FRAGMENTS),
         **rows,
