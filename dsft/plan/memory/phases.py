@@ -357,10 +357,10 @@ def _flattening(rank: RankSetup, steady: Phase) -> Phase:
 
 
 def gathered(rank: RankSetup, *, buffers: bool = True) -> Tensors:
-    """Return the gathered parameters at ZeRO 3: those that are whole at once, which stay so after an
-    evaluation, and with `buffers` that into which the largest module or a bucket of smaller ones is gathered
-    (gloo has a copy of it), and the shards that are sent (partition_parameters.py:1343 flat_tensor). With one rank nothing is gathered: its shard is the whole
-    parameter (_no_gather_coalesced)."""
+    """Return the gathered parameters at ZeRO 3: those that are whole at once, also after an evaluation, and
+    with `buffers` that into which the largest module or a bucket of smaller ones is gathered (gloo copies it)
+    and the shards that are sent (partition_parameters.py:1343 flat_tensor). With one rank nothing is
+    gathered: its shard is the whole parameter (_no_gather_coalesced)."""
     whole = [tensor for tensor in rank.stored if tensor.numel > PERSIST_BELOW]
     if rank.ranks == 1 or not whole:
         return NONE
