@@ -9,13 +9,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = sorted((ROOT / "dsft").rglob("*.py"))
 
-ALL = 54_461
+ALL = 55_240
 """Lines of dsft/. Whoever adds more than that raises the number, and says in the commit what for."""
 
 OF_A_FILE, LONG_FILES = (
     400,
     {
-        "dsft/cli.py": 674,
+        "dsft/cli.py": 687,
         "dsft/spec/schema.py": 706,
     },
 )
