@@ -32,9 +32,13 @@ FIRST = ("sft.md", "dpo.md")
 """Tutorials, whose runs the other pages look at."""
 
 SHORT = ["train.max_steps=2", "train.precision=fp32", "train.global_batch_size=4", "data.max_length=256"]
-"""What a training command of a page gets in addition; with an adapter, as docs/lora.md has one: ADAPTER. Of
-the long conversations 256 tokens would be nothing but answers: 2,048."""
-ADAPTER = "specs/mydpo.yaml"
+"""What a training command of a page gets in addition. Of the long conversations 256 tokens would be nothing
+but answers: 2,048."""
+KEYS = {
+    "specs/mydpo.yaml": "model.lora={rank: 2}",  # docs/lora.md has a run with an adapter
+    "specs/mychat.yaml": "data.eval=[{path: data/train.jsonl}]",  # docs/evaluate.md answers held-out rows
+}
+"""And one of this spec."""
 TINY = "specs/topics.yaml"
 """A spec of a tiny model, which `dsft init` writes, and which trains as it is."""
 
@@ -92,7 +96,7 @@ class Typed:
         if TINY in self.words:
             return list(self.words[2:])
         short = [one.replace("256", "2048") if "name=long-chats" in self.words else one for one in SHORT]
-        more = [*short, *(["model.lora={rank: 2}"] if ADAPTER in self.words else [])] if self.trains else []
+        more = [*short, *(key for spec, key in KEYS.items() if spec in self.words)] if self.trains else []
         return [*self.words[2:], *more]
 
 
