@@ -33,7 +33,7 @@ from dsft.engine.build import build_engine
 from dsft.engine.meter import CPU, CUDA, Meter, NoMemory
 from dsft.engine.partition import sharding_for
 from dsft.engine.rehearsal import NoValues, begin
-from dsft.errors import Problem, SpecError
+from dsft.errors import DsftError, Problem, SpecError, brief
 from dsft.model.attention import attend_padded, attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts, resolve_config, token_facts
@@ -94,7 +94,12 @@ def rehearse(path: Path, overrides: Sequence[str], ranks: int, *, as_json: bool)
     stages = sorted({0, min(1, plan.layout.pipeline_stages - 1), plan.layout.pipeline_stages - 1})
     at_once = min(len(stages), os.cpu_count() or 1)
     with multiprocessing.get_context("fork").Pool(at_once, maxtasksperchild=1) as pool:
-        found = pool.starmap(rehearse_rank, [(setup, plan, stage) for stage in stages], chunksize=1)
+        try:
+            found = pool.starmap(rehearse_rank, [(setup, plan, stage) for stage in stages], chunksize=1)
+        except DsftError:
+            raise
+        except Exception as error:  # of an operation that has no values here, as some models need
+            raise DsftError(f"a rank could not be rehearsed: {brief(error)}") from error
     result = {"ranks": ranks, "kinds": found, "traffic": _planned_traffic(plan, setup)}
     print(
         json.dumps(result, indent=1) if as_json else printed(_parts(plan, result)),
@@ -107,6 +112,7 @@ def _check_known(spec: Spec) -> None:
     """Raise SpecError for what is not rehearsed."""
     unknown = {
         "model.quantize": spec.model.quantize, "model.compile": spec.model.compile,
+        "model.lora": spec.model.lora,
         "optim.name": spec.optim.name not in ("adamw", "sgd"),
         "parallel.offload_optimizer": spec.parallel.offload_optimizer.device != "none",
         "parallel.offload_parameters": spec.parallel.offload_parameters.device != "none",
@@ -114,7 +120,7 @@ def _check_known(spec: Spec) -> None:
     }  # fmt: skip
     for key, is_unknown in unknown.items():
         if is_unknown:
-            shown = quote(value_at(spec, key))
+            shown = quote(value) if isinstance(value := value_at(spec, key), str) else "this"
             raise _refused(key, f"dsft rehearse does not know {shown} yet; dsft plan SPEC shows its estimate")
 
 

@@ -14,7 +14,7 @@ import math
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -121,14 +121,11 @@ class Meter(TorchDispatchMode):
 
 
 class NoMemory(Meter):
-    """Puts tensors on the meta device that would be on a GPU, or on the CPU and larger than `small`
-    bytes. device: the one that computes."""
+    """Puts all new tensors on the meta device. device: the one that would compute."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        # a parameter's `.data`, which DeepSpeed replaces, has to stay of one kind
-        self.small = -1 if device == CPU else SMALL
         self.inside = False  # in a kernel, which has to see the meta device
         self._message: list[int] | None = None
         self._values: dict[int, torch.UntypedStorage] = {}
@@ -136,16 +133,6 @@ class NoMemory(Meter):
     def begin_training(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
         # what a pipeline stage receives before them (pipe/engine.py:945 meta_buf_list)
         self._message = [0, PipelineEngine.DTYPE_TO_ID[dtype], len(shape), *shape]
-
-    @contextlib.contextmanager
-    def all_without_memory(self) -> Iterator[None]:
-        """Put small tensors of the CPU on the meta device too: parameters, whose `.data` DeepSpeed
-        replaces."""
-        small, self.small = self.small, -1
-        try:
-            yield
-        finally:
-            self.small = small
 
     def home(self, tensor: Tensor) -> torch.device | None:
         """Return where a tensor of this mode would be; None for others."""
@@ -224,8 +211,7 @@ class NoMemory(Meter):
             return None
         if asked == "meta":  # autograd asks for the device of a tensor of this mode
             return None if self._message is None else self.device
-        made = self._called(func, args, {**kwargs, "device": META})
-        return CPU if made.untyped_storage().nbytes() > self.small else None
+        return CPU
 
     def _called(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         before, self.inside = self.inside, True

@@ -191,21 +191,20 @@ class NoValues:
 
     def fill(self, root: nn.Module, storage_of: StorageOf, sharding: Sharding) -> None:
         slots, make = TensorSlots(root), functools.partial(torch.empty, device=self._mode.device)
-        with self._mode.all_without_memory():
-            for buffer in list(root.buffers()):
-                if buffer.is_meta:
-                    slots.put(buffer, make(buffer.shape, dtype=buffer.dtype))
-            for parameter in list(root.parameters()):
-                if not parameter.is_meta:
-                    continue
-                dtype, numel = DTYPES[storage_of(parameter).precision], parameter.numel()
-                start, stop = sharding.span(numel)
-                if stop - start == numel:
-                    slots.take(slots.put(parameter, make(parameter.shape, dtype=dtype)), sharding)
-                else:
-                    shell = slots.put(parameter, torch.empty(parameter.shape, dtype=dtype, device=META))
-                    slots.take(shell, sharding, make(stop - start, dtype=dtype))
-            slots.end(sharding, type(root).__name__)
+        for buffer in list(root.buffers()):
+            if buffer.is_meta:
+                slots.put(buffer, make(buffer.shape, dtype=buffer.dtype))
+        for parameter in list(root.parameters()):
+            if not parameter.is_meta:
+                continue
+            dtype, numel = DTYPES[storage_of(parameter).precision], parameter.numel()
+            start, stop = sharding.span(numel)
+            if stop - start == numel:
+                slots.take(slots.put(parameter, make(parameter.shape, dtype=dtype)), sharding)
+            else:
+                shell = slots.put(parameter, torch.empty(parameter.shape, dtype=dtype, device=META))
+                slots.take(shell, sharding, make(stop - start, dtype=dtype))
+        slots.end(sharding, type(root).__name__)
 
     def tensor(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
         return torch.empty(parameter.shape, dtype=dtype)

@@ -21,15 +21,20 @@ from tests.specs import llama, minimal_spec
         (9, {"parallel": {"pipeline_stages": 2, "zero_stage": 1}}, "2 does not divide the 9 processes"),
         (3, {"train": {"global_batch_size": 8}}, "does not hold"),
         (2, {"parallel": {"zero_stage": 2, "offload_optimizer": {"device": "cpu"}}}, "does not know"),
+        (
+            2,
+            {"model": {"from_config": llama(16, 32, 4, 2), "lora": {"rank": 2}}},
+            "model.lora: dsft rehearse",
+        ),
         (2, {"optim": {"name": "muon"}}, "know 'muon' yet"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_said_in_a_sentence(
     tmp_path: Path, ranks: int, sections: dict[str, Any], words: str
 ) -> None:
-    model = {"from_config": llama(16, 32, 4, 2)}
+    given = {"model": {"from_config": llama(16, 32, 4, 2)}} | sections
     data = {"train": [{"path": "rows.jsonl"}], "packing": True, "max_length": 16}
-    spec = minimal_spec(model=model, data=data, **sections)
+    spec = minimal_spec(data=data, **given)
     path = tmp_path / "spec.yaml"
     path.write_text(yaml.safe_dump(spec.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
     with pytest.raises(SpecError, match=words) as found:
