@@ -116,7 +116,7 @@ def _check_known(spec: Spec) -> None:
         "optim.name": spec.optim.name not in ("adamw", "sgd"),
         "parallel.offload_optimizer": spec.parallel.offload_optimizer.device != "none",
         "parallel.offload_parameters": spec.parallel.offload_parameters.device != "none",
-        "task": spec.task in ("classify", "reward") or scores_in_training(spec),
+        "task": spec.task_kind.head == "score" or scores_in_training(spec),
     }  # fmt: skip
     for key, is_unknown in unknown.items():
         if is_unknown:
