@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsft.doctor.results import CheckResult, passed
 from dsft.engine.toolchain import package_file
-from dsft.report.packages import SINKS, missing, packages
-from dsft.system.software import decisive_versions, outside, version_of
+from dsft.system.software import SINKS, decisive_versions, outside, version_of
 
 if TYPE_CHECKING:
     from dsft.doctor.results import ProbeResults
@@ -62,6 +61,8 @@ def differing(versions: Mapping[str, Mapping[str, str]]) -> dict[str, Mapping[st
 
 
 def check(probed: ProbeResults) -> Iterator[CheckResult]:
+    from dsft.report.packages import missing, packages  # they import pydantic, which a probe does without
+
     found = table(probed)
     different = differing(found)
     for name, by_host in different.items():

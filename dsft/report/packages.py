@@ -9,8 +9,7 @@ from importlib.util import find_spec
 from dsft.errors import MissingInputError
 from dsft.report.wandb_run import mode_of
 from dsft.spec.schema import Spec
-
-SINKS = ("tensorboard", "swanlab", "wandb")
+from dsft.system.software import SINKS
 
 
 def packages(spec: Spec) -> list[str]:

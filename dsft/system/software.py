@@ -16,6 +16,8 @@ from dsft import __version__
 DECISIVE = ("torch", "deepspeed", "transformers", "tokenizers", "numpy", "liger-kernel")
 """Packages whose version can change a loss, a mask or an update; all ranks of a run must have the same."""
 
+SINKS = ("tensorboard", "swanlab", "wandb")
+"""Packages with which a spec may record its run."""
 RANGES = {"torch": ">=2.10", "deepspeed": ">=0.19.8,<0.20", "transformers": ">=5.17,<6"}
 """Supported versions, equal to those in pyproject.toml."""
 
