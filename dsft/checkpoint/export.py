@@ -131,7 +131,8 @@ def export_checkpoint(path: Path, out: Path, *, merged: bool = False, dequantize
         return export_adapter(checkpoint, out)
     if merged and model_of(checkpoint).lora is None:
         raise CheckpointError(
-            f"{path} has no adapter to merge: the whole model was trained; leave out --merged."
+            f"{path} has no adapter to merge: the whole model was trained; leave out "
+            f"{'--dequantized' if dequantized else '--merged'}."
         )
     return export(checkpoint, out, dequantized=dequantized)
 

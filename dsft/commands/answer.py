@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,12 @@ class Prompt:
     reference: str | None
 
 
-def defaults(name: Path, data: str | None, out: Path | None) -> tuple[str, Path]:
-    """Return `data` and `out`, by default the first of data.eval in a run's spec, and answers.jsonl of its
-    folder, where `dsft report` finds it. Raises MissingInputError where there is no run or no data.eval."""
+def defaults(name: Path, data: str | None, out: Path | None) -> tuple[Source, Path]:
+    """Return the rows of `data`, and `out`: by default the first of data.eval in a run's spec, and
+    answers.jsonl of its folder, where `dsft report` finds it. Raises MissingInputError where there is no run
+    or no data.eval."""
     if data is not None and out is not None:
-        return data, out
+        return Source(path=data), out
     try:
         run = named_run(str(name))
     except MissingInputError:
@@ -59,11 +61,11 @@ def defaults(name: Path, data: str | None, out: Path | None) -> tuple[str, Path]
     held_out = () if data else load_spec(run / "spec.yaml", check_files=False).data.eval
     if not data and not held_out:
         raise MissingInputError(f"the spec of {run} has no data.eval to answer; give --data FILE.")
-    return data or held_out[0].path, out or run / ANSWERS
+    return Source(path=data) if data else held_out[0], out or run / ANSWERS
 
 
 def answer(
-    folder: Path, data: str, out: Path, sampling: Sampling, system: str | None, batch: int, processes: int
+    folder: Path, data: Source, out: Path, sampling: Sampling, system: str | None, batch: int, processes: int
 ) -> str:
     """Generate and write the answers, and return a line for the user. Raises DataError for rows without a
     prompt, MissingInputError where the folder has no model, StorageError where `out` cannot be written."""
@@ -72,7 +74,8 @@ def answer(
     if out.exists():
         raise StorageError(f"{out} exists; remove it, or name another file with --out.")
     weights = [(path.name, path.stat().st_mtime_ns) for path in sorted(folder.glob("*.safetensors"))]
-    own = {"export": str(folder.absolute()), "weights": weights, "data": digest, "system": system}
+    of_rows = {"data": digest, "system": system, **data.model_dump(exclude_defaults=True)}
+    own = {"export": str(folder.absolute()), "weights": weights, **of_rows}
     settings = {**own, "batch": batch, **asdict(sampling)}
     if os.environ.get(SHARE):
         number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -107,31 +110,32 @@ def _part(out: Path, number: int) -> Path:
     return out.with_name(f"{out.name}.part-{number}")
 
 
-def read_prompts(data: str, system: str | None) -> tuple[list[Prompt], str]:
-    """Return the prompts of all rows, and a digest of the files. Raises DataError with the rows that have
-    none, MissingInputError for files that are not there."""
+def read_prompts(data: Source, system: str | None) -> tuple[list[Prompt], str]:
+    """Return the prompts of all rows, or of `max_rows`, and a digest of the files. Raises DataError with the
+    rows that have none, MissingInputError for files that are not there."""
     prompts: list[Prompt] = []
     bad: list[Problem] = []
-    files = data_files(data)
-    for file in files:
-        for place, row, mistake in file_rows(file, Source(path=file.name), TASKS, with_answer):
-            try:
-                if row is None:
-                    raise BadRowError(mistake)
-                prompts.append(_prompt(row, system, place))
-            except BadRowError as error:
-                bad.append(Problem(place, str(error)))
+    files = data_files(data.path)
+    rows = (row for file in files for row in file_rows(file, data, TASKS, with_answer))
+    for place, row, mistake in islice(rows, data.max_rows):
+        try:
+            if row is None:
+                raise BadRowError(mistake)
+            prompts.append(_prompt(row, system, place))
+        except BadRowError as error:
+            bad.append(Problem(place, str(error)))
     if bad:
         raise data_error(bad, f"{len(bad):,} row{'s' * (len(bad) > 1)} cannot be answered:", len(bad))
     if not prompts:
-        raise data_error([Problem(data, "has no rows; name a file with rows")], "no rows to answer:", 1)
+        raise data_error([Problem(data.path, "has no rows; name a file with rows")], "no rows to answer:", 1)
     return prompts, " ".join(file_digest(file) for file in files)
 
 
 def _prompt(row: Row, system: str | None, place: str) -> Prompt:
     sample = row.samples[0]
     if not isinstance(sample, Conversation):
-        raise BadRowError("it is a text, not a prompt; give messages, a prompt or an instruction")
+        way_out = "give messages, an instruction, or a prompt alone"
+        raise BadRowError(f"it is plain text, which is trained on without the chat template; {way_out}")
     messages, reference = list(sample.messages), None
     if messages[-1]["role"] == "assistant":
         reference = messages.pop().get("content")

@@ -87,8 +87,13 @@ def write_report(
     found = [Section(f"Answers: {run.name}", _answers(run, prompts), "text") for run in runs if prompts]
     files = {answers.name: answers} if answers else {run.name: run.folder / ANSWERS for run in runs}
     for name, file in files.items():
-        if answers or file.exists():
-            found.append(Section(f"Answers: {name}", answers_in(file), "text"))
+        try:
+            if answers or file.exists():
+                found.append(Section(f"Answers: {name}", answers_in(file), "text"))
+        except MissingInputError as error:
+            if answers:
+                raise
+            found.append(Section(f"Answers: {name}", str(error)))
     text = page(runs, found)
     write_page(path, text, "--out")
     return path

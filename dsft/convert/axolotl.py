@@ -31,6 +31,7 @@ _TEMPLATES = {
     "chatml": "chatml", "llama3": "llama3", "mistral_v1": "mistral", "gemma": "gemma", "cohere": "cohere",
     "phi_3": "phi3", "qwen_25": "qwen2_5", "qwen3": "qwen3",
 }  # fmt: skip
+_BY_ROWS = "dsft detects the format of the rows; dsft preview shows it"
 _DETECTED = ("chat_template", "bradley_terry", "completion", "pretrain", "chatml", "llama3", "None")
 """Types of data sets whose rows dsft recognizes by their keys."""
 
@@ -129,12 +130,14 @@ def _columns(draft: Draft, where: str, entry: Mapping[str, Any], task: str) -> d
             if kind.get(name):
                 draft.left[f"{where}.type.{name}"] = "the chat template formats the prompt"
     elif task == "kto":
-        columns = dict(_LABELED.get(str(kind).partition(".")[2], {}))
+        form = str(kind).partition(".")[2]
+        columns = dict(_LABELED.get(form, {}))
+        if form not in (*_LABELED, "ultra"):
+            draft.left[f"{where}.type"] = f"{quote(kind)}: {_BY_ROWS}"
     elif kind in _ROWS:
         columns = dict(_ROWS[kind])
     elif str(kind).partition(".")[0] not in _DETECTED:
-        reason = f"{quote(kind)}: dsft detects the format of the rows; dsft preview shows it"
-        draft.left[f"{where}.type"] = reason
+        draft.left[f"{where}.type"] = f"{quote(kind)}: {_BY_ROWS}"
     if task == "pretrain":
         columns["text"] = entry.get("field") or entry.get("text_column") or "text"
     elif entry.get("field_messages"):

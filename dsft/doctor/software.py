@@ -84,7 +84,7 @@ def check(probed: ProbeResults) -> Iterator[CheckResult]:
             )  # fmt: skip
     for host, part in probed.part("software"):
         if host == probed.needs.first:  # rank 0 records
-            for name in set(packages(probed.needs.spec)).intersection(part["absent"]):
+            for name in (one for one in packages(probed.needs.spec) if one in part["absent"]):
                 what, _, way = missing(name).partition("; ")
                 yield CheckResult(CHECK, host, "failure", what, "the run would stop at its start", way)
     if found and not different:

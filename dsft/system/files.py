@@ -58,11 +58,12 @@ def temporary_folder(path: Path) -> Iterator[None]:
     """Make a folder that is removed when the block ends. Raises StorageError for an OSError of the block."""
     try:
         path.mkdir(parents=True)
-        yield
+        try:
+            yield
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
         raise write_error(path, error) from None
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:
@@ -135,7 +136,7 @@ def no_inodes(folder: Path) -> str | None:
 def replace_folder(out: Path, aside: Path) -> Path:
     """Rename `aside` to `out`, and return where the older `out` is then. Where `out` exists, the two are
     exchanged in one step, so that there is one at every moment. A file system that cannot do that (NFS)
-    needs two renames; where the second one fails, the older export is moved back."""
+    needs two renames; where the second one fails, the older `out` is moved back."""
     older = aside
     if not out.exists():
         os.rename(aside, out)

@@ -12,6 +12,7 @@ import yaml
 from dsft.commands import answer as command
 from dsft.commands.chat import Sampling, load
 from dsft.errors import DataError, MissingInputError, StorageError
+from dsft.spec.schema import Source
 from tests.integration.runs import dsft, trained, write_spec
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -51,7 +52,7 @@ def answers(
     batch: int = 2,
     system: str | None = None,
 ) -> list[dict[str, Any]]:
-    command.answer(export, str(data), out, sampling, system, batch, 1)
+    command.answer(export, Source(path=str(data)), out, sampling, system, batch, 1)
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -120,7 +121,7 @@ def test_prompts_alone_are_answered_and_answers_again(export: Path, data: Path, 
 def test_what_cannot_be_answered(export: Path, data: Path, tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": "a text"}) + "\n")
-    with pytest.raises(DataError, match="it is a text, not a prompt"):
+    with pytest.raises(DataError, match="it is plain text, which is trained on without"):
         answers(export, texts, tmp_path / "out.jsonl")
     texts.write_text('{"prompt": "a", "cho\n')
     with pytest.raises(DataError, match="cut off: the JSON ends before it is complete"):
@@ -144,10 +145,10 @@ def test_by_default_the_held_out_rows_of_a_run_are_answered_into_its_folder(
 ) -> None:
     run = export.parent
     data, out = command.defaults(run, None, None)
-    assert (data, out) == ("builtin:quickstart-heldout", run / "answers.jsonl")
+    assert (data.path, out) == ("builtin:quickstart-heldout", run / "answers.jsonl")
     command.answer(run, data, out, Sampling(0.0, 1.0, 1, 0), None, 64, 1)
     sources = [json.loads(line)["source"] for line in out.read_text().splitlines()]
-    assert sources == [f"{data}:{number}" for number in range(1, 56)]
+    assert sources == [f"{data.path}:{number}" for number in range(1, 17)]
     with pytest.raises(MissingInputError, match=r"export is no run, so give --data FILE and --out FILE"):
         command.defaults(export, None, tmp_path / "out.jsonl")
     values = yaml.safe_load((run / "spec.yaml").read_text())
@@ -155,3 +156,18 @@ def test_by_default_the_held_out_rows_of_a_run_are_answered_into_its_folder(
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(values | without))
     with pytest.raises(MissingInputError, match=r"the spec of .* has no data\.eval to answer"):
         command.defaults(tmp_path, None, None)
+
+
+def test_rows_are_read_as_the_source_says(export: Path, tmp_path: Path) -> None:
+    rows = [{"question": f"{number}?", "reply": str(number)} for number in range(4)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = {"instruction": "question", "output": "reply"}
+    source = Source(path=str(path), format="alpaca", columns=columns, max_rows=2)
+    found, _ = command.read_prompts(source, None)
+    assert [(one.messages[0]["content"], one.reference) for one in found] == [("0?", "0"), ("1?", "1")]
+    path.write_text('{"prompt": "a", "reference": "b"}\n{"prompt": "a", "response": "b"}\n')
+    with pytest.raises(DataError, match='completion" is missing; the row has'):
+        command.read_prompts(Source(path=str(path)), None)
+    path.write_text('{"prompt": "a", "reference": "b"}\n')
+    assert command.read_prompts(Source(path=str(path)), None)[0][0].reference == "b"

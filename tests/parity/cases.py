@@ -334,7 +334,8 @@ PAIRED = (
     ("is_pipeline", "labels"), ("packed", "labels"), ("trained", "labels"),
     ("optimizer", "trained"),
 )  # fmt: skip
-"""Pairs of fields and properties of a case of which the core tries every pair of values."""
+"""Pairs of fields and properties of a case of which the core tries every pair of values. A mode is its ZeRO
+stage, offload and pipeline here, each paired by itself: combinations of the three with others are `long`."""
 SPLIT = (
     "zero0-2ranks-sgd-varying-split2-clipped",
     "zero3-2ranks-adamw-varying-split2-packed-clipped-checkpointing-lora",

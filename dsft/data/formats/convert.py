@@ -42,7 +42,7 @@ def convert(row: Mapping[str, Any], found: Format) -> Row:
     if found.name != "text":
         _check_media(row)
     converted = CONVERT[found.name](fields, found)
-    given = [name for name in TASKS[found.task].fields if fields.get(name) is not None]
+    given = [name for name in TASKS[found.task].fields if not is_empty(fields.get(name))]
     if not given:
         return converted
     own = {name: (number(fields.get(name), fields.name(name)),) * len(converted.samples) for name in given}
@@ -96,12 +96,13 @@ def with_answer(row: Mapping[str, Any]) -> Mapping[str, Any]:
             is_answered = last.get("role", last.get("from")) in ("assistant", "gpt", "model")
             return row if is_answered else {**row, key: [*talk, _NOTHING]}
     if row.get("prompt") is not None:
-        written = row.get("reference") if "answer" in row else None
-        return {**row, "completion": {**_NOTHING, "content": written or ""}}
+        return {**row, "completion": {**_NOTHING, "content": row.get("reference") or ""}}
     return {**row, "output": ""} if row.get("instruction") is not None else row
 
 
-ANSWER_KEYS = frozenset("completion output chosen rejected rejected_response rejected_messages".split())
+ANSWER_KEYS = frozenset(
+    "completion output response chosen rejected rejected_response rejected_messages".split()
+)
 _NOTHING = {"role": "assistant", "content": ""}
 
 

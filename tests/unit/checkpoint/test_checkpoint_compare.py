@@ -72,6 +72,7 @@ SAMPLED = "068e122283f954b91873e060647a786247ca4e5b9b3ad2f6bc46ed4095623a16"
     {"train__max_steps": 50},
     {"train__num_train_epochs": 9.0},
     {"train__log_every": 3, "train__eval_every": 4},
+    {"data__train": [{"path": "a.jsonl", "columns": {"margin": "none"}}]},
 ], ids=str)  # fmt: skip
 def test_changes_that_are_allowed(changes: dict[str, Any]) -> None:
     check_same_run(checkpoint(), spec_with(**changes), BatchSizes(8, 1, 2, 4), rows_of(a=10))
@@ -82,6 +83,7 @@ def test_changes_that_are_allowed(changes: dict[str, Any]) -> None:
     ({"train__precision": "fp32"}, "train.precision was 'bf16', now 'fp32'"),
     ({"optim__learning_rate": 2e-3}, "optim.learning_rate was 0.001, now 0.002"),
     ({"optim__betas": (0.9, 0.95)}, "optim.betas.1 was 0.999, now 0.95"),
+    ({"data__train": [{"path": "a.jsonl", "columns": {"text": "body"}}]}, "data.train.0.columns.text was"),
     ({"data__train": [{"path": "b.jsonl"}]}, "data.train.0.path was 'a.jsonl', now 'b.jsonl'"),
     ({"data__train": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]},
      "data.train.1.path was (not set), now 'b.jsonl'"),

@@ -106,6 +106,9 @@ def test_answers_of_a_file() -> None:
     Path("answers.jsonl").rename("runs/one/answers.jsonl")  # where dsft answer writes it by default
     text = report.write_report(["one"], [], None).read_text()
     assert "Answers: one" in text and text.count("<td>x.jsonl:") == 50
+    Path("runs/one/answers.jsonl").write_text("")
+    text = report.write_report(["one"], [], None).read_text()
+    assert "answers.jsonl is no file that dsft answer wrote" in text and "<svg" in text
     for content in ("", "[1]", '{"prompt": "a"}', "not JSON", "\udc80"):
         Path("other.jsonl").write_text(content, errors="surrogateescape")
         with pytest.raises(MissingInputError, match=r"other\.jsonl is no file that dsft answer wrote"):

@@ -81,7 +81,7 @@ def test_tasks_without_margins_do_not_read_them(tmp_path: Path) -> None:
     assert not dpo.values and len(dpo) == len(MARGINS)
 
 
-@pytest.mark.parametrize("margin", ["much", True, [1], {}, 10**400, "nan", "inf"])
+@pytest.mark.parametrize("margin", ["much", True, [1], {"a": 1}, 10**400, "nan", "inf"])
 def test_what_is_no_number_is_refused_with_its_place(margin: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r'rows.jsonl:2: "margin" is .*; it must be a number'):
         loaded(tmp_path, rows_of([0, margin]))
