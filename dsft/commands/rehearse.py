@@ -15,6 +15,9 @@ import os
 import resource
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from rich.text import Text
 
 from dsft.checkpoint.files import header_of
 from dsft.checkpoint.save import METADATA, entries_of, file_of
+from dsft.data.rows import FIELDS
 from dsft.data.steps.batch import Answers, MicroBatch, Segments, Tokens
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.dist.sequence import exchange_of
@@ -32,8 +36,8 @@ from dsft.dist.world import World
 from dsft.engine.build import build_engine
 from dsft.engine.meter import CPU, CUDA, Meter, NoMemory
 from dsft.engine.partition import sharding_for
-from dsft.engine.rehearsal import NoValues, begin
-from dsft.errors import DsftError, Problem, SpecError, brief
+from dsft.engine.rehearsal import WORKSPACE, NoValues, begin
+from dsft.errors import DsftError, Problem, SpecError, WorldError, brief
 from dsft.model.attention import attend_padded, attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts, resolve_config, token_facts
@@ -55,6 +59,7 @@ from dsft.spec.findings import value_at
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 from dsft.system.disk import size_text
+from dsft.system.process import die_with
 from dsft.tasks.registry import task_of
 
 MOST_RANKS = 512
@@ -92,15 +97,11 @@ def rehearse(path: Path, overrides: Sequence[str], ranks: int, *, as_json: bool)
     plan = build_plan(_on_hosts(spec, ranks), ranks)
     setup = setup_of(plan)
     stages = sorted({0, min(1, plan.layout.pipeline_stages - 1), plan.layout.pipeline_stages - 1})
-    at_once = min(len(stages), os.cpu_count() or 1)
-    with multiprocessing.get_context("fork").Pool(at_once, maxtasksperchild=1) as pool:
-        try:
-            found = pool.starmap(rehearse_rank, [(setup, plan, stage) for stage in stages], chunksize=1)
-        except DsftError:
-            raise
-        except Exception as error:  # of an operation that has no values here, as some models need
-            raise DsftError(f"a rank could not be rehearsed: {brief(error)}") from error
-    result = {"ranks": ranks, "kinds": found, "traffic": _planned_traffic(plan, setup)}
+    result = {
+        "ranks": ranks,
+        "kinds": in_processes(setup, plan, stages),
+        "traffic": _planned_traffic(plan, setup),
+    }
     print(
         json.dumps(result, indent=1) if as_json else printed(_parts(plan, result)),
         end="\n" * as_json,
@@ -167,14 +168,40 @@ def largest_micro_batch(spec: Spec, size: int, budget: int | None) -> MicroBatch
         positions = torch.cat((positions.flatten(), torch.arange(rest)))[None]
     ids = torch.ones_like(positions)
     lengths = (length,) * rows + (rest,) * (rest > 0)
-    examples = rows // answers
-    compared = Answers(torch.arange(examples), torch.full((examples, answers), length))
+    targets = torch.tensor(lengths).view(-1, answers)
+    types = dict.fromkeys(spec.task_kind.fields, torch.float64) | (
+        {"label": torch.int64} if spec.labels else {}
+    )
+    values = {name: torch.full((len(targets),), FIELDS[name].missing, dtype=of) for name, of in types.items()}
+    compared = Answers(torch.arange(len(targets)), targets, values=values)
     batch = MicroBatch(
         Tokens(ids, positions, ids),
         None if budget is None else Segments(lengths),
         compared if spec.task_kind.whole else None,
     )
     return task_of(spec).for_probe(spec, batch)
+
+
+def in_processes(setup: Setup, plan: Plan, stages: Sequence[int]) -> list[dict[str, Any]]:
+    """Return what `rehearse_rank` finds for each stage, in a process of its own. Raises DsftError where a
+    rank cannot be rehearsed, WorldError where its process is killed."""
+    context, ours = multiprocessing.get_context("fork"), (os.getpid(),)
+    with ExitStack() as running:
+        pools = [running.enter_context(ProcessPoolExecutor(1, context, die_with, ours)) for _ in stages]
+        ranks = [
+            pool.submit(rehearse_rank, setup, plan, stage) for pool, stage in zip(pools, stages, strict=True)
+        ]
+        try:
+            return [rank.result() for rank in ranks]
+        except BrokenProcessPool:
+            raise WorldError(
+                "The process of a rehearsed rank was killed; if the machine's memory was full, free some and "
+                "start again."
+            ) from None
+        except DsftError:
+            raise
+        except Exception as error:  # of an operation that has no values here, as some models need
+            raise DsftError(f"a rank could not be rehearsed: {brief(error)}") from error
 
 
 # --- one rank ---------------------------------------------------------------------------------------------
@@ -193,11 +220,12 @@ def rehearse_rank(setup: Setup, plan: Plan, stage: int) -> dict[str, Any]:
     with mode:
         saved = run_phases(setup, world, mode, NoValues(mode))
     layout, kind = plan.layout, mode.device.type
+    beside = WORKSPACE if kind == "cuda" else 0  # the plan has it in what a GPU needs beside tensors
     planned = memory(plan.census, setup.spec, layout, plan.hosts, setup.batch.shape.numel()).stages[stage]
     phases = {
         name: {
             "seconds": one.seconds, "peak": one.peak[kind], "host": one.peak["cpu"],
-            "planned": planned.phase(name),
+            "planned": planned.phase(name) + beside,
             "collectives": [[*key, *counts] for key, counts in sorted(one.collectives.items())],
         }
         for name, one in mode.phases.items()
@@ -273,11 +301,11 @@ def _parts(plan: Plan, result: Mapping[str, Any]) -> Iterator[RenderableType]:
         for name, one in found["phases"].items():
             error = one["planned"] / one["peak"] - 1
             sizes = (size_text(one[key], 2) for key in ("peak", "planned"))
-            rows.append([NAMES[name], *sizes, f"{error:+.1%}", f"{one['seconds']:.1f}"])
+            rows.append([NAMES[name], *sizes, f"{error:+.1%}", f"{one['seconds']:.1f} s"])
             for kind, ranks, calls, size, sent in one["collectives"]:
                 figures = (str(ranks), str(calls), size_text(size), size_text(sent))
                 collectives.append([NAMES[name], kind.strip("_"), *figures])
-        yield table(["phase", "peak", "plan", "plan's error", "seconds"], rows)
+        yield table(["phase", "peak", "plan", "plan's error", "rehearsed in"], rows)
         yield table(["phase", "collective", "ranks", "calls", "bytes", "sent by a rank"], collectives)
         for file, size in found["saved"].items():
             yield Text(f"checkpoint: {file}, {size_text(size, 2)}")

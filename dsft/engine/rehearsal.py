@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,6 +76,8 @@ def begin(
         os.environ.pop("DS_ACCELERATOR", None)
         _change_cuda(mode, memory)
         set_accelerator(_Accelerator())
+    comm: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute that is torch itself
+    comm.build_shm_op = lambda: None  # on a CPU it would compile an op and print to stdout
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
     return LoneRank(rank, layout.world_size, 0, layout, mode.device, trained=trained)

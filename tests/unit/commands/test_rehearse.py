@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
-from dsft.commands.rehearse import largest_micro_batch, rehearse
-from dsft.errors import SpecError
+from dsft.commands import rehearse as commands
+from dsft.commands.rehearse import in_processes, largest_micro_batch, rehearse
+from dsft.errors import SpecError, WorldError
 from tests.specs import llama, minimal_spec
 
 
@@ -49,6 +53,7 @@ def test_what_cannot_be_rehearsed_is_said_in_a_sentence(
         ("pretrain", False, (3, 16), None),
         ("dpo", True, (1, 32), (16, 16)),
         ("dpo", False, (6, 16), None),
+        ("kto", True, (1, 40), (16, 16, 8)),
     ],
 )
 def test_the_largest_micro_batch_is_full(
@@ -61,4 +66,19 @@ def test_the_largest_micro_batch_is_full(
     assert found.tokens.position_ids.max() == 15
     if found.answers is not None:
         assert found.answers.reference is not None
-        assert found.answers.num_targets.tolist() == [[16, 16]] * (1 if packing else 3)
+        targets, lengths = found.answers.num_targets, segments or (shape[1],) * shape[0]
+        assert (targets.shape[1], tuple(targets.flatten().tolist())) == (spec.task_kind.rows, lengths)
+        labels = found.answers.values.get("label", torch.empty(0))
+        assert labels.tolist() == [1] * len(targets) * (task == "kto")
+
+
+def _killed(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_ends_the_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "rehearse_rank", _killed)
+    given: Any = None
+    with pytest.raises(WorldError, match=r"process of a rehearsed rank was killed") as found:
+        in_processes(given, given, (0, 1))
+    assert "\n" not in str(found.value)
