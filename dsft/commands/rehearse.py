@@ -220,7 +220,7 @@ def rehearse_rank(setup: Setup, plan: Plan, stage: int) -> dict[str, Any]:
     with mode:
         saved = run_phases(setup, world, mode, NoValues(mode))
     layout, kind = plan.layout, mode.device.type
-    beside = WORKSPACE if kind == "cuda" else 0  # the plan has it in what a GPU needs beside tensors
+    beside = WORKSPACE if kind == "cuda" else 0  # which no phase of the plan has
     planned = memory(plan.census, setup.spec, layout, plan.hosts, setup.batch.shape.numel()).stages[stage]
     phases = {
         name: {

@@ -76,7 +76,7 @@ def begin(
         os.environ.pop("DS_ACCELERATOR", None)
         _change_cuda(mode, memory)
         set_accelerator(_Accelerator())
-    comm: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute that is torch itself
+    comm: Any = importlib.import_module("deepspeed.comm.torch")  # `deepspeed.comm.torch` is torch
     comm.build_shm_op = lambda: None  # on a CPU it would compile an op and print to stdout
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
