@@ -25,7 +25,7 @@ from dsft.commands.answer import answer
 from dsft.commands.chat import Sampling
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.data.tokenizer.training import TokenizerOptions, train_tokenizer
-from dsft.spec.schema import Model
+from dsft.spec.schema import Model, Source
 from tests.integration.runs import edit_json
 from tests.launching import LATE, ROOT
 from tests.unit.checkpoint.conftest import make_checkpoint
@@ -99,7 +99,7 @@ def test_peft_and_transformers_answer_as_dsft(kind: str, tmp_path: Path) -> None
         found = [greedy(model, tokenizer, text)[1] for text in QUESTIONS]
         assert found != before and len(set(sum(found, []))) > 8, "equal answers are no chance"
         out = tmp_path / f"{name}.jsonl"
-        answer(folder / name, str(rows), out, Sampling(0.0, 1.0, NEW, 0), None, 2, 1)
+        answer(folder / name, Source(path=str(rows)), out, Sampling(0.0, 1.0, NEW, 0), None, 2, 1)
         ours = [json.loads(line)["answer"] for line in out.read_text().splitlines()]
         assert ours == [tokenizer.decode(ids, skip_special_tokens=True) for ids in found], name
 

@@ -116,8 +116,8 @@ class Answers:
             numbers = torch.arange(len(row.lengths), dtype=torch.int32)
             segments = numbers.repeat_interleave(torch.tensor(row.lengths))
         segments, kl = (None if one is None else to_device(one, device) for one in (segments, self.kl))
-        moved = self.map(lambda tensor: to_device(tensor, device))
-        return replace(moved, ids=self.ids, segments=segments, kl=kl)
+        moved = self.map(lambda tensor: tensor if tensor is self.ids else to_device(tensor, device))
+        return replace(moved, segments=segments, kl=kl)
 
     def first(self, count: int) -> Answers:
         """Return the answers of the first `count` examples."""
