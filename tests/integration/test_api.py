@@ -29,18 +29,21 @@ def test_train_with_a_callback(tmp_path: Path, capfd: pytest.CaptureFixture[str]
             raise ValueError("enough")
 
     with pytest.raises(ValueError, match="enough"):
-        train(spec, processes=1, on_record=stop_at_6)
+        train(spec, "train.max_steps=5000", processes=1, on_record=stop_at_6)  # stops some steps later
     assert [record[STEP] for record in seen] == [1, 2, 3, 4, 5, 5, 6]  # step 5 is evaluated too
     saved = read_metrics(metrics)
     assert saved[: len(seen)] == seen
 
     # Records after the checkpoint, as a kill leaves them: the resumed run replaces them.
+    last = int(saved[-1][STEP])
+    assert last < 5000
     with metrics.open("a", encoding="utf-8") as file:
-        file.writelines(f'{{"{STEP}": {step}, "train/loss": 0.0}}\n' for step in range(90, 99))
+        file.writelines(f'{{"{STEP}": {step}, "train/loss": 0.0}}\n' for step in range(last + 1, last + 9))
     resumed: list[Record] = []
-    assert train(spec, processes=1, on_record=resumed.append) == tmp_path / "runs/small"
+    ends = f"train.max_steps={last + 4}"
+    assert train(spec, ends, processes=1, on_record=resumed.append) == tmp_path / "runs/small"
     assert [*saved, *resumed] == read_metrics(metrics)
-    assert resumed[-1][STEP] == 10 and (tmp_path / "runs/small/export/model.safetensors").exists()
+    assert resumed[-1][STEP] == last + 4 and (tmp_path / "runs/small/export/model.safetensors").exists()
     capfd.readouterr()
 
     too_long = r"(?s)rows are longer than data.max_length 20:\n  .*on_too_long"
