@@ -137,6 +137,7 @@ def train(folder: Path, kind: str, mode: str, steps: list[plain.Step], world: Wo
     finally:
         groups.mpu = None
         gc.collect()
+        gc.freeze()
 
 
 @functools.cache

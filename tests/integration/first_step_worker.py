@@ -7,7 +7,6 @@ adapter of the case.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from deepspeed.utils import groups
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -101,7 +99,6 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = int(os.environ["WORLD_SIZE"])
     world = join(detect(os.environ), Layout(ranks, 1))
-    gc.freeze()  # what is imported need not be looked through after every engine
     for case in CASES:
         own = replace(world, layout=Layout(ranks, case.stages))
         with own_groups():
@@ -144,8 +141,6 @@ def outcome(case: Case, world: World) -> tuple[str, float]:
         return str(error), apart
     finally:
         engine._engine.destroy()
-        groups.mpu = None
-        gc.collect()
 
 
 def make_spec(case: Case, world: World) -> Spec:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
 import json
 import logging
 import os
@@ -22,7 +21,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from deepspeed.utils import groups
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, BitsAndBytesConfig
 
@@ -69,8 +67,6 @@ def main(folder: str, cases: str) -> None:
         layout = Layout(launched.world_size, case.get("stages", 1))
         with own_groups():
             found = compare(folder, dataclasses.replace(world, layout=layout), **case)
-        groups.mpu = None
-        gc.collect()
         if world.rank == 0:
             print("CASE " + json.dumps({"case": case} | found), flush=True)
     world.close()

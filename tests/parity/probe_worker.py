@@ -10,7 +10,6 @@ of those that are not equal to the last bit afterwards}.
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import logging
 import os
@@ -45,7 +44,6 @@ def main(output: Path, names: list[str]) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     world = join(detect(os.environ), Layout(2, 1))
-    gc.freeze()  # what is imported need not be looked through after every engine
     for case in [case for case in probes() if case.name in names]:
         own = dataclasses.replace(world, layout=Layout(2, case.stages))
         with own_groups():
@@ -85,7 +83,6 @@ def run(case: Case, world: World, probed: bool) -> tuple[dict[str, torch.Tensor]
         found[f"{part.kind} {part.name} {part.start}"] = part.data.clone()
     engine._engine.destroy()
     groups.mpu = None
-    gc.collect()
     return found, seen
 
 

@@ -13,7 +13,6 @@ made with deepspeed.initialize alone, so that nothing but state.py and the check
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
@@ -178,7 +177,6 @@ class Case:
     def close(self) -> None:
         self.engine.destroy()
         deepspeed.utils.groups.mpu = None
-        gc.collect()
 
 
 def optimizer(model: LlamaForCausalLM, parameters: Any, words: list[str]) -> torch.optim.Optimizer:
@@ -306,7 +304,6 @@ def main(folder: Path, cases: list[str]) -> None:
         *((AsyncIOBuilder, PinMemoryBuilder) if "nvme" in "".join(cases) else ()),
     ):
         load_op(builder(), print)
-    gc.freeze()  # what is imported need not be looked through after every engine
     for words in cases:
         with own_groups():
             result = load_case(folder, words) if ":" in words else save_case(folder, words)

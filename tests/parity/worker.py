@@ -29,7 +29,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
 import itertools
 import json
 import logging
@@ -48,7 +47,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_param_swapper
 from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.utils import groups, safe_get_full_grad
+from deepspeed.utils import safe_get_full_grad
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -154,7 +153,6 @@ def main(output: Path, names: list[str]) -> None:
     type(get_accelerator()).is_fp16_supported = lambda self: True
     ranks = int(os.environ["WORLD_SIZE"])
     world = join(detect(os.environ), Layout(ranks, 1))
-    gc.freeze()  # what is imported need not be looked through after every engine
     for parts in {case.sequence_parallel for case in cases(ranks)}:  # groups that outlive the cases
         exchange_of(dataclasses.replace(world, layout=Layout(ranks, 1, parts)))
     results: dict[str, Any] = {}
@@ -162,7 +160,8 @@ def main(output: Path, names: list[str]) -> None:
         if case.name in names or not names:
             layout = Layout(ranks, case.stages, case.sequence_parallel)
             try:
-                results[case.name] = run(case, dataclasses.replace(world, layout=layout))
+                with own_groups():
+                    results[case.name] = compare(case, dataclasses.replace(world, layout=layout))
             except Exception:  # a rank that fails leaves its peers in a collective, so the launch must end
                 output.with_suffix(f".{world.rank}.error").write_text(
                     f"{case.name}\n{traceback.format_exc()}"
@@ -172,15 +171,6 @@ def main(output: Path, names: list[str]) -> None:
                 print(case.name, results[case.name], flush=True)
                 output.write_text(json.dumps(results, indent=1))
     world.close()
-
-
-def run(case: Case, world: World) -> dict[str, Any]:
-    try:
-        with own_groups():
-            return compare(case, world)
-    finally:
-        groups.mpu = None
-        gc.collect()
 
 
 def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]:
