@@ -163,7 +163,7 @@ def _spec(name: str, target: Target, overrides: Sequence[str], files: Sequence[s
 def _ranks(spec: Spec) -> int:
     import torch
 
-    return torch.cuda.device_count() or spec.parallel.pipeline_stages * spec.parallel.sequence_parallel
+    return torch.cuda.device_count() or spec.parallel.fewest_ranks
 
 
 def report(result: Mapping[str, Any], path: Path) -> str:

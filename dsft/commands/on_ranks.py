@@ -24,7 +24,7 @@ from dsft.system.json_file import read_json
 ASKED, RESULT, SPEC = "asked.json", "result.json", "asked.yaml"
 CHANGED = (
     "train.eval_every=null", "train.eval_on_start=false", "checkpoint.keep_best=null",
-    "checkpoint.resume=never", "wandb.mode=disabled",
+    "checkpoint.resume=never", "wandb.mode=disabled", "parallel.zero_hpz_partition_size=1",
 )  # fmt: skip
 """Overrides of a spec that is not to be trained."""
 

@@ -10,7 +10,7 @@ from dsft.convert.arguments import Tool, training
 from dsft.convert.draft import Draft
 from dsft.convert.parallel import deepspeed
 
-_ZERO = ("stage", "offload_optimizer", "offload_param")
+_ZERO = ("stage", "offload_optimizer", "offload_param", "zero_hpz_partition_size")
 _JSON = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",

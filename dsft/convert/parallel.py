@@ -84,6 +84,11 @@ def deepspeed(draft: Draft, file: Mapping[str, Any], name: str) -> None:
     clipping and optimizer come in as keys of TrainingArguments (dsft/convert/command.py)."""
     zero = file.get("zero_optimization") or {}
     draft.put("parallel.zero_stage", int(zero.get("stage", 0)), f"deepspeed: {name}")
+    if isinstance(copied := zero.get("zero_hpz_partition_size"), int) and copied > 1:
+        if zero.get("stage") == 3:
+            draft.put("parallel.zero_hpz_partition_size", copied, name)
+        else:
+            draft.left["zero_optimization.zero_hpz_partition_size"] = "DeepSpeed reads it at ZeRO 3 alone"
     for key, ours in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
         section = zero.get(key)
         if not isinstance(section, Mapping) or section.get("device") in (None, "none"):

@@ -27,7 +27,7 @@ from dsft.data.steps.batch import MicroBatch, Tokens
 from dsft.dist.sequence import RowSplit
 from dsft.dist.world import World
 from dsft.engine.api import ScoreOutput, log_probabilities
-from dsft.engine.partition import place_buffers
+from dsft.engine.partition import drop_copies, place_buffers
 from dsft.model.policy import Policy, PolicyOutput
 
 
@@ -68,6 +68,7 @@ class FrozenEngine:
             tensor.data = tensor.new_empty(0)
             if hasattr(tensor, "ds_tensor"):
                 tensor.ds_tensor = None
+        drop_copies(self._policy.parameters())
         del self._module, self._policy
         gc.collect()  # an engine and its hooks refer to each other
         give_back_memory()

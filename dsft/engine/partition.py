@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from dsft.dist.world import World
@@ -29,8 +30,14 @@ def sharding_for(config: Mapping[str, Any], world: World, *, frozen: bool = Fals
     is not trained."""
     if config["zero_optimization"]["stage"] != 3:
         return Sharding()
-    # An empty module: only for what zero.Init does besides partitioning, such as its own linear function.
-    init = deepspeed.zero.Init(module=nn.Module(), config_dict_or_path=copy.deepcopy(dict(config)))
+    copied = config["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+    # An empty module: only for what zero.Init does besides partitioning, such as its own linear function. A
+    # process makes the groups of the second copies once (groups.py:938 _ZERO_PARAM_INTRA_PARALLEL_GROUP).
+    init = deepspeed.zero.Init(
+        module=nn.Module(),
+        config_dict_or_path=copy.deepcopy(dict(config)),
+        zero_param_parallel_group=groups._get_zero_param_intra_parallel_group() if copied else None,
+    )
     if init.param_swapper is not None:
         # Else it reads into pinned memory of any address, which fails without an error (see align_gradients).
         init.param_swapper._is_io_aligned = lambda numel: False
@@ -53,7 +60,9 @@ def sharding_for(config: Mapping[str, Any], world: World, *, frozen: bool = Fals
             part = _padded(part, parameter)
             if not _swap_out(part, parameter, init):
                 _set_partition(parameter, _at_home(part, parameter, init, frozen))
+            parameter.ds_secondary_tensor = part  # else a copy of the whole is made, which is not here
         parameter.partition()
+        drop_copies([parameter])
 
     return Sharding(span, take)
 
@@ -98,6 +107,14 @@ def _set_partition(parameter: Any, part: Tensor, location: OffloadDeviceEnum | N
     parameter.ds_numel_aligned = len(part) * parameter.ds_zero_partition_world_size
 
 
+def drop_copies(parameters: Iterable[nn.Parameter]) -> None:
+    """Drop this rank's part of the second copies (hpZ) of parameters whose values have changed, as a step
+    does (stage3.py:755 invalidate_secondary_tensor). Their next use makes new ones."""
+    for parameter in parameters:
+        if hasattr(parameter, "ds_secondary_tensor"):
+            parameter.ds_secondary_tensor = None
+
+
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     """Return the shape of the whole parameter, whether ZeRO 3 has partitioned it or not."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -130,7 +147,8 @@ class Snapshot:
     """
 
     def __init__(self, engine: Any, parameters: Iterable[nn.Parameter]) -> None:
-        self._homes = [home_of(parameter) for parameter in parameters]
+        self._parameters = list(parameters)
+        self._homes = [home_of(parameter) for parameter in self._parameters]
         self.values = [home.detach().clone() for home in self._homes]
         self._sharded = engine if engine.zero_optimization_stage() == 3 else None
 
@@ -151,6 +169,7 @@ class Snapshot:
             self._sharded.optimizer.empty_partition_cache()
         for index, home in enumerate(self._homes):
             home.data, self.values[index] = self.values[index], home.data
+        drop_copies(self._parameters)
 
 
 def home_of(parameter: nn.Parameter) -> Tensor:

@@ -33,7 +33,7 @@ from dsft.engine.adamw_8bit import KINDS, AdamW8bit, Part
 from dsft.engine.api import Fragment, Kind, ReadRange
 from dsft.engine.muon import Muon, split_over
 from dsft.engine.nvme import discard_moments, is_swapped, memory_map, swapped_in, write_parameters
-from dsft.engine.partition import full_shape
+from dsft.engine.partition import drop_copies, full_shape
 from dsft.errors import CheckpointError
 
 
@@ -141,6 +141,7 @@ def load(engine: Any, named: Mapping[str, nn.Parameter], read: ReadRange, applie
             for entry in swapped[id(home)]:
                 load_one(*entry)
     write_parameters(optimizer)
+    drop_copies(named.values())
 
 
 def undo_first_step(engine: Any) -> None:

@@ -137,7 +137,7 @@ def rank_ranges(layout: Layout, hosts: Mapping[str, int]) -> list[RankRange]:
 
 def _hosts(spec: Spec, world_size: int | None) -> Mapping[str, int]:
     if spec.cluster is None:
-        return {THIS_HOST: world_size or spec.parallel.pipeline_stages * spec.parallel.sequence_parallel}
+        return {THIS_HOST: world_size or spec.parallel.fewest_ranks}
     slots = sum(spec.cluster.hosts.values())
     if world_size not in (None, slots):
         message = f"the hosts have {slots} slots, not {world_size}; leave --processes out or change the hosts"

@@ -38,7 +38,8 @@ ROW_STEP, LONGEST = 128, 1 << 27  # tokens: by which lengths of rows are tried, 
 @dataclass(frozen=True)
 class LayoutKeys:
     """One combination of the keys that define a layout. reference: how it is computed, None if the loss
-    has no reference; sequence_parallel: ranks that split each row."""
+    has no reference; sequence_parallel: ranks that split each row; copied: those with a second copy of the
+    parameters."""
 
     zero_stage: int
     pipeline_stages: int
@@ -47,6 +48,7 @@ class LayoutKeys:
     checkpointing: bool | int | float | str
     reference: str | None
     sequence_parallel: int = 1
+    copied: int = 1
 
     @property
     def order(self) -> int:
@@ -70,6 +72,7 @@ class LayoutKeys:
             "parallel.pipeline_stages": self.pipeline_stages,
             "parallel.pipeline_cut": "parameters" if is_cut else own.pipeline_cut,
             "parallel.sequence_parallel": self.sequence_parallel,
+            "parallel.zero_hpz_partition_size": self.copied,
             "model.gradient_checkpointing": self.checkpointing,
         }
         if self.sequence_parallel == 1:
@@ -206,12 +209,14 @@ def _cuts(plan: Plan) -> Callable[[int], Cut]:
 
 
 def _layouts(plan: Plan) -> Iterator[LayoutKeys]:
-    """Yield all combinations, valid or not, with rows split as in the spec and whole; for each number of
-    stages that does not divide the ranks only one."""
+    """Yield all combinations, valid or not, with rows split as in the spec and whole, and at ZeRO 3 with a
+    copy of the parameters on each host; for each number of stages that does not divide the ranks only one."""
     spec, ranks = plan.spec, plan.layout.world_size
     own = spec.model.gradient_checkpointing
     recomputes = dict.fromkeys((False, True, own))
     splits = sorted({1, spec.parallel.sequence_parallel})
+    of_host = math.gcd(*plan.hosts.values()) if len(plan.hosts) > 1 else 1
+    copies = sorted({1, of_host, spec.parallel.zero_hpz_partition_size})
     references: tuple[str | None, ...] = (None,)
     if spec.reference is not None:
         offered = get_args(type(spec.reference).model_fields["reference"].annotation)
@@ -223,7 +228,8 @@ def _layouts(plan: Plan) -> Iterator[LayoutKeys]:
             continue
         for one in product(range(4), DEVICES, DEVICES, recomputes, references, splits):
             zero, optimizer, parameters, checkpointing, reference, split = one
-            yield LayoutKeys(zero, stages, optimizer, parameters, checkpointing, reference, split)
+            for copied in copies if (zero, stages, parameters) == (3, 1, "none") else (1,):
+                yield LayoutKeys(zero, stages, optimizer, parameters, checkpointing, reference, split, copied)
 
 
 def _split(plan: Plan, found: Sequence[Candidate], cut: Callable[[int], Cut]) -> Iterator[Candidate]:

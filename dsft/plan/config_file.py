@@ -152,6 +152,8 @@ def _with_file(spec: Spec, file: Mapping[str, Any]) -> tuple[Spec, list[str]]:
     found: dict[str, Any] = {}
     if "zero_optimization" in file:
         found["parallel.zero_stage"] = lookup(file, "zero_optimization.stage")
+        copied = "zero_hpz_partition_size"
+        found[f"parallel.{copied}"] = lookup(file, f"zero_optimization.{copied}") or None  # 0 is 1 too
         for ours, theirs in (
             ("offload_optimizer", "offload_optimizer"),
             ("offload_parameters", "offload_param"),

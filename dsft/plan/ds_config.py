@@ -250,7 +250,7 @@ def _zero_3(spec: Spec, elements: Elements | None) -> Iterator[Row]:
         for key, value, reason in gathering(elements):
             yield key, *NO_PREFETCH.get(key, (value, reason))
     else:
-        yield from gathering(elements)
+        yield from gathering(elements, spec.parallel.zero_hpz_partition_size)
     yield "zero_quantized_gradients", False, "gradients are sent unchanged"
 
 
@@ -264,8 +264,9 @@ NO_PREFETCH = {
 """Values and reasons of the gathering keys for parameters on a disk: key -> (value, reason)."""
 
 
-def gathering(elements: Elements | None) -> Iterator[Row]:
-    """Yield the keys that control how ZeRO 3 gathers parameters, without the section's name."""
+def gathering(elements: Elements | None, copied: int = 1) -> Iterator[Row]:
+    """Yield the keys that control how ZeRO 3 gathers parameters, without the section's name. copied:
+    parallel.zero_hpz_partition_size."""
     size = dict(bucket_sizes(elements))["stage3_prefetch_bucket_size"]
     yield "stage3_prefetch_bucket_size", size, "elements gathered ahead of their use"
     yield "stage3_param_persistence_threshold", PERSIST_BELOW, "norms and biases are not sharded"
@@ -274,7 +275,8 @@ def gathering(elements: Elements | None) -> Iterator[Row]:
     yield "stage3_module_granularity_threshold", 0, "each module is gathered by itself"
     yield "stage3_allgather_sequential", False, "gathers are bucketed"
     yield "stage3_gather_16bit_weights_on_model_save", False, "dsft exports from its own checkpoints"
-    yield "zero_hpz_partition_size", 1, "no second copy of the parameters within a host"
+    reason = f"each {copied} ranks have a second copy of the parameters, from which they gather them"
+    yield "zero_hpz_partition_size", copied, reason if copied > 1 else "no second copy of the parameters"
     yield "zero_quantized_weights", False, "parameters are sent unchanged"
 
 

@@ -97,15 +97,16 @@ _BY_SECTION: Mapping[str, Mapping[str, ValueRule]] = {
         "stage": _one_of(0, 1, 2, 3),
         "reduce_bucket_size allgather_bucket_size sub_group_size": SIZE,
         "stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_model_persistence_threshold "
-        "stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold": COUNT,
+        "stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold "
+        "zero_hpz_partition_size": COUNT,
         "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions "
         "overlap_comm load_from_fp32_weights stage3_gather_16bit_weights_on_model_save "
         "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential ignore_unused_parameters "
         "round_robin_gradients parameter_alignment memory_efficient_linear pipeline_loading_checkpoint "
         "override_module_apply log_trace_cache_warnings enable_sanity_checks "
         "save_muon_momentum_buffer_in_memory": SWITCH,
-        "compute_grad_norm elastic_checkpoint legacy_stage1 zenflow zero_hpz_partition_size "
-        "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients": ANY,
+        "compute_grad_norm elastic_checkpoint legacy_stage1 zenflow zero_quantized_weights "
+        "zero_quantized_nontrainable_weights zero_quantized_gradients": ANY,
     },
     "zero_optimization.offload_optimizer": {
         "device": DEVICE,

@@ -104,11 +104,14 @@ def reference_parallel(spec: Spec) -> Parallel:
     listed = stages > 1 and not isinstance(spec.parallel.pipeline_cut, str)
     as_policy = listed and _keys(spec).reference_model is None
     cut = spec.parallel.pipeline_cut if as_policy else "parameters"
+    copied = spec.parallel.zero_hpz_partition_size if scores_in_training(spec) else 1
+    is_on_gpu = _keys(spec).reference_offload == "none"
     return Parallel(
         zero_stage=reference_stage(spec),
         pipeline_stages=stages,
         pipeline_cut=cut,
         sequence_parallel=spec.parallel.sequence_parallel,
+        zero_hpz_partition_size=copied if reference_stage(spec) == 3 and is_on_gpu else 1,
     )
 
 
@@ -201,7 +204,7 @@ def _zero(spec: Spec, elements: Elements | None) -> Iterator[Row]:
     yield "zero_optimization.stage", stage, f"{what}; ZeRO 1 and 2 shard nothing that a frozen model has"
     if stage == 0:
         return
-    for key, value, reason in gathering(elements):
+    for key, value, reason in gathering(elements, reference_parallel(spec).zero_hpz_partition_size):
         yield f"zero_optimization.{key}", value, reason
     reason = "no backward to save memory in; it would change torch's own function for the policy, too"
     yield "zero_optimization.memory_efficient_linear", False, reason

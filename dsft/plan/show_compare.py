@@ -27,6 +27,7 @@ _VALUES = re.compile(r"\d+|'[^']*'")  # the values in a rule's message; its othe
 
 MEMORY = {
     "parameters": "parameters",
+    "copies": "second copies of the parameters",
     "reference": "reference",
     "gradients": "gradients",
     "master": "fp32 weights",
@@ -208,6 +209,7 @@ def label(keys: LayoutKeys) -> str:
         f"ZeRO {keys.zero_stage}" if keys.zero_stage else "plain data parallel",
         keys.offload_optimizer != "none" and f"optimizer on {where[keys.offload_optimizer]}",
         keys.offload_parameters != "none" and f"parameters on {where[keys.offload_parameters]}",
+        keys.copied > 1 and f"copies on {keys.copied} ranks each",
         keys.sequence_parallel > 1 and f"rows over {keys.sequence_parallel} ranks",
         keys.checkpointing
         and "checkpointing" + f" {keys.checkpointing:.3g}" * (keys.checkpointing is not True),

@@ -21,14 +21,14 @@ from dsft.plan.memory.sizes import compute_bytes, moment_bytes, runs_on_cpu
 from dsft.plan.reference import (
     has_engine,
     policy_passes,
+    reference_parallel,
     reference_passes,
-    reference_stage,
     scores_in_training,
 )
 from dsft.plan.storage import FP32, Stored
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout, hosts_of_ranks
-from dsft.spec.schema import Spec
+from dsft.spec.schema import Parallel, Spec
 
 Link = Literal["within a host", "between hosts", "host memory", "disk"]
 """In order: between GPUs of a host, through the network, between a GPU and its host's memory, to a host's
@@ -79,6 +79,7 @@ class _Step:
 
     trained        trained elements of the stage
     sharded        the tensors that ZeRO 3 gathers for each use; small ones are whole on every rank
+    changed        bytes of those of them that are trained
     tied           elements of a trained embedding that is tied to the head, on the first and the last stage
     layers         number of layers in the stage
     recomputed     number of these that are checkpointed
@@ -94,6 +95,7 @@ class _Step:
     stage: int
     trained: int
     sharded: Sequence[Stored]
+    changed: int
     tied: int
     layers: int
     recomputed: int
@@ -165,13 +167,15 @@ def _step(
     cut, stage = part
     layers = cut.layers(stage)
     parameters = census.stage(stage, cut)
-    stored = [tensor for parameter in parameters for tensor in parameter.stored(spec.train.precision)]
+    stored = ((p, tensor) for p in parameters for tensor in p.stored(spec.train.precision))
+    sharded = [(p, tensor) for p, tensor in stored if tensor.numel > PERSIST_BELOW]
     return _Step(
         spec,
         layout,
         stage,
         trained=sum(p.numel for p in parameters if p.trained),
-        sharded=[one for one in stored if one.numel > PERSIST_BELOW],
+        sharded=[tensor for _, tensor in sharded],
+        changed=sum(tensor.bytes for p, tensor in sharded if p.trained),
         tied=sum(p.numel for p in parameters if p.embedding and p.aliases and p.trained),
         layers=len(layers),
         recomputed=sum(map(spec.model.checkpoints, layers)),
@@ -201,18 +205,30 @@ def _gradients(step: _Step) -> Iterator[Flow]:
 
 def _parameters(step: _Step) -> Iterator[Flow]:
     """Yield the gathering of parameters: of the updated ones once per step at ZeRO 1 and 2, for each forward
-    and backward at ZeRO 3, and there for the passes before a step."""
+    and backward at ZeRO 3, and there for the passes before a step. With second copies only the first gather
+    after an update is over all ranks (partition_parameters.py:1572 use_secondary_tensor)."""
     zero = step.spec.parallel.zero_stage
     if zero in (1, 2):
         yield from step.ring("updated parameters", 1, step.trained * compute_bytes(step.spec))
     elif zero == 3:
-        yield from step.ring("parameters for use", step.micro_batches, step.size(_gathered(step)))
+        used, whole = step.size(_gathered(step)), step.size(step.sharded_elements)
+        group = _with_copy(step.spec.parallel)
+        if group:  # over all ranks only after their values have changed: by a step, or for a reference
+            changes = 1 + (scores_in_training(step.spec) and not has_engine(step.spec))
+            yield from step.ring("updated parameters", changes, step.changed)
+            used -= step.changed // step.micro_batches
+        yield from step.ring("parameters for use", step.micro_batches, used, group)
         if step.spec.model.experts.balance == "global_batch":
-            counting = step.size(step.sharded_elements)
-            yield from step.ring("parameters to count tokens", step.micro_batches, counting)
+            yield from step.ring("parameters to count tokens", step.micro_batches, whole, group)
         if policy_passes(step.spec):
-            estimating = step.size(step.sharded_elements)
-            yield from step.ring("parameters to estimate the divergence", step.micro_batches, estimating)
+            what = "parameters to estimate the divergence"
+            yield from step.ring(what, step.micro_batches, whole, group)
+
+
+def _with_copy(parallel: Parallel) -> range:
+    """Return the ranks of a group that has a second copy of the parameters; none without copies."""
+    size = parallel.zero_hpz_partition_size
+    return range(size if size > 1 else 0)
 
 
 def _gathered(step: _Step) -> int:
@@ -231,9 +247,10 @@ def _reference(step: _Step) -> Iterator[Flow]:
     spec = step.spec
     if not scores_in_training(spec):
         return
-    if (reference_stage(spec) if has_engine(spec) else spec.parallel.zero_stage) == 3:
-        size = step.size(step.sharded_elements)
-        yield from step.ring("reference's parameters", reference_passes(spec) * step.micro_batches, size)
+    parallel = reference_parallel(spec) if has_engine(spec) else spec.parallel
+    if parallel.zero_stage == 3:
+        times, size = reference_passes(spec) * step.micro_batches, step.size(step.sharded_elements)
+        yield from step.ring("reference's parameters", times, size, _with_copy(parallel))
 
 
 def _pipeline(step: _Step) -> Iterator[Flow]:

@@ -196,8 +196,9 @@ def collect(
     tokenizer, SpecError if the batch sizes do not fit the ranks."""
     train = spec.train
     total, micro, steps = train.global_batch_size, train.micro_batch_size, train.accumulation_steps
-    processes = total // (micro * steps) if total and micro and steps else 1
-    processes *= spec.parallel.pipeline_stages * spec.parallel.sequence_parallel
+    processes = spec.parallel.fewest_ranks
+    if total and micro and steps:
+        processes = total // (micro * steps) * spec.parallel.pipeline_stages * spec.parallel.sequence_parallel
     if spec.cluster:
         processes = sum(spec.cluster.hosts.values())
     batch = batch_on(spec, layout_of(spec.parallel, processes))

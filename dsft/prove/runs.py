@@ -84,7 +84,7 @@ class Proof:
 def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
     """Make the model, the runs and the loop. processes: by default 2, or the fewest of the layout. Raises
     DsftError, of a run that fails with its exit code."""
-    together = spec.parallel.pipeline_stages * spec.parallel.sequence_parallel
+    together = spec.parallel.fewest_ranks
     alone = together > 1 or torch.cuda.device_count() == 1
     layout, other = layout_of(spec.parallel, processes or (together if alone else 2)), Layout(1, 1, 1)
     tokenizer, _ = open_tokenizer(spec.model)
@@ -119,7 +119,7 @@ def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
 def _resumed(values: Mapping[str, Any], small: Spec, layout: Layout, folder: Path) -> dict[str, Any]:
     """Return the keys of the run that is resumed: in one process or, where the first run has one, at another
     ZeRO stage without offload."""
-    parallel: dict[str, Any] = {"pipeline_stages": 1, "sequence_parallel": 1}
+    parallel: dict[str, Any] = {"pipeline_stages": 1, "sequence_parallel": 1, "zero_hpz_partition_size": 1}
     if layout.world_size == 1:
         parallel |= {"offload_parameters": {}, "offload_optimizer": {}}
         parallel |= {"zero_stage": 2 if small.parallel.zero_stage == 1 else 1}

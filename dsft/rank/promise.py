@@ -69,16 +69,16 @@ def check_promise(cluster: Cluster | None, launched: Launched) -> Promise:
 
 
 def check_groups(parallel: Parallel, on: Sequence[str]) -> None:
-    """Raise WorldError if a group of ranks that split rows is on several hosts and the spec does not allow
-    that. on: as in `divided_group`."""
+    """Raise WorldError if a group of ranks is on several hosts and the spec does not allow that. on: as in
+    `divided_group`."""
     divided = divided_group(parallel, on)
     if divided:
-        raise WorldError(f"parallel.sequence_parallel: {divided}.")
+        raise WorldError(f"{divided[0]}: {divided[1]}.")
 
 
 def check_hosts(spec: Spec, hosts: Mapping[str, int], source: str) -> None:
     """Raise WorldError if ranks on these hosts (host -> slots) would break the cluster's promise, or would
-    put a group of ranks that split rows on several hosts; for use before a start. source: where the hosts
+    put a group of ranks on several hosts; for use before a start. source: where the hosts
     come from, for the message."""
     check_groups(spec.parallel, hosts_of_ranks(hosts))
     if spec.cluster is None:

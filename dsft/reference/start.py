@@ -25,8 +25,7 @@ def start(spec: Path, overrides: Sequence[str], ranks: int | None) -> int:
     if ranks is None:
         import torch
 
-        parts = reference_parallel(loaded)
-        ranks = torch.cuda.device_count() or parts.pipeline_stages * parts.sequence_parallel
+        ranks = torch.cuda.device_count() or reference_parallel(loaded).fewest_ranks
     argv = [sys.executable, str(SCRIPT), str(spec), *overrides, "--reference_only", "--any_ranks"]
     environ = without_rank_variables(os.environ)
     if ranks > 1:

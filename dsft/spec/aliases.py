@@ -122,6 +122,7 @@ OTHER_NAMES = {
     "ulysses_sequence_parallel_size",
     "model.mlp_chunks": "tiled_mlp_num_shards",
     "model.mlp_chunks (by itself with gradient_checkpointing)": "tiled_mlp",
+    "parallel.zero_hpz_partition_size": "hpz hpzero hpz_size hpz_partition_size",
     "parallel.offload_parameters": "offload_param",
     "parallel.offload_parameters: {device: …}": "offload_param_device",
     "parallel.offload_optimizer: {device: …}": "offload_optimizer_device",

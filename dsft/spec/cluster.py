@@ -10,7 +10,10 @@ from dsft.spec.findings import Finding
 from dsft.spec.layout import Layout, batch_on, divided_group, hosts_of_ranks, layout_of, worlds
 from dsft.spec.schema import Spec
 
-_PROCESSES = ("parallel.pipeline_stages", "parallel.sequence_parallel", "cluster.hosts")
+_PROCESSES = (
+    "parallel.pipeline_stages", "parallel.sequence_parallel", "parallel.zero_hpz_partition_size",
+    "cluster.hosts",
+)  # fmt: skip
 _GROUPS = (*_PROCESSES[1:], "parallel.sequence_parallel_across_hosts")
 _HOSTS = ("cluster.min_hosts", "cluster.hosts")
 
@@ -38,7 +41,7 @@ def _whole_cluster(spec: Spec) -> Iterator[Finding]:
         return
     divided = divided_group(spec.parallel, hosts_of_ranks(spec.cluster.hosts)) if spec.cluster else None
     if divided:
-        yield Finding(("parallel", "sequence_parallel"), divided, _GROUPS)
+        yield Finding(tuple(divided[0].split(".")), divided[1], _GROUPS)
     sizes = ("global_batch_size", "micro_batch_size", "accumulation_steps")
     given = [size for size in sizes if getattr(spec.train, size) is not None]
     if layout is None or len(given) < 2:  # reported elsewhere, also without a cluster

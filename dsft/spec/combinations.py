@@ -38,7 +38,7 @@ COMPILE, BALANCE, WEIGHT = "model.compile", "model.experts.balance", "model.expe
 CHECKPOINTING, CHUNKS, ATTENTION = "model.gradient_checkpointing", "model.mlp_chunks", "model.attention"
 SPLIT, SCHEDULE, PRECISION = "parallel.sequence_parallel", "optim.lr_scheduler_type", "train.precision"
 DEVICE, PACKING, BUDGET = "cluster.accelerator.name", "data.packing", "data.max_tokens_per_micro_batch"
-QUANTIZE = "model.quantize"
+QUANTIZE, COPIED = "model.quantize", "parallel.zero_hpz_partition_size"
 OPTIMIZER, PARAMETERS = "parallel.offload_optimizer", "parallel.offload_parameters"
 _OF_KIND = f"has no effect with {SCHEDULE} {{{SCHEDULE}}}; use"
 _PER_SEGMENT = "does not work with attention per segment, which would be recompiled for each packed row; use "
@@ -85,6 +85,12 @@ ROWS: tuple[Row, ...] = (
      "does not work with model.attention {model.attention}; set that to auto"),
     (SPLIT, above_1, {COMPILE: bool},
      "is not supported with model.compile; set it to 1, or model.compile to false"),
+    # second copies of the parameters
+    (COPIED, above_1, {"parallel.zero_stage": other_than(3)},
+     "is for ZeRO 3, which shards the parameters; set parallel.zero_stage: 3, or this to 1"),
+    (COPIED, above_1, {f"{PARAMETERS}.device": other_than("none")},
+     f"is not supported with {PARAMETERS}.device {{{PARAMETERS}.device!r}}, where DeepSpeed would keep the "
+     "copy too; set one of them to its default"),
     # schedule
     ("optim.warmup_ratio", given, {"optim.warmup_steps": given},
      "is given together with warmup_steps {optim.warmup_steps}; keep one of them"),

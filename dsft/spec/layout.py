@@ -61,8 +61,9 @@ class Layout:
 
 def layout_of(parallel: Parallel, world_size: int) -> Layout:
     """Return the layout of `world_size` ranks. Raise SpecError if the number of stages, or of stages × ranks
-    of a group, does not divide it."""
+    of a group, does not divide it, or if it is not several groups with a copy of the parameters each."""
     stages, together = parallel.pipeline_stages, parallel.sequence_parallel
+    copied = parallel.zero_hpz_partition_size
     if world_size % stages:
         choices = " or ".join(str(n) for n in nearest_divisors(world_size, stages))
         message = (
@@ -81,6 +82,13 @@ def layout_of(parallel: Parallel, world_size: int) -> Layout:
         )
         problem = Problem("parallel.sequence_parallel", message)
         raise SpecError("The groups that split rows do not fit the processes.", [problem])
+    if copied > 1 and (world_size % copied or world_size == copied):
+        message = (
+            f"{copied} does not divide the {world_size} processes into several groups, each with a copy of "
+            f"the parameters; set 1, or start a multiple of {copied}, at least {2 * copied}"
+        )
+        problems = [Problem("parallel.zero_hpz_partition_size", message)]
+        raise SpecError("The groups with a copy of the parameters do not fit the processes.", problems)
     return Layout(world_size, stages, together)
 
 
@@ -102,23 +110,28 @@ def hosts_of_ranks(hosts: Mapping[str, int]) -> list[str]:
     return [host for host, slots in hosts.items() for _ in range(slots)]
 
 
-def divided_group(parallel: Parallel, on: Sequence[str]) -> str | None:
-    """Return what is wrong if a group of ranks that split rows is on several hosts and the spec does not
-    allow that; None if nothing is. on: host of each rank, or what is equal for ranks of one host alone."""
-    size = parallel.sequence_parallel
-    if size == 1 or parallel.sequence_parallel_across_hosts:
-        return None
-    groups = (range(first, min(first + size, len(on))) for first in range(0, len(on), size))
-    divided = next((group for group in groups if len({on[rank] for rank in group}) > 1), None)
-    if divided is None:
-        return None
-    within = nearest_divisors(math.gcd(*Counter(on).values()), size)[0]
-    return (
-        f"{size} would put ranks {divided[0]}-{divided[-1]}, which split the same rows, on "
-        f"{len({on[rank] for rank in divided})} hosts, and the all-to-alls of each layer on the network "
-        f"between them; give each host a multiple of {size} ranks, numbered one after the other, set "
-        f"{within}, or set sequence_parallel_across_hosts: true"
-    )
+def divided_group(parallel: Parallel, on: Sequence[str]) -> tuple[str, str] | None:
+    """Return a key of `parallel` and what is wrong with its value if a group of ranks is on several hosts:
+    one that splits rows, where the spec does not allow that, or one that has a copy of the parameters. on:
+    host of each rank, or what is equal for ranks of one host alone."""
+    split = 1 if parallel.sequence_parallel_across_hosts else parallel.sequence_parallel
+    for key, size, share, sent, or_set in (
+        ("sequence_parallel", split, "split the same rows", "the all-to-alls",
+         ", or set sequence_parallel_across_hosts: true"),
+        ("zero_hpz_partition_size", parallel.zero_hpz_partition_size, "share a copy of the parameters",
+         "its gathers", ""),
+    ):  # fmt: skip
+        groups = (range(first, min(first + size, len(on))) for first in range(0, len(on), size))
+        divided = next((group for group in groups if len({on[rank] for rank in group}) > 1), None)
+        if divided is not None:
+            within = nearest_divisors(math.gcd(*Counter(on).values()), size)[0]
+            return f"parallel.{key}", (
+                f"{size} would put ranks {divided[0]}-{divided[-1]}, which {share}, on "
+                f"{len({on[rank] for rank in divided})} hosts, and {sent} of each layer on the network "
+                f"between them; give each host a multiple of {size} ranks, numbered one after the other, "
+                f"{'set' if or_set else 'or set'} {within}{or_set}"
+            )
+    return None
 
 
 def worlds(hosts: Mapping[str, int], fewest: int) -> dict[int, frozenset[int]]:

@@ -122,12 +122,12 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
         "other ways to shard or offload (ZeRO++, MiCS, ZenFlow, SuperOffload, Twin-Flow, GPUDirect storage)",
         "use parallel.zero_stage, parallel.offload_optimizer: {device: cpu or nvme} or "
         "train.reduce_dtype: bf16",
-        "zero++ zeropp zero_quantized_weights zero_quantized_gradients hpz mics zenflow super_offload "
+        "zero++ zeropp zero_quantized_weights zero_quantized_gradients mics zenflow super_offload "
         "superoffload twin_flow offload_ratio use_gds",
         in_json="zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_gradients "
-        "zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zero_hpz_partition_size "
-        "zero_optimization.zenflow zero_optimization.offload_optimizer.super_offload "
-        "zero_optimization.offload_optimizer.ratio aio.use_gds",
+        "zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zenflow "
+        "zero_optimization.offload_optimizer.super_offload zero_optimization.offload_optimizer.ratio "
+        "aio.use_gds",
     ),
     NotOffered(
         "DeepSpeed's autotuning, elasticity, DeepCompile, data efficiency or own checkpoint engine",

@@ -131,6 +131,15 @@ RULES: tuple[Rule, ...] = (
         "zero/stage3.py:906 pin_memory",
     ),
     Rule(
+        "second copies of the parameters on one host",
+        "warned",
+        ("parallel.zero_hpz_partition_size", "cluster.hosts"),
+        lambda s: s.parallel.zero_hpz_partition_size > 1 and len(s.cluster.hosts if s.cluster else ()) == 1,
+        "the copies take memory, and there is no traffic between hosts that they could save",
+        "set it to 1",
+        "zero/partition_parameters.py:1573 zero_param_process_group",
+    ),
+    Rule(
         "bf16 at ZeRO 0",
         "warned",
         ("train.precision", ZERO),

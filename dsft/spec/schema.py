@@ -6,7 +6,7 @@ A default written here is the value that the run uses, except where the docstrin
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, lcm
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -415,12 +415,21 @@ class Parallel(Section):
     """Number of ranks in a group, which split the tokens of each row among them (Ulysses); 1: no split."""
     sequence_parallel_across_hosts: bool = False
     """Allow a group to have ranks on several hosts; its all-to-alls in each layer then use the network."""
+    zero_hpz_partition_size: Count = 1
+    """Number of consecutive ranks, normally those of a host, that keep a second copy of the parameters among
+    them at ZeRO 3, from which each gathers them until the next step (DeepSpeed's hpZ); 1: no copy."""
     offload_optimizer: Offload = Offload()
     """Where optimizer states and fp32 master weights are stored and updated."""
     offload_parameters: Offload = Offload()
     """Where parameters are stored while they are not in use (ZeRO 3)."""
     allow_torch_adam: bool = False
     """Use torch's Adam if DeepSpeed's CPU Adam cannot be compiled, instead of stopping."""
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The smallest number of ranks that this layout can have."""
+        together, copied = self.pipeline_stages * self.sequence_parallel, self.zero_hpz_partition_size
+        return together if copied == 1 else lcm(together, 2 * copied)
 
 
 class Train(Section):

@@ -18,9 +18,12 @@ def summary(spec: Spec) -> str:
     size, split = parallel.pipeline_stages * parallel.sequence_parallel, ""
     if parallel.sequence_parallel > 1:
         split = f", each row split over {parallel.sequence_parallel} ranks"
+    if parallel.zero_hpz_partition_size > 1:
+        split += f", a copy of the parameters on each {parallel.zero_hpz_partition_size} ranks"
     offloads = (("optimizer", parallel.offload_optimizer), ("parameters", parallel.offload_parameters))
     offload = "".join(f", {what} on {one.device}" for what, one in offloads if one.device != "none")
-    world = "any number of processes" if size == 1 else f"any multiple of {size} processes"
+    least = parallel.fewest_ranks
+    world = "any number of processes" if least == 1 else f"any multiple of {least} processes"
     total, micro, steps = train.global_batch_size, train.micro_batch_size, train.accumulation_steps
     if cluster is not None:
         hosts = len(cluster.hosts)

@@ -87,11 +87,12 @@ def compare(  # noqa: PLR0913, PLR0915, PLR0917  a case
     targets: Any = "all-linear",
     quantize: str | None = "nf4",
     dora: bool = False,
+    hpz: int = 1,
 ) -> dict[str, Any]:
     keys = {"name_or_path": f"{folder}/{of}", "gradient_checkpointing": checkpointing}
     keys |= {"lora": LORA | {"target_modules": targets, "use_dora": dora}, "quantize": quantize}
     keys |= {"experts": {"implementation": "eager"}} if eager else {}
-    spec = make_spec(keys, zero, stages, task, precision, "live" if live else "adapter")
+    spec = make_spec(keys, zero, stages, task, precision, "live" if live else "adapter", hpz)
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     if zero == 3:  # else so small a model is kept whole on every rank
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
@@ -289,13 +290,14 @@ def counts(step: Any) -> dict[str, int]:
 
 
 def make_spec(
-    keys: dict[str, Any], zero: int, stages: int, task: str, precision: str, reference: str
+    keys: dict[str, Any], zero: int, stages: int, task: str, precision: str, reference: str, hpz: int
 ) -> Spec:
-    offloaded = {"reference_offload": "cpu"} if zero == 3 and reference == "live" else {}
+    offloaded = {"reference_offload": "cpu"} if zero == 3 and reference == "live" and hpz == 1 else {}
     of_pairs: dict[str, Any] = {"dpo": {"reference": reference} | offloaded} if task == "dpo" else {}
     train = {"micro_batch_size": 2, "accumulation_steps": 2, "precision": precision, "max_grad_norm": 0.0}
     return minimal_spec(
-        task, model=keys, parallel={"zero_stage": zero, "pipeline_stages": stages}, train=train,
+        task, model=keys, train=train,
+        parallel={"zero_stage": zero, "pipeline_stages": stages, "zero_hpz_partition_size": hpz},
         optim={"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0}, **of_pairs,
     )  # fmt: skip
 

@@ -28,11 +28,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"precision": "fp32", "accumulation_steps": 3},
     ),
 }
-"""Sections parallel and train."""
+"""Sections parallel and train; ZeRO 3 on four ranks has second copies of the parameters in two groups."""
 
 
 def plan_of(name: str, ranks: int) -> Plan:
     parallel, train = CASES[name]
+    if ranks == 4 and parallel["zero_stage"] == 3:
+        parallel = parallel | {"zero_hpz_partition_size": 2}
     spec = minimal_spec(
         model={"from_config": llama(256, 640, 4, 4, vocab_size=1024, tie_word_embeddings="tied" in name)},
         data={"packing": True, "max_length": LENGTH, "max_tokens_per_micro_batch": LENGTH},

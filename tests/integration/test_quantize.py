@@ -118,6 +118,12 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"zero": 3, "of": "mixture", "precision": "bf16"},
     {"zero": 1, "of": "mixture", "task": "dpo", "checkpointing": True},
 )
+COPIED: tuple[dict[str, Any], ...] = (  # on four ranks, of which each two have a copy of the parameters
+    {"zero": 3, "hpz": 2, "of": "saved", "packed": True},
+    {"zero": 3, "hpz": 2, "task": "dpo", "live": True},
+    {"zero": 3, "hpz": 2, "task": "dpo"},
+    {"zero": 3, "hpz": 2, "of": "mixture", "checkpointing": True},
+)
 ALONE: tuple[dict[str, Any], ...] = (  # a whole run of one rank is always tried below
     {"zero": 0},
     {"zero": 2, "packed": True},
@@ -131,7 +137,10 @@ ALONE: tuple[dict[str, Any], ...] = (  # a whole run of one rank is always tried
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(2, ALWAYS), *(pytest.param(*more, marks=pytest.mark.long) for more in ((2, OTHERS), (1, ALONE)))],
+    [
+        (2, ALWAYS),
+        *(pytest.param(*more, marks=pytest.mark.long) for more in ((2, OTHERS), (4, COPIED), (1, ALONE))),
+    ],
 )
 def test_adapters_on_4_bits_equal_a_plain_loop(
     ranks: int, cases: tuple[dict[str, Any], ...], tmp_path: Path

@@ -5,6 +5,7 @@ has ZeRO 3, pipeline stages, split rows or preference pairs."""
 from __future__ import annotations
 
 import functools
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from tests.lab.observed import Rank, install, ranks
 from tests.lab.slurm import why_not as no_slurm
 from tests.launching import LATE, WITHOUT, forked
 from tests.selected import tiered
+from tests.specs import dims
 from tests.unit.reference.small import model, rows
 
 TRAIN = "dsft/train.py"
@@ -242,6 +244,45 @@ def test_every_launcher_trains_as_one_host_does(
     for host in ("node1", "node2"):
         assert len(records(place.folder / "runs" / name, f"host/{host}/step_time")) == STEPS
     assert place.lab.processes() == [], "nothing outlives the run"
+
+
+@pytest.mark.long  # tests/parity has them on one host
+def test_copies_of_the_parameters_on_each_host(place: Place) -> None:
+    """Preference training of all weights at ZeRO 3 on two hosts of two ranks each, with a live reference and
+    evaluations, stopped after two steps and resumed: with second copies (hpZ) all numbers are those without
+    to the last bit, and a host sends the other one less, although it starts once more."""
+    words = wide_pairs(place, "cluster.hosts={node1: 2, node2: 2}")
+    sent = {}
+    for name, size, ends in (("plain", 1, [STEPS]), ("copied", 2, [2, STEPS])):
+        place.lab.reset()
+        before = _sent(place.lab)
+        for end in ends:
+            given = [f"name={name}", f"train.max_steps={end}", f"parallel.zero_hpz_partition_size={size}"]
+            dsft_launch(place, [*words, *given])
+        sent[name] = _sent(place.lab) - before
+        hosts = [rank.host for _, rank in sorted(ranks(place.seen, name).items())]
+        assert hosts == ["node1", "node1", "node2", "node2"]
+    _equal(place.folder / "runs" / "copied", place.folder / "runs" / "plain")
+    assert sent["copied"] < 0.8 * sent["plain"], sent  # 207 and 290 MB; the rest is mostly gradients
+    assert place.lab.processes() == []
+
+
+def wide_pairs(place: Place, hosts: str) -> list[str]:
+    """A spec whose matrices are sharded at ZeRO 3, and its overrides."""
+    words = words_of(place, "dpo")
+    model(place.folder / "wide", dims(128, 512, 4, 4, vocab_size=259))
+    return [
+        *words, hosts, f"model.name_or_path={place.folder}/wide", "dpo.reference=live",
+        "train.global_batch_size=16", "train.micro_batch_size=1", "train.eval_every=1",
+        "checkpoint.every=1", "checkpoint.keep_best=1", "optim.lr_scheduler_type=constant",
+        "parallel.zero_stage=3",
+    ]  # fmt: skip
+
+
+def _sent(lab: Lab) -> int:
+    """Return the bytes that node1 has sent to other hosts."""
+    [link] = json.loads(_well(lab.run("node1", ["ip", "-json", "-stats", "link", "show", "e0"])))
+    return int(link["stats64"]["tx"]["bytes"])
 
 
 def _on_both(

@@ -420,6 +420,8 @@ def _cases(ranks: int) -> Iterator[Case]:
     yield from _balanced(ranks)
     if ranks < 4:
         yield from _on_disk(ranks)
+    if ranks == 4:
+        yield from _copied(ranks)
     yield from _split(ranks)
     yield from _split_pairs(ranks)
     yield from _split_mixtures(ranks)
@@ -581,6 +583,18 @@ def _balanced(ranks: int) -> Iterator[Case]:
     pairs = functools.partial(softmax, optimizer="adamw", micro_batches="four", reference="given")
     yield pairs("zero2", balance="global_batch", packed=True, shared=True)
     yield pairs("pipeline_zero1", balance="sequence", stages=2)
+
+
+def _copied(ranks: int) -> Iterator[Case]:
+    """Second copies of the parameters (hpZ) in two groups of two ranks. The first three are in the core."""
+    case = functools.partial(Case, mode="zero3_hpz", ranks=ranks, optimizer="adamw", max_norm=0.1)
+    yield case(micro_batches="varying", reference="live", packed=True)
+    yield case(micro_batches="four", trains="trainable", precision="bf16", checkpointing=True)
+    yield case(micro_batches="varying", trains="lora", reference="adapter")
+    yield case(micro_batches="four", precision="fp16", fault=True)
+    yield case(micro_batches="varying", fault=True, packed=True, sequence_parallel=2)
+    yield case(micro_batches="varying", shape="qwen3_moe", balance="global_batch")
+    yield case(micro_batches="varying", mode="zero3_hpz_offload")
 
 
 def _in_8_bits(ranks: int) -> Iterator[Case]:

@@ -5,6 +5,7 @@
 A case A trains 6 steps and saves at 0, 3 and 6; A is `STAGE-PRECISION[-offload][-pipe][-tied]` and
 `-sgd` or `-momentum` where it is not AdamW, as `z2-bf16-offload`; `-8bit` has AdamW's moments in 8 bits;
 `-muon` is Muon;
+`-hpz` has second copies of the parameters in groups of two ranks;
 `-large` has sub-groups of more than 1 MiB, which `-nvme` keeps on the disk, `-params` the parameters
 too; `-host` keeps these in memory. A case A:B:N goes on from A's step N under B to step 6. Engines are
 made with deepspeed.initialize alone, so that nothing but state.py and the checkpoint is under test. Rank
@@ -153,6 +154,14 @@ class Case:
             total += loss.detach() / len(micro_batches)
         return self.world.sum(total) / self.world.world_size
 
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        self.engine.eval()
+        self.engine(input_ids=torch.arange(LENGTH)[None], use_cache=False)
+        self.engine.optimizer.empty_partition_cache()
+        assert all(getattr(p, "ds_secondary_tensor", None) is not None for p in self.named.values())
+        self.engine.train()
+
     def save(self, run: Path, step: int) -> None:
         shards = self.world.layout.shards
         fragments = state.owned_fragments(self.engine, self.named, self.world.shard_rank, shards)
@@ -232,6 +241,8 @@ def config(zero: int, bf16: bool, offload: bool, rows: int, data_parallel: int) 
 
 def on_disk(made: dict[str, Any], words: list[str], disk: Path) -> dict[str, Any]:
     """With its larger sub-groups, and where its parameters are, and what is on the disk."""
+    if "hpz" in words:
+        made["zero_optimization"]["zero_hpz_partition_size"] = 2
     if "host" in words:
         made["zero_optimization"]["offload_param"] = {"device": "cpu"}
     if "large" in words:
@@ -263,6 +274,8 @@ def load_case(folder: Path, words: str) -> dict[str, Any]:
     case = Case(target, 1, folder)  # other weights: what is right afterwards was loaded
     if start.step == 0:
         case.step(0)  # an engine with moments, counts and gathered parameters of its own
+    if "hpz" in target:  # and with second copies of the parameters
+        case.evaluate()
     case.load(start)
     losses = [float(case.step(index)) for index in range(start.step, STEPS)]
     run = folder / f"{words.replace(':', '_')}_on_{case.world.world_size}"

@@ -68,6 +68,7 @@ ON_THREE: dict[str, float] = {"z2-fp32:z3-fp32:3": ROUNDING, "z3-fp32:z0-fp32:3"
 ON_FOUR: dict[str, float] = {
     "z1-fp32-pipe:z3-fp32:3": ROUNDING,
     "z2-fp32:z2-fp32:3": ROUNDING,
+    "z2-fp32:z3-fp32-hpz:0": 4 * ROUNDING,
     "z3-fp32:z1-fp32-pipe:3": ROUNDING,
     "z0-fp32:z0-fp32-pipe:3": ROUNDING,
     "z3-fp32-tied:z1-fp32-pipe-tied:3": ROUNDING,

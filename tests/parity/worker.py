@@ -187,6 +187,7 @@ def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]
     policy = build_model(
         spec.model, FACTS, SEED, DTYPES[case.precision], world.stage, case.cut, sharding_for(config, world)
     )
+    assert all(getattr(p, "ds_secondary_tensor", None) is None for p in policy.parameters())
     attend(policy, case, world)
     if case.chunked:
         cut_logits(policy)
@@ -520,6 +521,7 @@ def make_spec(case: Case) -> Spec:
                 "zero_stage": case.zero_stage,
                 "pipeline_stages": case.stages,
                 "sequence_parallel": case.sequence_parallel,
+                "zero_hpz_partition_size": 2 if "hpz" in case.mode else 1,
                 **offload,
             },
             "train": {

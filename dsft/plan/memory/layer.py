@@ -1,11 +1,12 @@
-"""Count the activations of a layer and its dequantized weights, and decide in how many chunks of tokens its
-MLP is computed."""
+"""Count the activations of a layer, its dequantized weights and the parameters that ZeRO 3 has whole, and
+decide in how many chunks of tokens its MLP is computed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from dsft.plan.census import Census, Parameter
+from dsft.plan.ds_config import LIVE
 from dsft.plan.memory.sizes import chunk_limit, compute_bytes, fuses, runs_on_cpu
 from dsft.plan.memory.tensors import NONE, Tensors, each, one
 from dsft.plan.storage import BLOCK, DEQUANTIZED_AT_ONCE, FP32
@@ -90,6 +91,20 @@ def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
     found += [size * p.top_k for p in experts for size in p.shape[1:]]
     between = [(sum(p.shape[1:]) - hidden) * p.top_k for p in experts]
     return found + ([min(between)] if between else [])
+
+
+def live_elements(module: int, matrix: int, bucket: int, limit: int = LIVE) -> int:
+    """Return the most elements that ZeRO 3 has whole at once, in a model with more than these.
+
+    The parameters of a module that is about to be used are gathered whatever the limit is. Those of later
+    modules follow as long as the limit leaves room, up to a bucket; the last may be larger than the room
+    (partitioned_param_coordinator.py:453 max_params_to_prefetch).
+
+    module, matrix: as in `dsft.plan.memory.phases.RankSetup`; bucket: elements that are gathered ahead;
+    limit: stage3_max_live_parameters.
+    """
+    room = min(limit - module, bucket)
+    return max(limit, module + room + matrix) if room > 0 else module
 
 
 def dequantized(parameters: Iterable[Parameter], spec: Spec) -> Tensors:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dsft.plan.ds_config import LIVE, PERSIST_BELOW
+from dsft.plan.ds_config import PERSIST_BELOW
+from dsft.plan.memory.layer import live_elements
 from dsft.plan.memory.offload import SUB_GROUP
 from dsft.plan.memory.tensors import NONE, Phase, Tensors, each, held, merged, one
 from dsft.plan.storage import FP32, MOMENT_BLOCK, MOMENT_LEAST, Stored
@@ -27,6 +28,7 @@ class RankSetup:
     frozen                 the tensors that hold its other parameters
     zero                   ZeRO stage
     ranks                  data-parallel ranks
+    copied                 those of a group that has a second copy of the parameters; 1: none
     weight                 bytes per element of trained weights
     reduced                bytes per element in the reduction over ranks
     moment                 bytes per element of the optimizer states in 32 bits
@@ -69,6 +71,7 @@ class RankSetup:
     forward: Phase
     backward: Phase
     gradient: int
+    copied: int
 
     @property
     def elements(self) -> int:
@@ -88,6 +91,12 @@ class RankSetup:
     def resident(self) -> Tensors:
         """The small parameters that ZeRO 3 keeps whole."""
         return held(tensor for tensor in self.stored if tensor.numel <= PERSIST_BELOW)
+
+    @property
+    def copies(self) -> Tensors:
+        """This rank's part of its group's copy of the parameters (partition_parameters.py:1912
+        secondary_partition_size)."""
+        return held(tensor.shard(self.copied) for tensor in self.stored) if self.copied > 1 else NONE
 
     @property
     def share(self) -> int:
@@ -143,8 +152,9 @@ def phases(rank: RankSetup) -> dict[str, Phase]:
     """Return the phases by name: between (steps), load, flattening (part of loading), forward, backward and
     the phases of the update. Without trained parameters: between, load, and at ZeRO 3 forward."""
     if not rank.trained:
-        steady: Phase = {"parameters": weights(rank)}
-        return {"between": steady, "load": steady} | (
+        load: Phase = {"parameters": weights(rank)}
+        steady = merged(load, {"copies": rank.copies})
+        return {"between": steady, "load": load} | (
             {"forward": merged(steady, {"buffers": gathered(rank)})} if rank.zero == 3 else {}
         )
     if rank.zero == 0:
@@ -313,6 +323,8 @@ def _sharded(rank: RankSetup) -> dict[str, Phase]:
         states = {"offloaded": _sharded_in_host(rank)}
     bucket = NONE if rank.adds_in_place else one(rank.bucket * rank.reduced)
     steady = merged({"parameters": weights(rank), "buffers": bucket, "offloaded": one(rank.locked)}, states)
+    # Made at the start already (stage3.py:1531 partition), and after each step by the next forward pass.
+    steady["copies"] = rank.copies
     if rank.parameters != "none":
         flat = rank.in_host(rank.share, rank.weight)
         on_host = flat + rank.frozen_shards if rank.parameters == "cpu" else NONE
@@ -372,22 +384,8 @@ def gathered(rank: RankSetup, *, buffers: bool = True) -> Tensors:
     ahead = min(max(rank.gathered, rank.module), total)
     at_once = live_elements(rank.module, rank.matrix, rank.gathered)
     live = held(whole) if total <= at_once else Tensors(0, size(at_once))
-    sent = size(-(-ahead // rank.ranks))
+    sent = size(-(-ahead // (rank.ranks if rank.copied == 1 else rank.copied)))
     return live + (one(size(ahead)) + rank.gathering(size(ahead)) + one(sent) if buffers else NONE)
-
-
-def live_elements(module: int, matrix: int, bucket: int, limit: int = LIVE) -> int:
-    """Return the most elements that ZeRO 3 has whole at once, in a model with more than these.
-
-    The parameters of a module that is about to be used are gathered whatever the limit is. Those of later
-    modules follow as long as the limit leaves room, up to a bucket; the last may be larger than the room
-    (partitioned_param_coordinator.py:453 max_params_to_prefetch).
-
-    module, matrix: as in RankSetup; bucket: elements that are gathered ahead; limit:
-    stage3_max_live_parameters.
-    """
-    room = min(limit - module, bucket)
-    return max(limit, module + room + matrix) if room > 0 else module
 
 
 def _sharded_in_host(rank: RankSetup) -> Tensors:

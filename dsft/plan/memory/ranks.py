@@ -69,6 +69,7 @@ class RankMemory:
     one_layer, logits, loading, between and forward belong to other phases.
 
     parameters   weights in the type of forward and backward
+    copies       this rank's part of its group's second copy of the parameters (hpZ)
     gradients    accumulated gradients, and those being reduced or read by the update
     master       fp32 master weights, if they are not the parameters themselves
     moments      optimizer states
@@ -100,6 +101,7 @@ class RankMemory:
     head: int
     logits: int
     offloaded: int
+    copies: int = 0
     reference: int = 0
     loading: int = 0
     between: int = 0
@@ -111,7 +113,7 @@ class RankMemory:
     @property
     def states(self) -> int:
         """Bytes on the GPU without activations and head."""
-        stored = self.parameters + self.master + self.moments + self.reference
+        stored = self.parameters + self.copies + self.master + self.moments + self.reference
         return stored + self.gradients + self.buffers
 
     @property
@@ -275,6 +277,7 @@ def _setup(
         forward=work.forward,
         backward=work.backward,
         gradient=compute_bytes(spec) if stays else FP32,
+        copied=parallel.zero_hpz_partition_size,
     )
 
 

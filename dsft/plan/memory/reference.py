@@ -64,7 +64,7 @@ def with_reference(
             own_layout = reference_layout(spec, layout.world_size)
             return sizes, ReferenceMemory(found, of_host(found, spec, own_layout, hosts))
         of_rank = [found[rank.stage % len(found)] for rank in sizes.stages]
-        beside = [(one.parameters, one.offloaded) for one in of_rank]
+        beside = [(one.parameters + one.copies, one.offloaded) for one in of_rank]
     else:
         beside = [(_copies(rank, census, spec, layout), 0) for rank in sizes.stages]
     stages = tuple(

@@ -46,7 +46,9 @@ def held(stored: Iterable[Stored]) -> Tensors:
     return sum((one(tensor.bytes) for tensor in stored), NONE)
 
 
-Row = Literal["parameters", "gradients", "master", "moments", "buffers", "activations", "head", "offloaded"]
+Row = Literal[
+    "parameters", "copies", "gradients", "master", "moments", "buffers", "activations", "head", "offloaded"
+]  # fmt: skip
 Phase = Mapping[Row, Tensors]
 """Tensors of one phase by kind; `offloaded` is in host memory, all others are on the device."""
 

@@ -494,13 +494,15 @@ def test_deepspeed() -> None:
         "bf16": {"enabled": "auto"}, "fp16": {"enabled": False}, "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.8, 0.9], "eps": "auto"}},
         "zero_optimization": {
-            "stage": 3, "overlap_comm": True,
+            "stage": 3, "overlap_comm": True, "zero_hpz_partition_size": 8,
             "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "pin_memory": True},
-            "offload_param": {"device": "cpu"},
         },
     }  # fmt: skip
     spec, done = converted(file, task="pretrain", model="a/b", data=["data/wiki.txt"])
-    assert (spec.parallel.zero_stage, spec.parallel.offload_parameters.device) == (3, "cpu")
+    assert (spec.parallel.zero_stage, spec.parallel.zero_hpz_partition_size) == (3, 8)
+    file["zero_optimization"] |= {"zero_hpz_partition_size": 1, "offload_param": {"device": "cpu"}}  # type: ignore[operator]
+    spec, done = converted(file, task="pretrain", model="a/b", data=["data/wiki.txt"])
+    assert (spec.parallel.zero_hpz_partition_size, spec.parallel.offload_parameters.device) == (1, "cpu")
     assert_has(spec.parallel.offload_optimizer, "device: nvme, nvme_path: /local")
     assert_has(spec.train, "micro_batch_size: 8, accumulation_steps: 4, precision: bf16")
     assert_has(spec.optim, "learning_rate: 3.0e-5, betas: [0.8, 0.9]")

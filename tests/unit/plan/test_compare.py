@@ -16,7 +16,7 @@ from dsft.plan.build import Plan, build_plan
 from dsft.plan.census import Census, Parameter
 from dsft.plan.compare import Candidate, Comparison, changed, compare
 from dsft.plan.memory.sizes import GIB
-from dsft.plan.show_compare import comparison_mapping, comparison_parts
+from dsft.plan.show_compare import comparison_mapping, comparison_parts, label
 from dsft.plan.smaller import smaller
 from dsft.plan.storage import Form
 from dsft.plan.tables import rendered
@@ -129,6 +129,20 @@ def test_what_is_typed_is_what_was_compared(tmp_path: Path, stages: int, micro: 
         assert typed.memory == candidate.best.memory
         assert typed.batch == candidate.best.batch
         assert typed.traffic == candidate.best.traffic
+
+
+def test_a_copy_of_the_parameters_on_each_host_is_offered() -> None:
+    _, found = compared(document({"a": 2, "b": 2}, interface="e0"))
+    copied = [one for one in found.fitting if one.keys.copied > 1]
+    assert {(one.keys.zero_stage, one.keys.copied) for one in copied} == {(3, 2)}
+    one = next(one for one in copied if one.keys.order == 3)
+    assert {"parallel.zero_stage=3", "parallel.zero_hpz_partition_size=2"} < set(one.overrides)
+    assert "copies on 2 ranks each" in label(one.keys)
+    plain = next(other for other in found.fitting if other.keys == replace(one.keys, copied=1))
+    assert one.best and plain.best and one.best.device > plain.best.device
+    assert not any(one.keys.copied > 1 for one in every(compared(document({"a": 4}))[1]))
+    own = document({"a": 2, "b": 2}) | {"parallel": {"zero_stage": 3, "zero_hpz_partition_size": 2}}
+    assert any(one.keys.zero_stage == 2 for one in compared(own)[1].fitting)
 
 
 def test_a_refusal_is_the_one_of_validate(tmp_path: Path) -> None:

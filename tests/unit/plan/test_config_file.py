@@ -189,6 +189,15 @@ def test_a_file_without_offload_switches_it_off(merge: Any) -> None:
     assert "offload_optimizer" not in merged.config["zero_optimization"]
 
 
+def test_the_file_decides_on_copies_of_the_parameters(merge: Any) -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    merged = merge({"zero_optimization": zero}, parallel={"zero_stage": 3})
+    assert merged.spec.parallel.zero_hpz_partition_size == 2
+    assert merged.config["zero_optimization"]["zero_hpz_partition_size"] == 2
+    with pytest.raises(SpecError, match="2 is for ZeRO 3"):
+        merge({"zero_optimization": zero | {"stage": 2}})
+
+
 def test_an_empty_file_is_the_specs_own_configuration(merge: Any, make_spec: Any) -> None:
     spec = make_spec()
     assert merge({}).config == deepspeed_config(spec, batch_sizes(spec.train, 4))

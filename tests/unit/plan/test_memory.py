@@ -81,6 +81,17 @@ def test_zero_3_shares_the_parameters_except_small_ones(sizes: Any) -> None:
     assert rank.master == rank.gradients - 2 * LARGEST == 4 * WHOLE // 4
 
 
+def test_each_group_of_ranks_has_a_copy_of_the_parameters(sizes: Any) -> None:
+    bf16, zero = {"precision": "bf16"}, {"zero_stage": 3}
+    plain = sizes(parallel=zero, train=bf16).stages[0]
+    rank = sizes(parallel=zero | {"zero_hpz_partition_size": 2}, train=bf16).stages[0]
+    assert (plain.copies, rank.copies) == (0, 2 * WHOLE // 2)
+    sent = 2 * bucket_size(WHOLE) // 4  # a half of what is gathered at once, not a quarter, is sent
+    assert rank.device == plain.device + rank.copies + sent
+    assert rank.phase("save") == plain.phase("save") + rank.copies  # as an evaluation leaves them
+    assert rank.phase("load") == plain.phase("load") + rank.copies
+
+
 def test_zero_3_keeps_two_bytes_of_a_gradient_where_a_step_has_one_micro_batch(sizes: Any) -> None:
     def gradients(world: int = 1, **train: Any) -> Any:
         given = {"precision": "bf16", "accumulation_steps": 1} | train

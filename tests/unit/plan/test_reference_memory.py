@@ -69,6 +69,16 @@ def test_a_sharded_one_takes_a_share_and_what_it_gathers(planned: Any) -> None:
     assert (rank.buffers, rank.offloaded) == (2 * (8 * BIG + bucket + bucket // 4), 0)
 
 
+def test_a_live_one_has_copies_as_the_policy_has(planned: Any) -> None:
+    zero = {"zero_stage": 3, "zero_hpz_partition_size": 2}
+    sizes, reference = planned(dpo={"reference": "live"}, parallel=zero)
+    (rank,) = reference.stages
+    assert rank.copies == 2 * WHOLE // 2 == sizes.stages[0].copies
+    assert sizes.stages[0].reference == rank.parameters + rank.copies
+    for others in ({"reference": "precomputed"}, {"reference": "live", "reference_offload": "cpu"}):
+        assert planned(dpo=others, parallel=zero)[1].stages[0].copies == 0
+
+
 def test_one_on_the_cpu_leaves_the_gpu_what_stays_gathered(planned: Any) -> None:
     offloaded = {"reference": "live", "reference_zero_stage": 3, "reference_offload": "cpu"}
     sizes, reference = planned(dpo=offloaded)

@@ -125,6 +125,18 @@ def test_recomputing_brings_more_parameters_back_at_zero_3(
     assert kept == {False: 3 * LAYER // 2, True: LAYER}
 
 
+def test_copies_of_the_parameters_are_gathered_within_a_host(flows: Any) -> None:
+    hosts, sections = {"a": 2, "b": 2}, {"task": "dpo", "dpo": {"reference": "live"}}
+    plain = flows(hosts, parallel={"zero_stage": 3}, **sections)
+    found = flows(hosts, parallel={"zero_stage": 3, "zero_hpz_partition_size": 2}, **sections)
+    assert found["updated parameters, between hosts"].bytes == 4 * SHARDED * 3 // 4 // 2  # once a step
+    for what, kept in (("parameters for use", 2 / 3), ("reference's parameters", 1.0)):
+        assert f"{what}, between hosts" in plain and f"{what}, between hosts" not in found
+        sent = found[f"{what}, within a host"]  # the first of three micro-batches gathers the updated ones
+        assert (sent.times, sent.bytes) == (3, pytest.approx(3 * kept * 4 * SHARDED / 2, rel=1e-6))
+    assert found["gradients, between hosts"] == plain["gradients, between hosts"]
+
+
 def test_a_live_reference_that_is_sharded_is_gathered_too(flows: Any) -> None:
     parallel = {"zero_stage": 3}
     assert not any("reference" in what for what in flows({"a": 2}, task="dpo", parallel=parallel))

@@ -44,10 +44,10 @@ def rows(path: Path, count: int, shown: str = "yes") -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in messages), encoding="utf-8")
 
 
-def model(folder: Path) -> None:
+def model(folder: Path, size: dict[str, Any] = TINY) -> None:
     """With the byte-level tokenizer, its template in a file of its own."""
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**size)).save_pretrained(folder)
     byte_level_tokenizer().save_pretrained(folder)
 
 

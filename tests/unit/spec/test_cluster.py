@@ -50,6 +50,21 @@ def test_groups_that_split_rows_are_compared_with_the_cluster() -> None:
     load_spec(TWO_NODES, [three, size(2), "train={global_batch_size: 12, micro_batch_size: 1}"])
 
 
+def test_groups_with_a_copy_of_the_parameters_are_compared_with_the_cluster() -> None:
+    size, zero = "parallel.zero_hpz_partition_size={}".format, "parallel.zero_stage=3"
+    load_spec(TWO_NODES, ["cluster.hosts={node1: 2, node2: 2}", zero, size(2)])
+    (divided,) = problems("cluster.hosts={node1: 1, node2: 3}", zero, size(2))
+    assert "parallel.zero_hpz_partition_size: 2 would put ranks 0-1" in divided
+    (alone,) = problems("cluster={hosts: {a: 2, b: 2}, min_hosts: 1}", zero, size(2))
+    assert "cluster.min_hosts: with 1 of 2 hosts, 2 processes: 2 does not divide" in alone
+    (sharded,) = problems("cluster.hosts={node1: 2, node2: 2}", "parallel.zero_stage=2", size(2))
+    assert "parallel.zero_hpz_partition_size: 2 is for ZeRO 3, which shards" in sharded
+    (offloaded,) = problems(
+        "cluster.hosts={node1: 2, node2: 2}", zero, size(2), "parallel.offload_parameters.device=cpu"
+    )
+    assert "2 is not supported with parallel.offload_parameters.device 'cpu'" in offloaded
+
+
 def test_a_wrong_size_is_reported_alone() -> None:
     assert len(problems("train.global_batch_size=x", "cluster.hosts.node2=4")) == 1
     assert len(problems("train={global_batch_size: 64}")) == 1

@@ -35,13 +35,29 @@ def test_ranks_of_a_group_follow_each_other() -> None:
 def test_a_group_is_on_one_host_unless_the_spec_allows_more() -> None:
     four = Parallel(sequence_parallel=4)
     assert divided_group(four, hosts_of_ranks({"a": 4, "b": 8})) is None
-    message = divided_group(four, hosts_of_ranks({"a": 4, "b": 6, "c": 2})) or ""
+    key, message = divided_group(four, hosts_of_ranks({"a": 4, "b": 6, "c": 2})) or ("", "")
+    assert key == "parallel.sequence_parallel"
     assert message.startswith("4 would put ranks 8-11, which split the same rows, on 2 hosts")
     assert "a multiple of 4 ranks, numbered one after the other, set 2, or" in message
-    assert "ranks 0-3" in (divided_group(four, ["a", "b"] * 4) or "")  # as mpirun numbers them by node
+    assert (
+        "ranks 0-3" in (divided_group(four, ["a", "b"] * 4) or ("", ""))[1]
+    )  # as mpirun numbers them by node
     assert divided_group(Parallel(), ["a", "b"]) is None
     allowed = Parallel(sequence_parallel=4, sequence_parallel_across_hosts=True)
     assert divided_group(allowed, ["a", "b"] * 4) is None
+
+
+def test_several_groups_have_a_copy_of_the_parameters_each_on_one_host() -> None:
+    two = Parallel(zero_stage=3, zero_hpz_partition_size=2)
+    assert layout_of(two, 6).shards == 6 and two.fewest_ranks == 4
+    assert Parallel(zero_stage=3, zero_hpz_partition_size=4, sequence_parallel=3).fewest_ranks == 24
+    for size in (2, 5):
+        with pytest.raises(SpecError, match="2 does not divide .* into several groups.*2, at least 4"):
+            layout_of(two, size)
+    assert divided_group(two, hosts_of_ranks({"a": 2, "b": 4})) is None
+    key, message = divided_group(two, hosts_of_ranks({"a": 3, "b": 3})) or ("", "")
+    assert key == "parallel.zero_hpz_partition_size" and message.endswith("or set 1")
+    assert message.startswith("2 would put ranks 2-3, which share a copy of the parameters, on 2 hosts")
 
 
 HOSTS = st.lists(st.integers(1, 8), min_size=1, max_size=4)
@@ -54,5 +70,5 @@ def test_the_value_that_a_message_proposes_is_on_one_host(slots: list[int], size
     assert divided_group(Parallel(sequence_parallel=size), on) is None
     found = divided_group(Parallel(sequence_parallel=size + 1), on)
     if found:
-        set_to = int(re.search(r"set (\d+), or", found)[1])  # type: ignore[index]
+        set_to = int(re.search(r"set (\d+), or", found[1])[1])  # type: ignore[index]
         assert set_to <= size and divided_group(Parallel(sequence_parallel=set_to), on) is None

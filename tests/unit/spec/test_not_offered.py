@@ -42,7 +42,7 @@ def test_each_is_refused_by_its_names(one: Any) -> None:
     ("expert_model_parallel_size", "expert parallelism"),
     ("fp8_enable_fsdp_float8_all_gather", "parallel engines other"),
     ("freeze_vision_tower", "training on images"),
-    ("zero_hpz_partition_size", "other ways to shard"),
+    ("zero_quantized_weights", "other ways to shard"),
     ("ppo_epochs", "training with generated"),
 ])  # fmt: skip
 def test_names_in_other_tools(key: str, title: str) -> None:

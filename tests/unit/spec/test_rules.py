@@ -15,6 +15,10 @@ def spec(parallel: dict[str, Any], **train: Any) -> Spec:
     return Spec.model_validate({**BASE, "parallel": parallel, "train": {**BASE["train"], **train}})
 
 
+def on_hosts(hosts: dict[str, int], **parallel: Any) -> Spec:
+    return Spec.model_validate({**BASE, "parallel": parallel, "cluster": {"hosts": hosts}})
+
+
 def titles(findings: Any) -> list[str]:
     return [finding.message for finding in findings]
 
@@ -48,6 +52,10 @@ EXAMPLES: dict[str, tuple[Spec, Spec]] = {
     "offloaded parameters that are not to be pinned": (
         spec({"zero_stage": 3, "offload_parameters": {"device": "cpu", "pin_memory": False}}),
         spec({"zero_stage": 3, "offload_parameters": {"device": "cpu"}}),
+    ),
+    "second copies of the parameters on one host": (
+        on_hosts({"a": 4}, zero_stage=3, zero_hpz_partition_size=2),
+        on_hosts({"a": 2, "b": 2}, zero_stage=3, zero_hpz_partition_size=2),
     ),
     "bf16 at ZeRO 0": (spec({"zero_stage": 0}), spec({"zero_stage": 0}, precision="fp32")),
     "fp32 gradients reduced in bf16": (
