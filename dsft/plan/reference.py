@@ -22,7 +22,8 @@ from dsft.spec.schema import Experts, Lora, Model, Parallel, Reference, Spec
 def reference_model(spec: Spec) -> Model:
     """Return the `model` section of the reference: the one that `reference_model` names, or the policy's
     initial model, including the adapter in model.lora.path. Tokenizer and attention are the policy's, and
-    what computes the experts of its initial model, and in how many bits. Another model is not quantized."""
+    what computes the experts of its initial model, and in how many bits. Another model has bits of its
+    own."""
     policy, other = spec.model, _keys(spec).reference_model
     own: dict[str, object] = {
         "gradient_checkpointing": False,
@@ -38,7 +39,7 @@ def reference_model(spec: Spec) -> Model:
             "from_config": None,
             "tokenizer": policy.tokenizer or policy.name_or_path,
             "experts": Experts(),
-            "quantize": None,
+            "quantize": _keys(spec).reference_quantize,
             "quantize_skip": (),
         }
     elif policy.lora is not None and policy.lora.path is not None:

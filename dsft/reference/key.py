@@ -44,7 +44,7 @@ class Key:
     data        sources: {one of data.train or data.eval: {rows, tokens, fingerprint}}, as in checkpoints;
                 examples: the fingerprint of each dataset
     precision   train.precision
-    quantize    model.quantize and model.quantize_skip; only where weights are quantized
+    quantize    the form of weights in 4 bits, and model.quantize_skip; only where weights are quantized
     also        the fingerprint of each of `Inputs.also_scored`; only where there are any
     scored      `Reference.scored`, and how many tokens the policy has; only of a teacher
     """
@@ -163,7 +163,9 @@ _CLAUSES: Mapping[str, Any] = {
     "truncation": lambda then, now: _values("data.", then, now),
     "data": _other_data,
     "precision": lambda then, now: [f"train.precision was {then}, now {now}"],
-    "quantize": lambda then, now: [f"model.quantize and quantize_skip were {then}, now {now}"],
+    "quantize": lambda then, now: [
+        f"reference_quantize, or model.quantize and quantize_skip were {then}, now {now}"
+    ],
     "scored": lambda then, now: _values("of the teacher's tokens ", then, now),
     "also": lambda then, now: [
         "the steps (train.seed, the global batch size) pair prompts and answers otherwise"

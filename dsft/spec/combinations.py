@@ -31,7 +31,7 @@ from dsft.spec.held_out import name_findings
 from dsft.spec.hosts import environment_findings, host_findings
 from dsft.spec.preferences import preference_findings
 from dsft.spec.rules import NEEDS_AMPERE, WITHOUT_BF16
-from dsft.spec.schema import Schedule, Spec
+from dsft.spec.schema import SECTIONS, Reference, Schedule, Spec
 
 WITHOUT_WARMUP: tuple[Schedule, ...] = ("constant",)
 COMPILE, BALANCE, WEIGHT = "model.compile", "model.experts.balance", "model.experts.balance_weight"
@@ -78,6 +78,10 @@ ROWS: tuple[Row, ...] = (
       for key, values in (
           (PRECISION, ("bf16", "fp32")), (SPLIT, (1,)), (f"{PARAMETERS}.device", ("none",)),
       )),
+    *((f"{section}.reference_quantize", given, {key: other_than(*values)},
+       f"is not supported with {key} {{{key}!r}}; set that to {values[0]}, or leave this out")
+      for section, kind in SECTIONS.items() if issubclass(kind, Reference)
+      for key, values in ((PRECISION, ("bf16", "fp32")), (SPLIT, (1,)))),
     # sequence parallelism
     (f"{SPLIT}_across_hosts", bool, {SPLIT: (1,)},
      f"has no effect without {SPLIT}; set that to the number of ranks of a group, or leave this out"),

@@ -131,7 +131,7 @@ def _adapter(spec: Spec, own: Reference) -> Iterator[Finding]:
 def _own_reference(spec: Spec, own: Reference) -> Iterator[Finding]:
     """Check the keys of a reference with its own engine, before training (precomputed) or during it
     (live)."""
-    lora = spec.model.lora if own.reference_model is None else None  # another model is not quantized
+    lora = spec.model.lora if own.reference_model is None else None  # another model has bits of its own
     if spec.model.quantize is not None and lora is not None and lora.modules_to_save and lora.path is None:
         key, saved = spec.own_key("reference"), "model.lora.modules_to_save"
         message = (
@@ -139,6 +139,9 @@ def _own_reference(spec: Spec, own: Reference) -> Iterator[Finding]:
         )
         message += "too; set that to adapter, or leave one of these out"
         yield value_finding(spec, "model.quantize", message, key, saved)
+    if own.reference_model is None:
+        reason = "has no effect without reference_model, since the start of the policy has its own bits"
+        yield from _unused(spec, own, ("reference_quantize",), "reference_model", reason)
     if own.reference == "live":
         reason = "has no effect with reference live, which stores nothing"
         yield from _unused(spec, own, _OF_STORE, "reference", reason)

@@ -246,6 +246,8 @@ class Reference(Section):
     or adapter (from the policy with its adapter switched off)."""
     reference_model: Text | None = None
     """Hub id or folder of the reference; by default the model that is trained, as it is at the start."""
+    reference_quantize: Literal["nf4", "fp4"] | None = None
+    """Store the weights of linear layers and experts of reference_model in 4 bits, as model.quantize does."""
     reference_zero_stage: Literal[0, 3] | None = None
     """0: every GPU holds the whole reference; 3: it is sharded. By default 3 if parallel.zero_stage is 3,
     else 0; in a pipeline it is cut into the policy's stages."""
@@ -350,8 +352,7 @@ class Distill(Reference):
     """Distillation from a teacher, which is the reference."""
 
     reference: Literal["precomputed", "live"] = "precomputed"
-    """Where the teacher's log-probabilities come from: precomputed (from disk) or live (from a second
-    engine)."""
+    """Where the teacher's log-probabilities come from: precomputed (from disk) or live (a second engine)."""
     reference_model: Text | None = None
     """Hub id or folder of the teacher, which must have the student's tokenizer; required."""
     recheck_rows: Natural = 0
@@ -366,8 +367,7 @@ class Distill(Reference):
     beta: Part = 0.5
     """Weight of the teacher in the mixture of jsd: near 0 it is like forward_kl, near 1 like reverse_kl."""
     temperature: Positive = 1.0
-    """Divisor of the logits of both models before the divergence; the loss is not multiplied by its
-    square."""
+    """Divisor of both models' logits before the divergence; the loss is not multiplied by its square."""
     weight: float = Field(default=0.5, gt=0, le=1)
     """Weight of the divergence in the loss; 1 - weight is that of the next-token loss."""
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from dsft.data.sets.order import epoch_order
+from dsft.reference.target_rows import mapped
 from tests.integration.runs import prompt_rows, train, trained, write_model, write_small_task
 from tests.integration.runs import series as series_of
 from tests.integration.test_reference import interrupted
@@ -235,6 +236,40 @@ def test_wrong_teachers_are_refused_by_name(
     assert "log-probabilities of another reference" in shown and "top_k" in shown
     shown = refused("distill.temperature=2")
     assert "temperature was 1.5, now 2.0" in shown, shown
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_teacher_in_4_bits_is_scored_as_transformers_scores_it(
+    models: tuple[Path, Path], vocabulary: int, tmp_path: Path
+) -> None:
+    """And its store is not taken for that of the teacher in 32 bits."""
+    spec = write_spec(tmp_path, models, "small", vocabulary, "forward_kl")
+    options = ("distill.reference_quantize=nf4", f"distill.reference_store={tmp_path}/store")
+    trained(spec, *options, "--reference_only", nproc=1)
+    form = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    plain = AutoModelForCausalLM.from_pretrained(models[1], dtype=torch.float32, quantization_config=form)
+    plain.train()  # in evaluation bitsandbytes packs weights again on some CPUs, which fails below 64
+    whole = AutoModelForCausalLM.from_pretrained(models[1], dtype=torch.float32)
+    rows, found, moved = rows_of(models[0]), dict[int, Tensor](), 0.0
+    for _, ids, values in map(mapped, (tmp_path / "store").glob("shard-*")):
+        parts = torch.from_numpy(values.copy()).split([len(rows[n][1]) for n in ids])
+        found |= dict(zip(ids.tolist(), parts, strict=True))
+    assert found.keys() == set(range(ROWS))
+    for number, of_row in found.items():
+        tokens, logps = of_row[:, :vocabulary].long(), of_row[:, vocabulary:-1]
+        with torch.no_grad():
+            theirs, others = (
+                (logits_of(one, *rows[number]) / TEMPERATURE).log_softmax(-1).gather(1, tokens)
+                for one in (plain, whole)
+            )
+        torch.testing.assert_close(logps, theirs, rtol=0, atol=1e-5)
+        moved = max(moved, float((logps - others).abs().max()))
+    assert moved > 0.01
+    done = train(spec, options[1], nproc=1)
+    assert "quantize_skip were ['nf4'], now None" in " ".join((done.stdout + done.stderr).split())
 
 
 def test_precisions_layouts_and_offload_run(models: tuple[Path, Path], tmp_path: Path) -> None:

@@ -91,3 +91,5 @@ def test_a_live_reference_is_in_4_bits_too(make_spec: Any) -> None:
     other = other.model_copy(update={"train": spec.train})
     sizes = memory(QUANTIZED, other, layout, {"a": 1})
     assert with_reference(sizes, QUANTIZED, other, layout, {"a": 1})[0].stages[0].reference == plain
+    asked = other.model_copy(update={"dpo": other.dpo.model_copy(update={"reference_quantize": "nf4"})})
+    assert with_reference(sizes, QUANTIZED, asked, layout, {"a": 1})[0].stages[0].reference == quantized

@@ -147,7 +147,7 @@ def test_weights_in_4_bits_are_another_reference(folder: Path) -> None:
     plain = key(folder, {"model": {"name_or_path": str(folder / "model"), **lora}})
     quantized = key(folder, {"model": {"name_or_path": str(folder / "model"), "quantize": "nf4", **lora}})
     clauses = differences(plain.components, quantized.components)
-    assert clauses == ["model.quantize and quantize_skip were None, now ['nf4']"]
+    assert clauses == ["reference_quantize, or model.quantize and quantize_skip were None, now ['nf4']"]
     assert "quantize" not in plain.components  # stores of older versions stay valid
 
 
@@ -158,3 +158,5 @@ def test_another_model_is_not_quantized(folder: Path) -> None:
     assert mine.dpo is not None
     other = mine.model_copy(update={"dpo": mine.dpo.model_copy(update={"reference_model": "owner/other"})})
     assert (reference_model(other).quantize, reference_model(other).quantize_skip) == (None, ())
+    asked = other.dpo.model_copy(update={"reference_quantize": "fp4"}) if other.dpo else None
+    assert reference_model(other.model_copy(update={"dpo": asked})).quantize == "fp4"

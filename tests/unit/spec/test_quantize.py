@@ -33,6 +33,21 @@ def test_what_is_not_supported_is_refused(sections: dict[str, Any], reason: str)
     assert reason in found(**sections)["model.quantize"]
 
 
+@pytest.mark.parametrize(("sections", "reason"), [
+    ({"dpo": {"reference_quantize": "nf4"}}, "has no effect without reference_model"),
+    ({"dpo": {"reference_quantize": "nf4", "reference": "adapter"}}, "has no effect with reference adapter"),
+    ({"train": {"precision": "fp16"}}, "not supported with train.precision 'fp16'; set that to bf16"),
+    ({"parallel": {"sequence_parallel": 2}}, "not supported with parallel.sequence_parallel 2"),
+])  # fmt: skip
+def test_a_reference_in_4_bits_is_refused_where_it_is_not_supported(
+    sections: dict[str, Any], reason: str
+) -> None:
+    other = {"dpo": {"reference_model": "owner/other", "reference_quantize": "nf4"}}
+    key = "dpo.reference_quantize"
+    assert key not in found("dpo", model={"quantize": None}, **other)
+    assert reason in found("dpo", model={"quantize": None}, **other | sections)[key]
+
+
 def test_skipping_weights_without_quantizing_is_refused() -> None:
     skip = {"quantize_skip": ["*.down_proj.weight"]}
     assert "model.quantize_skip" not in found(model=skip)
