@@ -31,6 +31,7 @@ from dsft.spec.task import TASKS
 from tests.architectures import cases as architectures
 from tests.architectures.test_architectures import MODES
 from tests.architectures.wholes import WHOLES
+from tests.integration import test_quantize
 from tests.make import logps_of
 from tests.parity.cases import SHAPES, Case, all_cases
 
@@ -80,6 +81,10 @@ TASK_OPTIONS = tuple(
 """Tasks by their loss: of the next token, of pairs, of scores, with a teacher, and of labels. Engines see no
 other difference."""
 TRAINED = (option("all weights", {}), option("LoRA", {"model.lora": {}}))
+IN_4_BITS = option(
+    "LoRA on a base in 4 bits",
+    {"model": {"name_or_path": "owner/base", "lora": {}}, "model.quantize": "nf4"},
+)
 OPTIONS = (
     *(option(f"ZeRO {stage}", {"parallel.zero_stage": stage}) for stage in range(4)),
     option("pipeline", {"parallel.pipeline_stages": 2}),
@@ -145,7 +150,8 @@ class Shown:
 
 @cache
 def shown() -> tuple[Shown, ...]:
-    return (*map(_of_parity, all_cases()), *_of_architectures())
+    quantized = (*test_quantize.ALWAYS, *test_quantize.OTHERS, *test_quantize.ALONE)
+    return (*map(_of_parity, all_cases()), *map(_of_quantize, quantized), *_of_architectures())
 
 
 def _of_parity(case: Case) -> Shown:
@@ -171,6 +177,22 @@ def _of_parity(case: Case) -> Shown:
         case.precision: True,
     }
     return Shown(case.name, SHAPES[case.shape]["model_type"], _true(titles))
+
+
+def _of_quantize(case: Mapping[str, Any]) -> Shown:
+    """Of a case of tests/integration/test_quantize.py."""
+    task = case.get("task", "pretrain")
+    titles = {
+        next(one.title for one in TASK_OPTIONS if task in one.title.split(", ")): True,
+        IN_4_BITS.title: not case.get("dora"),
+        f"ZeRO {case['zero']}": True,
+        "pipeline": case.get("stages", 1) > 1,
+        "packing": case.get("packed", False),
+        "gradient checkpointing": case.get("checkpointing", False),
+        case.get("precision", "fp32"): True,
+    }
+    words = [f"{key} {value}" if value is not True else key for key, value in case.items()]
+    return Shown(f"4 bits: {', '.join(words)}", case.get("of", "llama"), _true(titles))
 
 
 def _of_architectures() -> Iterable[Shown]:
@@ -215,7 +237,7 @@ class Reasons:
 
 def tasks_markdown() -> str:
     """Return a row for each task and kind of training, then what shows each cell, then the reasons."""
-    rows = [(task, trained) for task in TASK_OPTIONS for trained in TRAINED]
+    rows = [(task, trained) for task in TASK_OPTIONS for trained in (*TRAINED, IN_4_BITS)]
     return _crossed(rows, lambda row: "; ".join(one.title for one in row))
 
 

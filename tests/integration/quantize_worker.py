@@ -10,7 +10,6 @@ Rank 0 prints, per case, how far apart they are.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import json
@@ -18,35 +17,44 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, BitsAndBytesConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+)
 
 from dsft.dist.world import World
 from dsft.engine.build import build_engine
+from dsft.engine.frozen import FrozenEngine
 from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts, config_around
+from dsft.model.policy import Policy
 from dsft.model.quantize import QuantizedLinear
 from dsft.model.stacked import StackedExperts, peft_name, to_peft
 from dsft.model.weights import DTYPES
-from dsft.objective.next_token import next_token
-from dsft.objective.preference import preference
+from dsft.objective.api import means
 from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
 from dsft.rank.environment import detect
 from dsft.reference import model as reference_model
-from dsft.reference.refer import refer_to_engine, refer_to_start
+from dsft.reference.refer import refer_to_engine
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import Layout
 from dsft.spec.schema import Spec
 from dsft.system.process import end
-from tests.parity import pairs, plain
-from tests.parity.worker import keep_gradients, merge, micro_batch, packed_micro_batch, relative
+from tests.parity import plain
+from tests.parity import worker as parity
+from tests.parity.cases import Case
+from tests.parity.worker import keep_gradients, merge, relative
 from tests.process_groups import own_groups
 from tests.specs import minimal_spec
 
@@ -101,39 +109,28 @@ def compare(  # noqa: PLR0913, PLR0915, PLR0917  a case
     policy = build_model(spec.model, FACTS, 0, DTYPES[precision], world.stage, cut, keep)
     if packed:
         attend_per_segment(policy.causal_lm, "auto", 32)
-    is_dpo = spec.dpo is not None
-    objective = preference(spec.dpo) if spec.dpo else next_token(0.0)
     weights = merge(world.gather({} if zero == 3 else packed_weights(policy.causal_lm)))
-    engine: Any = build_engine(policy, spec, config, world, objective)
-    gradients, apart = keep_gradients(engine), []
-    make = plain.make_pairs if is_dpo else plain.make_steps
-    steps: list[Any] = make(0, (2,) * STEPS, world.layout.data_parallel, FACTS.vocab_size)
     model = plain_model(spec)
-    if is_dpo:
-        reference = copy.deepcopy(model).requires_grad_(False)
-        losses: Any = plain.Preference(reference, "sigmoid", 0.1, 0.0)
-        pairs.referred(reference, steps)
-        batches = pairs.numbered(steps, world.data_rank, "packed" if packed else "padded")
-        refer, count = refer_to_start(policy, engine, spec), pairs.counts
-        if live:
-            frozen = reference_model.open_reference(spec, FACTS, world).engine
-            own = refer_to_engine(frozen)
-            apart = max_apart(refer(batches[0]), own(batches[0]))
-            refer = own
-    else:
-        losses, in_batch = plain.next_token(), packed_micro_batch if packed else micro_batch
-        batches = [[in_batch(rows[world.data_rank]) for rows in step] for step in steps]
-        refer, count = (lambda batches: batches), counts
+    frozen: list[FrozenEngine] = []
+    learned = task_of(spec, packed, model, world, frozen)
+    engine: Any = build_engine(policy, spec, config, world, learned.objective)
+    gradients, apart = keep_gradients(engine), []
+    steps = learned.made(0, (2,) * STEPS, world.layout.data_parallel, FACTS.vocab_size)
+    batches, refer = learned.shares(steps), learned.refer(policy, engine)
+    if live and task != "distill":
+        frozen.append(reference_model.open_reference(spec, FACTS, world).engine)
+        own = refer_to_engine(frozen[0])
+        apart = max_apart(refer(batches[0]), own(batches[0]))
+        refer = own
     apart = [one for part in world.gather(apart) for one in part]
     found: list[float] = []
     for number, step in enumerate(steps):
         run = functools.partial(engine.first_step, applied_steps=number) if number < 2 else engine.step
-        result = run(refer(batches[number]), count(step), RATE)
-        sums = world.sum(result.sums)
-        found.append(float(sums[0]) / count(step)[objective.terms[0].count])
+        result = run(refer(batches[number]), learned.counts(step), RATE)
+        found.append(means(learned.objective, world.sum(result.sums), learned.counts(step), "")["/loss"])
     gathered = [as_in_peft(merge(world.gather(step))) for step in gradients]
-    if live:
-        frozen.close()
+    for one in frozen:
+        one.close()
     engine._engine.destroy()
     nn.functional.linear = LINEAR  # ZeRO 3 leaves its own, which the plain loop must not use
     if world.rank:
@@ -141,7 +138,7 @@ def compare(  # noqa: PLR0913, PLR0915, PLR0917  a case
     outcome, expected = [], []
     optimizer = torch.optim.SGD(plain.trained(model).values(), lr=RATE)
     for step in steps:
-        outcome.append(plain.backward(model, losses, step))
+        outcome.append(plain.backward(model, learned.losses, step))
         expected.append({plain_name(name): g for name, g in plain.gradients(model).items()})
         optimizer.step()
         optimizer.zero_grad()
@@ -152,6 +149,29 @@ def compare(  # noqa: PLR0913, PLR0915, PLR0917  a case
         "moved": abs(outcome[0] - outcome[-1]),
         "other_weights": different(weights, model) if weights else None,
     }
+
+
+def task_of(
+    spec: Spec, packed: bool, model: nn.Module, world: World, frozen: list[FrozenEngine]
+) -> parity.Task:
+    """What is learned, as in `tests/parity`: with the policy's start as reference, or a live teacher in 4
+    bits, whose engine is added to `frozen`. model: the plain loop's."""
+    labels: Any = spec.task if spec.task in ("kto", "classify") else "none"
+    reference: Any = "adapter" if spec.dpo or spec.kto else "none"
+    teacher: Any = "live" if spec.distill else "none"
+    case = Case("zero0", world.world_size, "sgd", "varying", packed=packed, reference=reference)
+    case = dataclasses.replace(case, labels=labels, reward=spec.reward is not None, teacher=teacher)
+    if spec.distill is None:
+        return parity.task_of(case, spec, model, world)
+
+    def opened() -> tuple[Policy, FrozenEngine]:
+        found = reference_model.open_reference(spec, FACTS, world)
+        frozen.append(found.engine)
+        return found.policy, found.engine
+
+    dtype, form = DTYPES[spec.train.precision], spec.distill.reference_quantize
+    teacher = of_transformers(str(spec.distill.reference_model), dtype, form)
+    return parity.distilled(case, spec.distill, world, teacher, opened)
 
 
 def max_apart(ours: Any, theirs: Any) -> list[float]:
@@ -230,35 +250,31 @@ def quantize_experts(model: nn.Module) -> dict[str, Tensor]:
 
 def plain_model(spec: Spec) -> Any:
     """The same adapters on transformers' 4-bit model."""
-    dtype, folder = DTYPES[spec.train.precision], str(spec.model.name_or_path)
+    folder, has_scores = str(spec.model.name_or_path), spec.model.head == "score"
+    dtype, scores = DTYPES[spec.train.precision], max(1, len(spec.model.labels)) if has_scores else 0
     from peft import LoraConfig, get_peft_model  # after dsft has imported bitsandbytes
 
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-    of_bitsandbytes = {"quantization_config": quantization} if spec.model.quantize else {}
-    auto_class: Any = AutoModelForMultimodalLM if is_whole(folder) else AutoModelForCausalLM
-    model = auto_class.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **of_bitsandbytes)
+    model = of_transformers(folder, dtype, spec.model.quantize, scores)
     own = quantize_experts(model) if spec.model.quantize else {}
     trained = build_model(spec.model, FACTS, 0, dtype).named_trained()
-    targets: Any = [*{name.split(".")[-3] for name, p in trained.items() if p.ndim == 2}]
+    in_lora = {name: p for name, p in trained.items() if "lora_" in name}
+    targets: Any = [*{name.split(".")[-3] for name, p in in_lora.items() if p.ndim == 2}]
     if is_whole(folder):  # whose tower has layers of these names too
         targets = rf".*\.{TEXT}.*\.({'|'.join(targets)})"
-    stacked = [*{name.split(".")[-3] for name, p in trained.items() if p.ndim == 3}]
+    stacked = [*{name.split(".")[-3] for name, p in in_lora.items() if p.ndim == 3}]
     lora = LoraConfig(
         r=4,
         lora_alpha=8,
         target_modules=targets,
         target_parameters=stacked,
-        task_type="CAUSAL_LM",
+        task_type=None if has_scores else "CAUSAL_LM",
         use_dora=spec.model.lora.use_dora,
     )
     ours = as_in_peft(trained)
     adapted = get_peft_model(model, lora)
     adapted.bytes = own
+    if has_scores:  # trained in full
+        adapted.base_model.model.score.requires_grad_(True)
     theirs = {plain_name(name): p for name, p in plain.trained(adapted).items()}
     assert ours.keys() == theirs.keys(), ours.keys() ^ theirs.keys()
     with torch.no_grad():
@@ -266,6 +282,25 @@ def plain_model(spec: Spec) -> Any:
             assert "magnitude" not in name or torch.equal(parameter, ours[name]), name
             parameter.copy_(ours[name])
     return adapted.train()
+
+
+def of_transformers(folder: str, dtype: torch.dtype, form: str | None, scores: int = 0) -> Any:
+    """The model of a folder in 4 bits. scores: how many its last layer gives; 0: it is over the
+    vocabulary."""
+    auto_class: Any = AutoModelForMultimodalLM if is_whole(folder) else AutoModelForCausalLM
+    keys: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager"}
+    if scores:
+        auto_class = AutoModelForSequenceClassification
+        keys |= {"num_labels": scores}
+    if form:
+        keys["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type=form,
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+            llm_int8_skip_modules=["lm_head", "score"],
+        )
+    return auto_class.from_pretrained(folder, **keys).train()  # eval packs weights again on some CPUs
 
 
 def is_whole(folder: str) -> bool:
@@ -284,21 +319,25 @@ def as_in_peft(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {peft_name(name, shapes): to_peft(name, value) for name, value in values.items()}
 
 
-def counts(step: Any) -> dict[str, int]:
-    rows = plain.rows_of(step)
-    return {"tokens": plain.count(rows), "sequences": len(rows)}
-
-
 def make_spec(
     keys: dict[str, Any], zero: int, stages: int, task: str, precision: str, reference: str, hpz: int
 ) -> Spec:
     offloaded = {"reference_offload": "cpu"} if zero == 3 and reference == "live" and hpz == 1 else {}
-    of_pairs: dict[str, Any] = {"dpo": {"reference": reference} | offloaded} if task == "dpo" else {}
+    sections: dict[str, dict[str, Any]] = {
+        "dpo": {"reference": reference} | offloaded,
+        "kto": {"beta": 0.4, "reference": reference} | offloaded,
+        "reward": {"center_rewards_coefficient": 0.3},
+        "classify": {"labels": parity.LABELS},
+        "distill": {"reference": "live", "top_k": FACTS.vocab_size, "temperature": 1.5, "weight": 0.7}
+        | {"reference_model": str(Path(keys["name_or_path"]).with_name("qwen")), "reference_quantize": "nf4"}
+        | offloaded,
+    }
+    own = {name: section for name, section in sections.items() if name == task}
     train = {"micro_batch_size": 2, "accumulation_steps": 2, "precision": precision, "max_grad_norm": 0.0}
     return minimal_spec(
         task, model=keys, train=train,
         parallel={"zero_stage": zero, "pipeline_stages": stages, "zero_hpz_partition_size": hpz},
-        optim={"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0}, **of_pairs,
+        optim={"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0}, **own,
     )  # fmt: skip
 
 

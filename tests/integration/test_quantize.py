@@ -104,6 +104,8 @@ ALWAYS: tuple[dict[str, Any], ...] = (
     {"zero": 3, "of": "mixture", "packed": True, "checkpointing": True},
     {"zero": 1, "of": "mixture", "stages": 2},
     {"zero": 3, "of": "mixture", "targets": ["experts", "q_proj"], "packed": True},
+    {"zero": 2, "task": "reward", "packed": True},
+    {"zero": 1, "stages": 2, "task": "distill"},
 )
 OTHERS: tuple[dict[str, Any], ...] = (
     {"zero": 3, "packed": True, "checkpointing": True},  # as the mixture
@@ -117,6 +119,13 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"zero": 1, "stages": 2, "task": "dpo"},
     {"zero": 3, "of": "mixture", "precision": "bf16"},
     {"zero": 1, "of": "mixture", "task": "dpo", "checkpointing": True},
+    # other tasks; the teacher of distillation is in 4 bits too
+    *({"zero": 3, "task": task} for task in ("reward", "classify", "kto", "distill")),
+    *({"zero": 1, "stages": 2, "task": task} for task in ("reward", "classify", "kto")),
+    {"zero": 2, "task": "classify", "packed": True, "of": "qwen"},
+    {"zero": 2, "task": "kto", "live": True},
+    {"zero": 2, "task": "distill", "packed": True, "precision": "bf16"},
+    {"zero": 3, "of": "mixture", "task": "reward", "packed": True},
 )
 COPIED: tuple[dict[str, Any], ...] = (  # on four ranks, of which each two have a copy of the parameters
     {"zero": 3, "hpz": 2, "of": "saved", "packed": True},

@@ -378,7 +378,7 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
             lambda steps: pairs.numbered(steps, world.data_rank, case.form, scored=True),
         )
     if spec.distill is not None:
-        return distilled(case, spec, spec.distill, world)
+        return distilled(case, spec.distill, world, *teacher_of(case, spec, world))
     if spec.classify is not None:
         classes = plain.Classes(len(LABELS))
         return Task(
@@ -428,11 +428,17 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
     return Task(preference(spec.dpo), training, losses, plain.make_pairs, pairs.counts, shares, refer)
 
 
-def distilled(case: Case, spec: Spec, own: Distill, world: World) -> Task:
-    model = reference_model(spec)
+def teacher_of(case: Case, spec: Spec, world: World) -> tuple[nn.Module, Callable[[], Any]]:
+    """Return a teacher that is not the student, for the plain loop, and what opens it beside the student."""
     uneven = {**SHAPES[case.shape], "initializer_range": 0.3}
-    model = model.model_copy(update={"from_config": uneven})
-    teacher = build_model(model, FACTS, SEED, torch.float32).causal_lm.requires_grad_(False).eval()
+    model = reference_model(spec).model_copy(update={"from_config": uneven})
+    teacher = build_model(model, FACTS, SEED, torch.float32).causal_lm
+    return teacher, functools.partial(second_engine, case, spec, model, world)
+
+
+def distilled(case: Case, own: Distill, world: World, teacher: nn.Module, opened: Callable[[], Any]) -> Task:
+    """opened: returns the policy and the engine of a live teacher."""
+    teacher.requires_grad_(False)
     losses, plainly = (
         plain.Distillation(teacher, own.loss_type, own.beta, own.temperature, own.weight, smoothing)
         for smoothing in (case.label_smoothing, 0.0)
@@ -453,8 +459,8 @@ def distilled(case: Case, spec: Spec, own: Distill, world: World) -> Task:
     def refer(policy: Policy, engine: Any) -> Annotate:
         if case.teacher == "given":
             return lambda micro_batches: micro_batches
-        frozen, own_engine = second_engine(case, spec, model, world)
-        frozen.score_top(Top(own.top_k, VOCABULARY), own.temperature)
+        frozen, own_engine = opened()
+        frozen.score_top(Top(own.top_k, own.top_k), own.temperature)
         return refer_to_teacher(own_engine)
 
     def counts(step: plain.Step[plain.Row]) -> dict[str, int]:
