@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsft.plan.flops import ITERATIONS
+
 MUON = "muon"
 """Key of an optimizer's group: whether its parameters are matrices that Muon updates."""
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-ITERATIONS = 5
 LIKE_ADAMW = 0.2
 """Root mean square of a matrix's update at a learning rate of 1, about that of AdamW's."""
 _TINY = 1e-7
@@ -150,13 +151,14 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Return (…, rows, columns) in `dtype` with the same singular vectors and singular values of about 0.7 to
     1.2, by five Newton-Schulz iterations."""
     is_tall = matrix.shape[-2] > matrix.shape[-1]
-    found = matrix.mT if is_tall else matrix
+    found = (matrix.mT if is_tall else matrix).view(-1, *sorted(matrix.shape[-2:]))
     found = (found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=_TINY)).to(dtype)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
         gram = found @ found.mT
-        found = a * found + (b * gram + c * gram @ gram) @ found
-    return found.mT if is_tall else found
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.baddbmm(found, gram, found, beta=a)
+    return (found.mT if is_tall else found).view(matrix.shape)
 
 
 def split_over(

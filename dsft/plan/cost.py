@@ -15,7 +15,7 @@ from typing import Any
 
 from dsft.plan.census import Census
 from dsft.plan.cut import cut_of
-from dsft.plan.flops import gpu_of, work
+from dsft.plan.flops import gpu_of, orthogonal_flops, work
 from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.reference import policy_passes, reference_passes, scores_in_training
 from dsft.plan.traffic import Flow, Link, bubble, hidden_size
@@ -65,7 +65,7 @@ class Cost:
     computing   forward and backward of the policy with recomputation, and forward of a reference
     idle        pipeline bubble, and waiting for the largest stage
     travelling  traffic over all links
-    updating    update by an optimizer on the host
+    updating    update by an optimizer on the host, or the products of muon
     """
 
     computing: float
@@ -111,14 +111,16 @@ def cost(  # noqa: PLR0913, PLR0917
     speeds = assumed(spec)
     tokens = size.tokens / (size.micro_batches * batch.data_parallel)
     tokens = min(tokens, batch.tokens_per_micro_batch or tokens) / batch.sequence_parallel
-    speed = speeds["tflops"] * 1e12 * REACHED * sum(hosts.values())
+    speed = speeds["tflops"] * 1e12 * REACHED
     flops = step_flops(census, spec, size.length) * size.tokens
-    computing = flops * _slower(census, tokens) / speed
+    computing = flops * _slower(census, tokens) / (speed * sum(hosts.values()))
     share = bubble(spec.parallel.pipeline_stages, size.micro_batches)
     shared = ("disk", "between hosts") if runs_on_cpu(spec) else ("disk",)  # by all ranks of a host
     most = max(hosts.values())
     on_host = spec.parallel.offload_optimizer.device != "none"
     updated = census.trained * most / sum(hosts.values()) if on_host else 0
+    products = orthogonal_flops(census) if spec.optim.name == "muon" else 0
+    dividing = sum(hosts.values()) if spec.parallel.zero_stage else spec.parallel.pipeline_stages
 
     def seconds(flow: Flow) -> float:
         is_each = steps > 1 and flow.times % steps == 0  # for each micro-batch
@@ -129,15 +131,15 @@ def cost(  # noqa: PLR0913, PLR0917
         computing,
         computing * _imbalance(census, spec) / (1 - share) - computing,
         sum(map(seconds, flows)),
-        updated * ADAM_BYTES / HOST_MEMORY,
+        updated * ADAM_BYTES / HOST_MEMORY + products / (speed * dividing),
     )
 
 
 def step_flops(census: Census, spec: Spec, length: float | None = None) -> float:
     """Return FLOPs per token of examples of `length` tokens, by default data.max_length: of the model, of
-    recomputation, of the pass that counts the tokens of experts, of KTO's estimate, and of a reference's
-    forward passes; a precomputed reference scores each example once per run, and mismatched answers once per
-    epoch."""
+    recomputation, of the pass that counts the tokens of experts, of KTO's estimate, of the head's product
+    again where several tokens of each target are scored, and of a reference's forward passes; a precomputed
+    reference scores each example once per run, and mismatched answers once per epoch."""
     length = length or spec.data.max_length
     needed = work(census, hidden_size(census))
     whole = sum(p.active for p in census.parameters if not p.embedding or p.aliases)
@@ -148,6 +150,8 @@ def step_flops(census: Census, spec: Spec, length: float | None = None) -> float
     found += (2 * layers + attention) * recomputed / census.num_layers
     if spec.model.experts.balance == "global_batch":
         found += 2 * whole + attention
+    if spec.reference is not None and spec.reference.columns:
+        found += 2 * (whole - layers)
     passes: float = policy_passes(spec) + reference_passes(spec)
     if spec.reference is not None and not scores_in_training(spec):
         passes += 1 / max(1.0, spec.train.num_train_epochs) + policy_passes(spec)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from dsft.plan.census import Census
+from dsft.spec.patterns import is_layers_matrix
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,21 @@ def work(census: Census, attention_width: int) -> Work:
     multiplied = [p for p in census.parameters if not p.embedding or p.aliases]
     whole, trained = sum(p.active for p in multiplied), sum(p.active for p in multiplied if p.trained)
     return Work(4 * whole + 2 * trained, 12 * census.num_layers * attention_width)
+
+
+ITERATIONS = 5
+"""Of Newton-Schulz, with which muon brings the singular values of a matrix near 1."""
+
+
+def orthogonal_flops(census: Census) -> float:
+    """Return the FLOPs of these iterations for the matrices of the layers, (r, c) with r ≤ c: two products of
+    2 r² c and one of 2 r³ in each."""
+    found = 0.0
+    for p in census.parameters:
+        if p.trained and is_layers_matrix(p.name, p.shape):
+            short = min(p.shape[-2:])
+            found += 2.0 * ITERATIONS * (2 * short * p.numel + p.numel // max(p.shape[-2:]) * short**2)
+    return found
 
 
 def gpu_of(device_name: str) -> Gpu | None:

@@ -43,7 +43,6 @@ from dsft.model.attention import attend_per_segment
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
 from dsft.model.weights import DTYPES, Sharding, StorageOf, TensorSlots
-from dsft.objective.next_token import next_token
 from dsft.plan.census import Elements, census_from
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.ds_entries import HostFacts
@@ -55,12 +54,17 @@ from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import layout_of
 from dsft.spec.schema import Spec
 from dsft.system.host import free_port
+from dsft.tasks.registry import task_of
 from tests.make import make_micro_batch
 from tests.specs import dims, minimal_spec
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1.3B": dims(2048, 5504, 24, 16, 16, vocab_size=32_000),
     "8B": dims(4096, 14336, 32, 32, 8, vocab_size=128_256),
+    "experts": dims(
+        2048, 1024, 4, 16, 16, vocab_size=32_000, model_type="qwen3_moe", num_experts=64,
+        num_experts_per_tok=4, moe_intermediate_size=1024,
+    ),
 }  # fmt: skip
 
 
@@ -71,10 +75,10 @@ class Case:
     name: str
     shape: str
     tokens: int
-    sections: dict[str, dict[str, Any]]
+    sections: dict[str, Any]
 
     def spec(self) -> Spec:
-        config = SHAPES[self.shape] | {"model_type": "llama", "max_position_embeddings": self.tokens}
+        config = {"model_type": "llama"} | SHAPES[self.shape] | {"max_position_embeddings": self.tokens}
         longest = {"packing": True, "max_length": self.tokens, "max_tokens_per_micro_batch": self.tokens}
         model = {"from_config": config} | self.sections.get("model", {})
         return minimal_spec(**self.sections | {"model": model, "data": longest})
@@ -102,6 +106,15 @@ def cases() -> Iterator[Case]:
     both = {**lora["model"], **checkpointing["model"]}
     yield case("8B zero2 bf16 lora checkpointing", 2, tokens=8192, model=both)
     yield case("8B zero3 bf16 checkpointing", 3, **checkpointing)
+    muon = {"optim": {"name": "muon"}}
+    for zero in range(4):
+        yield case(f"experts zero{zero} bf16 muon", zero, **muon)
+    yield case("experts zero2 fp32 muon", 2, "fp32", **muon)
+    for top_k in (2048, 8192):
+        teacher = {"reference_model": "teacher", "top_k": top_k}
+        yield case(
+            f"8B zero2 bf16 distill {top_k}", 2, model=both, tokens=8192, task="distill", distill=teacher
+        )
 
 
 class NoValues:
@@ -138,10 +151,10 @@ def measure(case: Case) -> dict[str, Any]:
     keep = sharding_for(config, world)
     policy = build.build_model(spec.model, facts, 0, DTYPES[spec.train.precision], sharding=keep)
     attend_per_segment(policy.causal_lm, spec.model.attention, spec.data.max_length)
-    objective = next_token()
-    engine = build_engine(policy, spec, config, world, objective)
+    task = task_of(spec)
+    engine = build_engine(policy, spec, config, world, task.objective(spec))
     ids = torch.ones(1, case.tokens, dtype=torch.int64)
-    longest = make_micro_batch(ids, ids, ids * 0, (case.tokens,))
+    longest = task.for_probe(spec, make_micro_batch(ids, ids, ids * 0, (case.tokens,)))
     meter.enter("first_step")
     engine.probe(longest)
     meter.enter("steady")

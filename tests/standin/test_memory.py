@@ -15,11 +15,16 @@ from tests.standin.gpu import run
 pytestmark = pytest.mark.standin
 
 CLOSE = 0.03
-ALWAYS = ("1.3B zero2 bf16 accumulation", "1.3B zero3 bf16", "8B zero2 bf16 lora checkpointing")
+ALWAYS = (
+    "1.3B zero2 bf16 accumulation", "1.3B zero3 bf16", "8B zero2 bf16 lora checkpointing",
+    "8B zero2 bf16 distill 2048", "experts zero0 bf16 muon",
+)  # fmt: skip
 NAMES = (
     *ALWAYS, "1.3B zero0 bf16", "1.3B zero1 bf16", "1.3B zero2 bf16", "1.3B zero1 fp32", "1.3B zero2 fp32",
     "1.3B zero1 bf16 accumulation", "1.3B zero3 bf16 accumulation", "1.3B zero1 bf16 checkpointing 16k",
     "1.3B zero1 bf16 lora", "8B zero0 bf16 lora", "8B zero3 bf16 checkpointing",
+    "experts zero1 bf16 muon", "experts zero2 bf16 muon", "experts zero3 bf16 muon",
+    "experts zero2 fp32 muon", "8B zero2 bf16 distill 8192",
 )  # fmt: skip
 
 

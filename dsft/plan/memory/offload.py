@@ -17,6 +17,7 @@ from dsft.plan.cut import Cut
 from dsft.plan.memory.sizes import GIB, compute_bytes, moment_bytes
 from dsft.plan.storage import FP32
 from dsft.spec.layout import Layout
+from dsft.spec.patterns import is_layers_matrix
 from dsft.spec.schema import Spec
 
 SUB_GROUP = 100_000_000
@@ -114,6 +115,19 @@ def swapped(census: Census, spec: Spec, ranks: int, sub_group: int = SUB_GROUP) 
         whole = min(sum(trained), updated * ranks)
         locked += (PARAMETER_BUFFERS * largest_part(census, ranks) + whole) * weight
     return Swapped(states, parameters, locked)
+
+
+def updated_at_once(parameters: Iterable[Parameter], spec: Spec, ranks: int) -> int:
+    """Return the most trained elements that a rank of ZeRO 3 updates at once: those of whole parameters, and
+    so more than SUB_GROUP (stage3.py:1226 local_sub_group_size), by muon or not."""
+    most, sizes = 0, [0, 0]
+    for parameter in parameters:
+        if parameter.trained:
+            group = spec.optim.name == "muon" and is_layers_matrix(parameter.name, parameter.shape)
+            sizes[group] += -(-parameter.numel // ranks)
+            most = max(most, sizes[group])
+            sizes[group] *= sizes[group] < SUB_GROUP
+    return most
 
 
 def _shards(parameters: Iterable[Parameter], spec: Spec, ranks: int) -> int:

@@ -34,7 +34,9 @@ class RankSetup:
     moment                 bytes per element of the optimizer states in 32 bits
     in_8_bits              whether they have 8 bits (optim.name: adamw_8bit)
     with_one               trained elements that have one moment of fp32 (optim.name: muon)
+    orthogonal             bytes that the update of the largest of these needs at once (`orthogonal_bytes`)
     gradient               bytes per element of the gradients that ZeRO 3 keeps
+    sub_group              most trained elements that ZeRO 3 updates at once
     bucket, gathered       elements of the reduction bucket and of the gathering bucket
     module, matrix         elements of the layers' largest module, whose parameters ZeRO 3 gathers together,
                            and of their largest parameter, as they are stored
@@ -55,6 +57,8 @@ class RankSetup:
     moment: int
     in_8_bits: bool
     with_one: int
+    orthogonal: int
+    sub_group: int
     bucket: int
     gathered: int
     module: int
@@ -157,13 +161,9 @@ def phases(rank: RankSetup) -> dict[str, Phase]:
         return {"between": steady, "load": load} | (
             {"forward": merged(steady, {"buffers": gathered(rank)})} if rank.zero == 3 else {}
         )
-    if rank.zero == 0:
-        return _whole(rank)
-    if rank.zero == 3:
-        return _sharded(rank)
-    if rank.zero == 1 and rank.is_bf16 and not rank.is_offloaded:
-        return _bf16(rank)
-    return _partitioned(rank)
+    in_bf16 = rank.zero == 1 and rank.is_bf16 and not rank.is_offloaded
+    found = {0: _whole, 3: _sharded}.get(rank.zero, _bf16 if in_bf16 else _partitioned)(rank)
+    return found | {"update": merged(found["update"], {"buffers": one(rank.orthogonal)})}
 
 
 def weights(rank: RankSetup) -> Tensors:
@@ -336,7 +336,7 @@ def _sharded(rank: RankSetup) -> dict[str, Phase]:
     elif rank.on_cpu:
         reducing += reducing  # gloo's reduce_scatter works on a copy
     widened = FP32 if rank.gradient == FP32 else FP32 + rank.gradient  # bf16 ones are flattened first
-    step = NONE if rank.is_offloaded else one(sub_group * widened)  # stage3.py:2686 flatten
+    step = NONE if rank.is_offloaded else one(rank.sub_group * widened)  # stage3.py:2686 flatten
     load: Phase = {row: tensors for row, tensors in steady.items() if row != "moments"}
     if rank.on_cpu:
         load = merged(load, {"parameters": each(rank.shares(rank.trained), rank.weight)})

@@ -17,7 +17,7 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.memory.layer import activations, dequantized, forward_only, mlp_chunks
-from dsft.plan.memory.offload import swapped
+from dsft.plan.memory.offload import swapped, updated_at_once
 from dsft.plan.memory.phases import RankSetup, gathered, phases
 from dsft.plan.memory.sizes import (
     BYTES_PER_LOGIT,
@@ -29,6 +29,7 @@ from dsft.plan.memory.sizes import (
     in_chunks,
     kept_rows,
     moment_bytes,
+    orthogonal_bytes,
     runs_on_cpu,
     several_tokens,
     with_one_moment,
@@ -261,6 +262,8 @@ def _setup(
         moment=moment_bytes(spec),
         in_8_bits=spec.optim.name == "adamw_8bit",
         with_one=with_one_moment(parameters, spec),
+        sub_group=updated_at_once(parameters, spec, layout.shards),
+        orthogonal=orthogonal_bytes(parameters, spec, layout.shards if parallel.zero_stage else 1),
         bucket=bucket_size(census.trained),
         gathered=bucket_size(census.numel),
         module=max(modules.values(), default=0),
@@ -380,7 +383,7 @@ def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
     vocabulary, hidden = _embedding(census)
     chunk = head_chunk("cpu" if runs_on_cpu(spec) else "cuda", gpu_bytes(spec))
     if spec.reference is not None and spec.reference.columns:
-        return several_tokens(tokens, vocabulary, spec.reference.columns, chunk)
+        return several_tokens(spec, tokens, vocabulary, chunk)
     if not in_chunks(tokens * vocabulary, chunk):
         plain = tokens * vocabulary * PLAIN_BYTES_PER_LOGIT
         return plain, 0, plain

@@ -29,9 +29,9 @@ LARGE = 64 * GIB, 2 << 30
 vocabulary of 128,256 each chunk reads and writes 4 GB: computed as 1 % of a step of 8,192 tokens at 1 GiB."""
 SCORED_PARTS = 4  # without a gradient of the weight, a quarter of the rows per chunk is as fast
 SEVERAL_PARTS = 2  # where several tokens of each target are scored, a logit has twice the derived values
-VALUE_BYTES = 66
-"""Bytes for each float32 value of a teacher's row while a student learns from it: the student's values,
-gradients and the loss in float64. Measured on a CPU: 48 for forward_kl and reverse_kl, 65 for jsd."""
+VALUE_BYTES, JSD_BYTES, SCORED_VALUE_BYTES, LEARNED_VALUE_BYTES = 45, 62, 43, 19
+"""Bytes for each float32 value of a teacher's row: of the loss in float64, which for jsd has more, of the
+loss without a backward, and beside the logits of the backward. Measured with torch's allocator."""
 PLAIN_BYTES = 1 << 24  # below this size, the memory saved is not worth computing the logits twice
 PLAIN_BYTES_PER_LOGIT = 12  # without chunks: logits, log-probabilities and their gradient, in float32
 
@@ -69,11 +69,17 @@ def kept_rows(rows: int, row_bytes: int, chunk: int) -> int:
     return min(rows, chunk // row_bytes)
 
 
-def several_tokens(tokens: int, vocabulary: int, columns: int, chunk: int) -> tuple[int, int, int]:
-    """Return what `ranks._head` does where a teacher gives `columns` values for each target: its values and
-    the student's count as logits, and there is no sum of gradients."""
-    values, logits = tokens * columns * VALUE_BYTES, tokens * vocabulary * BYTES_PER_LOGIT * SEVERAL_PARTS
-    return min(logits, chunk) + values, 0, min(logits, chunk // SCORED_PARTS) + values
+def several_tokens(spec: Spec, tokens: int, vocabulary: int, chunk: int) -> tuple[int, int, int]:
+    """Return what `ranks._head` does where a teacher gives several values for each target, which the loss and
+    then the backward read. Of a logit the backward has the product, its float32 copy, the gradient and, at
+    another temperature than 1, what is divided by it; there is no sum of gradients."""
+    assert spec.reference is not None, "there is a teacher"
+    width, values = compute_bytes(spec), tokens * spec.reference.columns
+    each = (width if width < FP32 else 0) + FP32 * (2 + (spec.reference.scored["temperature"] != 1))
+    logits = min(tokens * vocabulary, chunk // (BYTES_PER_LOGIT * SEVERAL_PARTS))
+    backward, scored = logits * each + values * LEARNED_VALUE_BYTES, logits // SCORED_PARTS * BYTES_PER_LOGIT
+    of_loss = JSD_BYTES if getattr(spec.of_task, "loss_type", None) == "jsd" else VALUE_BYTES
+    return max(backward, values * of_loss), 0, max(scored, values * SCORED_VALUE_BYTES)
 
 
 def gpu_bytes(spec: Spec) -> int | None:
@@ -129,6 +135,22 @@ def with_one_moment(parameters: Iterable[Parameter], spec: Spec) -> int:
     if spec.optim.name != "muon":
         return 0
     return sum(p.numel for p in parameters if p.trained and is_layers_matrix(p.name, p.shape))
+
+
+def orthogonal_bytes(parameters: Iterable[Parameter], spec: Spec, ranks: int) -> int:
+    """Return the bytes beside gradients and moments while muon updates the largest of its matrices: the
+    momentum ahead in fp32, and what engine/muon.py orthogonal has at once. Where matrices are split over
+    ranks, the parts that this one sends too. ranks: over which they are split, or 1."""
+    if spec.optim.name != "muon":
+        return 0
+    width, largest = compute_bytes(spec), 0
+    for p in parameters:
+        if p.trained and is_layers_matrix(p.name, p.shape):
+            gram = p.numel // max(p.shape[-2:]) * min(p.shape[-2:])
+            normed = p.numel * (FP32 + (width if width < FP32 else 0))
+            iterated = width * (2 * p.numel + gram)
+            largest = max(largest, p.numel * FP32 * (1 + (ranks > 1)) + max(normed, iterated))
+    return largest
 
 
 def saved_bytes(census: Census, spec: Spec) -> tuple[int, int]:

@@ -4,9 +4,12 @@ docs/internals/memory.md name."""
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from dsft.engine.muon import orthogonal
 from dsft.plan.census import Census, Parameter
-from dsft.plan.cost import Cost, cost
+from dsft.plan.cost import Cost, cost, step_flops
 from dsft.plan.traffic import bubble, traffic
 from dsft.spec.batch import batch_sizes
 from dsft.spec.layout import layout_of
@@ -72,6 +75,33 @@ def test_a_reference_costs_its_forward_where_it_is_made(costs: Any) -> None:
     step = 3 * 2 * 2 * ROW * 4 * LAYER
     assert computing("live") == pytest.approx(seconds(8 * step, tokens=4 * ROW))
     assert computing("precomputed") == pytest.approx(seconds(7 * step, tokens=4 * ROW))
+
+
+def test_the_update_of_muon_costs_its_products_on_each_rank_that_is_not_sharded(make_spec: Any) -> None:
+    """As torch counts them."""
+    shapes = ((40, 60), (60, 40), (3, 10, 20))
+    layers = (Parameter(f"layers.{i}.experts.x", shape, i, False, ()) for i, shape in enumerate(shapes))
+    census = Census("X", 3, None, (*layers, Parameter("norm.weight", (40,), None, False, ())))
+    with FlopCounterMode(display=False) as counted:
+        for shape in shapes:
+            orthogonal(torch.ones(shape), torch.float32)
+    for zero, sharing in ((0, 1), (1, 2)):
+        muon = {"name": "muon", "learning_rate": 1e-3}
+        spec = make_spec(
+            cluster={"hosts": {"a": 2}, "accelerator": GPU}, parallel={"zero_stage": zero}, optim=muon
+        )
+        batch = batch_sizes(spec.train, 2, spec.data, spec.task)
+        found = cost(census, spec, batch, (), {"a": 2}).updating
+        assert found == pytest.approx(counted.get_total_flops() / 55e12 / sharing)
+
+
+def test_scoring_several_tokens_costs_the_heads_product_again(make_spec: Any) -> None:
+    head = Parameter("lm_head.weight", (1000, 10), None, False, ())
+    census = Census("X", 4, None, (*CENSUS.parameters, head))
+    teacher = make_spec(task="distill", distill={"reference_model": "t", "reference": "live"})
+    assert step_flops(census, teacher) - step_flops(census, make_spec()) == pytest.approx(
+        2 * 10_000 + 2 * (4 * LAYER + 10_000)
+    )
 
 
 def test_an_estimate_before_the_step_costs_a_forward_of_the_policy_and_of_the_reference(costs: Any) -> None:
