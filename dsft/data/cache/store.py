@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -22,6 +22,7 @@ from dsft.data import formats
 from dsft.data.cache.block import VERSION, BlockAccount, DamagedBlockError, open_block, remove_block
 from dsft.data.cache.build import MAX_BAD, BlockJob, TokenizerPool, tokenize_block
 from dsft.data.cache.rows import BlockIndex, FileHead, StoredRows, join_blocks
+from dsft.data.formats.values import quoted
 from dsft.data.read.files import Block, DataFile, blocks, data_files, file_digest, file_lines, readable
 from dsft.data.read.sample import sample
 from dsft.data.render.renderer import Renderer
@@ -136,7 +137,8 @@ def tokenized_rows(
     if cache.sample is not None:
         parts, share = sample(files, cache.sample)
         files = tuple(dict.fromkeys(part.file for part in parts))
-    heads = [_head(file, source, task, labels) for file in files]
+    absent = _absent_columns(source, files) if cache.sample is None else ()
+    heads = [_head(file, source, task, labels, absent) for file in files]
     jobs = [job for head in heads for job in _jobs(head, renderer, cache, parts)]
     opened: list[tuple[BlockJob, BlockIndex]] = []
     with closing(_BlockStore(source.path, renderer, cache)) as store:
@@ -155,8 +157,22 @@ def tokenized_rows(
 # --- the blocks of a file ---------------------------------------------------------------------------------
 
 
-def _head(file: DataFile, source: Source, task: str, labels: tuple[str, ...]) -> FileHead:
-    """Detect a file's format from its first rows, which are read at every start, cached or not."""
+def _absent_columns(source: Source, files: Iterable[DataFile]) -> Sequence[str]:
+    """Return the columns that the spec renames and that no row of the files has. Rows are read until all are
+    found, which is in the first one as a rule."""
+    left = set(source.columns.values())
+    for line in (line for file in files for line in file_lines(file)) if left else ():
+        left -= (line.row or {}).keys()
+        if not left:
+            break
+    return sorted(left)
+
+
+def _head(
+    file: DataFile, source: Source, task: str, labels: tuple[str, ...], absent: Sequence[str] = ()
+) -> FileHead:
+    """Detect a file's format from its first rows, which are read at every start, cached or not. absent:
+    columns that the spec renames and no row of the source has."""
     rows: list[Line] = []
     bad: list[tuple[int, str]] = []
     blank = bad_rows = 0
@@ -172,7 +188,11 @@ def _head(file: DataFile, source: Source, task: str, labels: tuple[str, ...]) ->
             break
     format = refusal = None
     try:
-        format = formats.choose(source, rows, task, labels) if rows else None
+        chosen = formats.choose(source, rows, task, labels) if rows else None
+        if absent and rows:
+            has = f"the first has {quoted(rows[0].row or {})}; correct the name, or leave it out"
+            raise BadRowError(f"columns names {quoted(absent)}, which no row of the source has; {has}")
+        format = chosen
     except BadRowError as error:
         refusal = (rows[0].number, str(error))
         bad_rows, bad = bad_rows + 1, [*bad, refusal]

@@ -64,12 +64,20 @@ def test_margins_reach_the_micro_batches_that_have_their_pairs(packing: bool, tm
                 assert first is not None and first.values["margin"].tolist() == [NUMBERS[batch.ids[0]]]
 
 
+def test_a_renamed_column_may_come_after_the_first_rows(tmp_path: Path) -> None:
+    """One that no row has is refused: see margin_not_there of test_data_misuse.py."""
+    rows = rows_of(["absent"]) * 150 + rows_of([2.0], "by")
+    train = loaded(tmp_path, rows, columns={"margin": "by"})
+    assert train.values["margin"].tolist() == [0.0] * 150 + [2.0]
+
+
 def test_a_column_that_no_row_has_changes_no_digest(tmp_path: Path) -> None:
     """So that runs that began before rows could have margins go on."""
     without = loaded(tmp_path, rows_of(["absent"] * len(MARGINS))).fingerprint
     margins = rows_of(MARGINS)
     assert loaded(tmp_path, rows_of([None] * len(MARGINS))).fingerprint == without
-    assert loaded(tmp_path, margins, columns={"margin": "none"}).fingerprint == without
+    with pytest.raises(DataError, match=r'columns names "none", which no row of the source has; the first'):
+        loaded(tmp_path, margins, columns={"margin": "none"})
     assert loaded(tmp_path, margins).fingerprint != without
     assert loaded(tmp_path, rows_of(MARGINS[::-1])).fingerprint != loaded(tmp_path, margins).fingerprint
     other = loaded(tmp_path, rows_of(MARGINS, "gap"), columns={"margin": "gap"})

@@ -275,6 +275,12 @@ CASES = (
     Case("preference_rows", {"a.jsonl": lines({"prompt": "a", "chosen": "b", "rejected": "c"})}),
     Case("labelled_rows", {"a.jsonl": lines({"prompt": "a", "completion": "b", "label": True})}),
     Case(
+        "margin_not_there",
+        {"a.jsonl": lines({"prompt": "a", "chosen": "b", "rejected": "c", "by": 1})},
+        (Source(path="a.jsonl", columns={"margin": "byy"}),),
+        {"task": "reward"},
+    ),
+    Case(
         "columns_not_there",
         {"a.jsonl": lines({"body": "x"})},
         (Source(path="a.jsonl", columns={"text": "bdy"}),),
