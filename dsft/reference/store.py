@@ -53,8 +53,10 @@ class StoreContents:
 
     @property
     def missing(self) -> tuple[NDArray[np.int64], ...]:
-        """Numbers of the missing examples, per dataset."""
-        return tuple(np.flatnonzero(is_missing(one)) for one in self.logps)
+        """Numbers of the missing examples, per dataset; none of one that has the values of an earlier one."""
+        places = {id(one): number for number, one in reversed([*enumerate(self.logps)])}
+        each = enumerate(self.logps)
+        return tuple(np.flatnonzero(is_missing(one) & (places[id(one)] == number)) for number, one in each)
 
     @property
     def num_missing(self) -> int:

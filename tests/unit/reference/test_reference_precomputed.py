@@ -68,6 +68,18 @@ def made(
     return precompute(mine, 2, inputs, ALONE, say, recheck=again), inputs
 
 
+def test_the_same_rows_in_two_sets_are_scored_once(folder: Path, passes: list[ScoringPass]) -> None:
+    """As where dsft eval --data gives a run other rows."""
+    (folder / "b.jsonl").write_bytes((folder / "a.jsonl").read_bytes())
+    shown: list[str] = []
+    found, inputs = made(folder, say=shown.append)
+    assert inputs.train.fingerprint == inputs.held_out[0].data.fingerprint
+    assert [*map(len, passes[0].stored.missing)] == [5, 0] and "5 pairs scored in" in shown[1]
+    assert found.logps[1] is found.logps[0] and same(found.logps[0], values(0, np.arange(5)))
+    made(folder, say=shown.append)
+    assert len(passes) == 1 and "the log-probabilities of 5 pairs" in shown[-1]
+
+
 def test_computed_once_and_read_afterwards(folder: Path, passes: list[ScoringPass]) -> None:
     shown: list[str] = []
     found, _ = made(folder, say=shown.append)
