@@ -323,7 +323,7 @@ def make_spec(
     keys: dict[str, Any], zero: int, stages: int, task: str, precision: str, reference: str, hpz: int
 ) -> Spec:
     offloaded = {"reference_offload": "cpu"} if zero == 3 and reference == "live" and hpz == 1 else {}
-    sections: dict[str, dict[str, Any]] = {
+    sections: dict[str, Any] = {
         "dpo": {"reference": reference} | offloaded,
         "kto": {"beta": 0.4, "reference": reference} | offloaded,
         "reward": {"center_rewards_coefficient": 0.3},
@@ -332,7 +332,7 @@ def make_spec(
         | {"reference_model": str(Path(keys["name_or_path"]).with_name("qwen")), "reference_quantize": "nf4"}
         | offloaded,
     }
-    own = {name: section for name, section in sections.items() if name == task}
+    own: dict[str, Any] = {task: sections[task]} if task in sections else {}
     train = {"micro_batch_size": 2, "accumulation_steps": 2, "precision": precision, "max_grad_norm": 0.0}
     return minimal_spec(
         task, model=keys, train=train,
