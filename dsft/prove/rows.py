@@ -29,18 +29,23 @@ def masks(spec: Spec, data: Dataset, ids: Sequence[int], tokenizer: Any) -> dict
             break
         place, own = data.source(id), rows_of(data[id])
         samples = given.get(place, ())
-        reason = "parts of rows" if data.extent(id) or len(own) != len(samples) else ""
-        reason = "a reward model has no masks" if spec.task_kind.head == "score" else reason
+        alone = len(own) == 1 < len(samples)  # an answer of a pair, without the other
+        reason = "parts of rows" if data.extent(id) or not (alone or len(own) == len(samples)) else ""
+        reason = "a model with scores has no masks" if spec.task_kind.head == "score" else reason
         expected = [] if reason else [expected_row(sample, tokenizer, spec.data) for sample in samples]
         reason = reason or next((one for one in expected if isinstance(one, str)), "")
         if reason:
             left[reason] = left.get(reason, 0) + 1
         else:
             compared += 1
-            pairs = zip(expected, own, strict=True)
-            is_same = all(ours[0] == one[0] and ours[1][1:] == one[1][1:] for ours, one in pairs)
+            ways = [[one] for one in expected] if alone else [expected]
+            is_same = any(all(map(_is_same, way, own)) for way in ways)
             different += [] if is_same else [place]
     return {"compared": compared, "different": different, "left": left}
+
+
+def _is_same(expected: Row | str, own: Row) -> bool:
+    return expected[0] == own[0] and expected[1][1:] == own[1][1:]
 
 
 def rows_of(example: Example) -> list[Row]:

@@ -21,13 +21,14 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.data.render.template import choose_template
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.load import load_data
+from dsft.data.sets.mismatched import of_set
 from dsft.data.steps.steps import TrainSteps
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.errors import DsftError
 from dsft.model.lora import own_names
 from dsft.prove import plain
 from dsft.prove.rows import rows_of
-from dsft.prove.small import SAVED, STEPS, build, small_spec
+from dsft.prove.small import SAVED, STEPS, Built, build, small_spec
 from dsft.rank.start import run_ranks
 from dsft.reference.start import SCRIPT
 from dsft.remote import without_rank_variables
@@ -37,14 +38,19 @@ from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 from dsft.system.run_folder import step_folder
 
-LOSSES = {"sft": "next_token", "pretrain": "next_token", "reward": "reward"}
+LOSSES = {"sft": "next_token", "pretrain": "next_token"} | {
+    task: task for task in ("reward", "classify", "distill")
+}
+"""Task -> `Recipe.loss`, where that is not the loss_type of the task's section."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A run that has ended. records: by step; final: its last checkpoint."""
+    """A run that has ended. records: by step; held_out: the loss of held-out rows, None if there are none;
+    final: its last checkpoint."""
 
     records: Mapping[int, Mapping[str, float]]
+    held_out: float | None
     final: CheckpointReader
 
     def outcome(self, start: Mapping[str, Tensor]) -> plain.Outcome:
@@ -52,21 +58,21 @@ class Ran:
         steps = [self.records[step] for step in range(1, STEPS + 1)]
         losses, norms = ([one[key] for one in steps] for key in ("train/loss", "train/grad_norm"))
         weights = {name: value_of(self.final, name) for name in self.final.shapes if name in start}
-        return plain.Outcome(losses, norms, dict(start), weights)
+        return plain.Outcome(losses, norms, self.held_out, dict(start), weights)
 
 
 @dataclass(frozen=True)
 class Proof:
     """What is to be compared.
 
-    mode       the small spec of the run, and its layout
-    resumed    those of the run that was resumed
-    model      folder of the model that all start from
-    tokenizer  the spec's own
-    data       the rows
-    ids        the examples of each step
-    run        the run, resumed: the one in another layout, exact: the one in fp32 where the others are not
-    loop       the plain loop
+    mode        the small spec of the run, and its layout
+    resumed_in  those of the run that was resumed
+    model       folder of the model that all start from
+    tokenizer   the spec's own
+    data        the rows
+    ids         the examples of each step
+    run         the run, resumed: the one in another layout, exact: the one in fp32 where the others are not
+    loop        the plain loop
     """
 
     mode: tuple[Spec, Layout]
@@ -89,14 +95,16 @@ def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
     layout, other = layout_of(spec.parallel, processes or (together if alone else 2)), Layout(1, 1, 1)
     tokenizer, _ = open_tokenizer(spec.model)
     choose_template(tokenizer, spec.data.chat_template, spec.data.thinking)
-    model, adapter = build(spec, tokenizer, folder)
-    values = small_spec(spec, model, adapter, folder, layout.data_parallel)
-    data = load_data(_loaded(folder, values), tokenizer).train
-    values["data"]["max_length"] = max(2, int(data.widths.max()))  # so that more micro-batches are packed
+    built = build(spec, tokenizer, folder)
+    values = small_spec(spec, built, folder, layout.data_parallel)
+    rows = load_data(_loaded(folder, values), tokenizer)
+    widths = (one.widths.max() for one in (rows.train, *(one.data for one in rows.held_out)))
+    values["data"]["max_length"] = max(2, *map(int, widths))  # so that more micro-batches are packed
     small = _loaded(folder, values)
-    data = load_data(small, tokenizer).train
-    steps = TrainSteps(data, batch_on(small, layout), 0, small.train.seed, 0)
-    ids = [steps.step(number).example_ids for number in range(STEPS)]
+    rows = load_data(small, tokenizer)
+    data = rows.train
+    order = TrainSteps(data, batch_on(small, layout), 0, small.train.seed, 0)
+    ids = [order.step(number).example_ids for number in range(STEPS)]
     run = _trained(folder, "run", layout)
     again = _loaded(folder, values | _resumed(values, small, layout, folder))
     resumed, exact = _trained(folder, "again", other), None
@@ -105,15 +113,33 @@ def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
         of_model = values["model"] | {"attention": "auto"}
         _loaded(folder, values | {"name": "exact", "train": train, "model": of_model})
         exact = _trained(folder, "exact", layout)
-    with own_names() if adapter else nullcontext():
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        loaded = plain.load(model, adapter, scores=spec.task_kind.head == "score", device=device)
-    examples = [list(_examples(data, of_step)) for of_step in ids]
-    margins = [[0.0] * len(of_step) for of_step in examples]
-    if "margin" in data.values:
-        margins = [data.values["margin"][list(of_step)].tolist() for of_step in ids]
-    loop = plain.train(loaded, examples, _recipe(small), margins)
-    return Proof((small, layout), (again, other), model, tokenizer, data, ids, run, resumed, exact, loop)
+    steps = [list(_examples(small, data, of_step, [*of_step[-1:], *of_step[:-1]])) for of_step in ids]
+    held_out: list[plain.Example] = []
+    for one in (one.data for one in rows.held_out):
+        all_of_it = others = range(len(one))
+        if small.task == "kto":
+            others = of_set(one, small.data.max_length).answer.tolist()
+        held_out += _examples(small, one, all_of_it, others)
+    model, reference = _models(small, built)
+    loop = plain.train(model, reference, steps, held_out, _recipe(small))
+    return Proof(
+        (small, layout), (again, other), built.model, tokenizer, data, ids, run, resumed, exact, loop
+    )
+
+
+def _models(small: Spec, built: Built) -> tuple[torch.nn.Module, torch.nn.Module | None]:
+    """Return the loop's model, and the reference where it is another one."""
+    device, model = "cuda" if torch.cuda.is_available() else "cpu", small.model
+    saved = model.lora.modules_to_save if model.lora else ()
+    whole = [*model.quantize_skip, *(f"*{name}.weight" for name in saved)]
+    with own_names() if built.adapter else nullcontext():
+        loaded = plain.load(
+            built.model, built.adapter, scores=model.head == "score", device=device, form=model.quantize,
+            whole=whole,
+        )  # fmt: skip
+    if built.reference is None:
+        return loaded, None
+    return loaded, plain.load(built.reference, None, scores=False, device=device, form=None, whole=())
 
 
 def _resumed(values: Mapping[str, Any], small: Spec, layout: Layout, folder: Path) -> dict[str, Any]:
@@ -142,9 +168,10 @@ def _trained(folder: Path, name: str, layout: Layout) -> Ran:
         error = DsftError("the small run failed, so nothing is proved")
         error.exit_code = code
         raise error
-    records = read_metrics(folder / name / "metrics.jsonl")
+    records = list(read_metrics(folder / name / "metrics.jsonl"))
     by_step = {int(one[STEP]): one for one in records if "train/loss" in one}
-    return Ran(by_step, CheckpointReader.open(step_folder(folder / name, STEPS)))
+    held_out = next((one["eval/loss"] for one in records if "eval/loss" in one), None)
+    return Ran(by_step, held_out, CheckpointReader.open(step_folder(folder / name, STEPS)))
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str], ranks: int, stdout: int) -> int:
@@ -152,10 +179,24 @@ def run(argv: Sequence[str], environ: Mapping[str, str], ranks: int, stdout: int
     return run_ranks(argv, environ, ranks, "nothing is proved.", stdout)
 
 
-def _examples(data: Dataset, ids: Sequence[int]) -> Iterator[plain.Rows]:
-    """Yield each pair as one example, and of other examples each segment as one of its own."""
-    for rows in (rows_of(data[id]) for id in ids):
-        yield from [rows] if data.answers > 1 else [(row,) for row in rows]
+def _examples(
+    small: Spec, data: Dataset, ids: Sequence[int], others: Sequence[int]
+) -> Iterator[plain.Example]:
+    """Yield each segment as an example of its own, but whole answers as they are compared. others: for KTO,
+    the examples whose answers the prompts get."""
+    column = next(iter(data.values.values()), None)
+    for id, other in zip(ids, others, strict=True):
+        rows = rows_of(data[id])
+        if not data.whole:
+            yield from (plain.Example([row]) for row in rows)
+            continue
+        value = 0.0 if column is None else float(column[id])
+        mixed = None
+        if small.task == "kto":
+            (prompt, begins), (answer, trained) = rows[0], rows_of(data[other])[0]
+            stop, start, end = begins.index(True), trained.index(True), small.data.max_length
+            mixed = (prompt[:stop] + answer[start:])[:end], (begins[:stop] + trained[start:])[:end]
+        yield plain.Example(rows, value, mixed)
 
 
 def _recipe(small: Spec) -> plain.Recipe:
@@ -163,7 +204,10 @@ def _recipe(small: Spec) -> plain.Recipe:
     optim, rate, train = small.optim.model_dump(mode="json"), small.optim.learning_rate, small.train
     rates = [rate * (1 - step / STEPS) for step in range(STEPS)]
     loss, patterns = LOSSES.get(small.task) or keys["loss_type"], small.model.trainable or ("*",)
-    return plain.Recipe(loss, keys, train.label_smoothing, optim, train.max_grad_norm, rates, patterns)
+    experts = small.model.experts.model_dump(mode="json")
+    return plain.Recipe(
+        loss, keys, train.label_smoothing, optim, experts, train.max_grad_norm, rates, patterns
+    )
 
 
 def value_of(reader: CheckpointReader, name: str) -> Tensor:

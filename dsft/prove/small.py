@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,21 @@ from dsft.model.config import from_config, resolve_config, token_facts
 from dsft.model.lora import own_names
 from dsft.model.quantize import load_bitsandbytes
 from dsft.model.weights import DTYPES
-from dsft.spec.schema import Lora, Model, Spec
+from dsft.plan.reference import other_model, reference_model
+from dsft.spec.schema import Lora, Model, Reference, Spec
 
 STEPS, SAVED = 3, 2
 """Steps of the run, and the step after which it saves a checkpoint to resume from."""
-ROWS, LENGTH, EPS = 64, 512, 1e-4
-"""Most rows of a source and tokens of a row; least `eps` of AdamW, so that it does not amplify the rounding
-of gradients near 0."""
-RATE = {"adamw": 1e-3, "sgd": 0.1}
-"""Learning rates, so that the weights change by more than their rounding."""
+ROWS, HELD_OUT, LENGTH, EPS = 64, 16, 512, 1e-4
+"""Most rows of a source, of held-out ones, and tokens of a row; least `eps` of AdamW, so that it does not
+amplify the rounding of gradients near 0."""
 NOISE = 0.05
 """Standard deviation of what is added to every weight, so that no bias is 0 and no norm 1."""
 
 _KEPT = {
-    "data": {"train", "packing", "train_on", "thinking", "on_bad_row", "chat_template"},
+    "data": {"train", "eval", "packing", "train_on", "thinking", "on_bad_row", "chat_template"},
     "train": {"precision", "tf32", "reduce_dtype", "max_grad_norm", "seed", "label_smoothing"},
-    "optim": {"name", "weight_decay", "betas", "momentum"},
+    "optim": {"name", "weight_decay", "betas", "momentum", "muon_momentum", "groups"},
 }
 """Keys that the small run has from the spec; those that are not here have their defaults."""
 _WIDTH, _WIDEST = 64, 256
@@ -49,12 +49,22 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_exp
 _TOP_K = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token")
 _LISTED = ("full_attn_idxs", "mlp_only_layers")
 """Keys that list layers by their numbers."""
-_DROPOUT = ("dropout", "pdrop", "jitter_noise")
+_DROPOUT, _NOISE = ("dropout", "pdrop"), ("jitter_noise",)
 
 
-def small_spec(spec: Spec, model: Path, adapter: Path | None, folder: Path, ranks: int) -> dict[str, Any]:
-    """Return the values of the small run's spec. model, adapter: folders of `build`; folder: for its runs;
-    ranks: data-parallel ones, or groups that split rows."""
+@dataclass(frozen=True)
+class Built:
+    """Folders of small models: the one that is trained, an adapter of it, and the reference or teacher that
+    the spec names; None where it has no such."""
+
+    model: Path
+    adapter: Path | None
+    reference: Path | None
+
+
+def small_spec(spec: Spec, built: Built, folder: Path, ranks: int) -> dict[str, Any]:
+    """Return the values of the small run's spec. folder: for its runs; ranks: data-parallel ones, or groups
+    that split rows."""
     micro, lora, own = min(spec.train.micro_batch_size or 1, 2), spec.model.lora, spec.of_task
     values = spec.model_dump(mode="json", include={"task": True, "model": True, "parallel": True, **_KEPT})
     values |= {"name": "run", "output_dir": str(folder), "wandb": {"mode": "disabled"}}
@@ -62,46 +72,67 @@ def small_spec(spec: Spec, model: Path, adapter: Path | None, folder: Path, rank
     values["parallel"] |= {"pipeline_cut": "parameters"}
     values["model"] |= {
         **dict.fromkeys(("from_config", "tokenizer")),
-        "name_or_path": str(model),
+        "name_or_path": str(built.model),
         "add_tokens": [],
     }
     if lora is not None:
-        values["model"]["lora"] |= {"path": str(adapter), "dropout": 0.0}
+        values["model"]["lora"] |= {"path": str(built.adapter), "dropout": 0.0}
     values["data"] |= {
         "max_length": min(spec.data.max_length, LENGTH), "num_workers": 0, "cache_dir": str(folder / "data"),
         "on_too_long": "truncate" if on_too_long(spec) == "error" else spec.data.on_too_long,
     }  # fmt: skip
-    for source in values["data"]["train"]:
-        source["max_rows"] = min(source["max_rows"] or ROWS, ROWS)
+    if spec.task == "kto":
+        del values["data"]["eval"][1:]  # each set has an estimate of its own
+    for name, most in (("train", ROWS), ("eval", HELD_OUT)):
+        for source in values["data"][name]:
+            source["max_rows"] = min(source["max_rows"] or most, most)
     size = (4 if spec.data.packing else 2) * ranks * micro  # several micro-batches, also packed
     values["train"] |= {"global_batch_size": size, "micro_batch_size": micro, "max_steps": STEPS}
-    values["optim"]["learning_rate"] = RATE[spec.optim.name]
-    if spec.optim.name == "adamw":
+    rate = 0.1 if spec.optim.name == "sgd" else 1e-3  # so that the weights change by more than their rounding
+    values["optim"]["learning_rate"] = rate
+    if spec.optim.name != "sgd":
         values["optim"]["eps"] = max(spec.optim.eps, EPS)
+    for group in values["optim"]["groups"]:
+        if group["learning_rate"]:
+            group["learning_rate"] *= rate / spec.optim.learning_rate
     if own is not None:
-        reset = {"reference_model", "reference_store"} & type(own).model_fields.keys()
-        values[str(spec.task_kind.section)] = own.model_dump(mode="json") | dict.fromkeys(reset)
+        keys = values[str(spec.task_kind.section)] = own.model_dump(mode="json")
+        if isinstance(own, Reference):
+            keys |= {"reference_model": built.reference and str(built.reference), "reference_store": None}
     return values
 
 
-def build(spec: Spec, tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[Path, Path | None]:
-    """Write the small model, with its tokenizer, and where the spec has adapters one of them, and return
-    their folders. Raises SpecError where the model's class refuses the small config."""
+def build(spec: Spec, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Built:
+    """Write the small model, with its tokenizer, and an adapter and a reference where the spec has such.
+    Raises SpecError where a model's class refuses the small config."""
+    facts, stages = token_facts(tokenizer), spec.parallel.pipeline_stages
     model = spec.model.model_copy(update={"attention": "auto"})
-    model._head = spec.model.head
+    model._head, model._labels = spec.model.head, spec.model.labels
+    # which dsft switches off where the policy starts as its reference
+    drops = isinstance(spec.of_task, Reference) and spec.of_task.is_start
     torch.manual_seed(spec.train.seed)
-    small = small_model(resolve_config(model, token_facts(tokenizer)), spec.parallel.pipeline_stages)
-    saved: Any = small.to(dtype=DTYPES[spec.train.precision])  # type: ignore[call-arg]
-    saved.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+
+    def write(model: Model, name: str, drops: bool) -> PreTrainedModel:
+        made = small_model(resolve_config(model, facts), stages, drops=drops)
+        saved: Any = made.to(dtype=DTYPES[spec.train.precision])  # type: ignore[call-arg]
+        saved.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        return made
+
+    if spec.model.lora is not None or spec.optim.name == "adamw_8bit":
+        load_bitsandbytes()
+    made, adapter, reference = write(model, "model", drops), None, None
     if spec.model.lora is not None:
-        _write_adapter(spec.model, spec.model.lora, small, folder / "adapter")
-    return folder / "model", None if spec.model.lora is None else folder / "adapter"
+        adapter = folder / "adapter"
+        _write_adapter(spec.model, spec.model.lora, made, adapter)
+    if spec.reference is not None and other_model(spec) is not None:
+        reference = folder / "reference"
+        write(reference_model(spec), "reference", True)
+    return Built(folder / "model", adapter, reference)
 
 
 def _write_adapter(model: Model, lora: Lora, causal_lm: PreTrainedModel, folder: Path) -> None:
     """Write an adapter with the spec's settings and random values, as peft makes it."""
-    load_bitsandbytes()
     from peft import LoraConfig, get_peft_model
 
     targets = lora.target_modules
@@ -124,15 +155,15 @@ def _write_adapter(model: Model, lora: Lora, causal_lm: PreTrainedModel, folder:
     adapted.save_pretrained(folder)
 
 
-def small_model(config: PreTrainedConfig, stages: int) -> PreTrainedModel:
+def small_model(config: PreTrainedConfig, stages: int, *, drops: bool = False) -> PreTrainedModel:
     """Return a model of the same class with random weights and narrow layers: two for each of `stages` and
     one of each kind. The heads that share keys stay, and where the hidden size need not follow from it the
-    size of a head. Raises SpecError where the class refuses it."""
+    size of a head. drops: its dropout stays too. Raises SpecError where the class refuses it."""
     reason = ""
     for is_free in (True, False):
         try:
             causal_lm = from_config(
-                type(config).from_dict(_narrow(config, stages, is_free)), dtype=torch.float32
+                type(config).from_dict(_narrow(config, stages, is_free, drops)), dtype=torch.float32
             )
             with torch.no_grad():
                 causal_lm(input_ids=torch.zeros(1, 8, dtype=torch.long))
@@ -147,7 +178,7 @@ def small_model(config: PreTrainedConfig, stages: int) -> PreTrainedModel:
     raise refused("model", message)
 
 
-def _narrow(config: PreTrainedConfig, stages: int, is_free: bool) -> dict[str, Any]:
+def _narrow(config: PreTrainedConfig, stages: int, is_free: bool, drops: bool) -> dict[str, Any]:
     values = config.to_dict()
 
     def name(key: str) -> str:
@@ -176,7 +207,8 @@ def _narrow(config: PreTrainedConfig, stages: int, is_free: bool) -> dict[str, A
         elif isinstance(value, list) and all(isinstance(one, int) for one in value):
             values[name(key)] = [min(one, limit) for one in value]
     _keep_layers(values, name("num_hidden_layers"), stages)
-    rates = [key for key, one in values.items() if isinstance(one, float) and key.endswith(_DROPOUT)]
+    off = _NOISE if drops else (*_DROPOUT, *_NOISE)
+    rates = [key for key, one in values.items() if isinstance(one, float) and key.endswith(off)]
     return values | dict.fromkeys(rates, 0.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -17,9 +19,14 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.data.render import masks
 from dsft.data.steps import collate, steps
 from dsft.data.steps.batch import NO_TARGET, MicroBatch, Segments
-from dsft.engine import optimizer, zero
-from dsft.objective import preference
+from dsft.data.steps.copies import to_device
+from dsft.engine import frozen, optimizer, pipeline, zero
+from dsft.model import policy
+from dsft.objective import api, preference
+from dsft.reference import model
 from dsft.run import trainer
+from dsft.tasks import api as tasks
+from dsft.tasks import preference as preferences
 from dsft.train import main
 
 
@@ -40,6 +47,11 @@ def mean_of_micro_batches() -> None:
     zero.ZeroEngine.step, zero.ZeroEngine._sums = stepped, summed  # type: ignore[assignment]
 
 
+def mean_over_ranks() -> None:
+    """Leave DeepSpeed's mean over the ranks in the gradient."""
+    zero.to_device = lambda scales, device: to_device(scales / dist.get_world_size(), device)
+
+
 def mask_off_by_one() -> None:
     targets_of = collate.targets_of
     collate.targets_of = lambda example: targets_of(  # type: ignore[assignment]
@@ -58,6 +70,30 @@ def packing_leak() -> None:
     steps.collate_packed = leaking  # type: ignore[assignment]
 
 
+def positions_run_on() -> None:
+    """Number the tokens of a packed row from its start, not from that of each example."""
+    packed = steps.collate_packed
+
+    def numbered(*args: Any) -> MicroBatch:
+        batch = packed(*args)
+        positions = torch.arange(batch.tokens.input_ids.shape[1])[None]
+        return replace(batch, tokens=batch.tokens._replace(position_ids=positions))
+
+    steps.collate_packed = numbered  # type: ignore[assignment]
+
+
+def tie_of_one_stage() -> None:
+    """Give each copy of a tied embedding the gradient of its own stage alone."""
+    pipeline._add_up = lambda gradient, group, shard_rank: None
+
+
+def reference_with_dropout() -> None:
+    """Score the reference as in training, with its dropout."""
+    score = frozen.FrozenEngine.score
+    frozen.FrozenEngine.score = functools.partialmethod(score, training=True)  # type: ignore[assignment]
+    model.switch_off_dropout = lambda causal_lm: ()
+
+
 def rate_one_step_early() -> None:
     rate = trainer.learning_rate
     trainer.learning_rate = lambda optim, step, total: rate(optim, step + 1, total)  # type: ignore[assignment]
@@ -66,6 +102,35 @@ def rate_one_step_early() -> None:
 def beta_squared() -> None:
     margin = preference.margin
     preference.margin = lambda scores, dpo: dpo.beta * margin(scores, dpo)  # type: ignore[assignment]
+
+
+def ipo_by_tokens_of_both() -> None:
+    """Divide both answers' log-ratios by the number of tokens of the pair."""
+    own = preference._num_tokens
+    preference._num_tokens = lambda logps, answers: own(logps, answers).sum(1, keepdim=True) / 2
+
+
+def mean_of_set_means() -> None:
+    """Take the mean of the held-out sets' losses, whatever their sizes."""
+    exact = api.evaluation_record
+
+    def averaged(objective: Any, sums: torch.Tensor, counts: Any, names: Any) -> dict[str, float]:
+        sets = zip(sums, counts, strict=True)
+        each = [api.means(objective, own, count, "eval")["eval/loss"] for own, count in sets]
+        return exact(objective, sums, counts, names) | {"eval/loss": sum(each) / len(each)}
+
+    tasks.evaluation_record = preferences.evaluation_record = averaged
+
+
+def smoothing_in_evaluation() -> None:
+    """Smooth the labels of held-out rows too."""
+    of_logits = policy.Policy._of_logits
+
+    def as_in_training(self: policy.Policy, *args: Any) -> torch.Tensor:
+        self.training = True
+        return of_logits(self, *args)
+
+    policy.Policy._of_logits = as_in_training  # type: ignore[method-assign]
 
 
 def decay_of_norms() -> None:
@@ -99,8 +164,9 @@ def moments_are_lost() -> None:
 FAULTS: dict[str, Callable[[], None]] = {
     one.__name__: one
     for one in (
-        mean_of_micro_batches, mask_off_by_one, packing_leak, rate_one_step_early, beta_squared,
-        decay_of_norms, no_end_of_turn, moments_are_lost,
+        mean_over_ranks, mask_off_by_one, no_end_of_turn, mean_of_micro_batches, rate_one_step_early,
+        packing_leak, positions_run_on, tie_of_one_stage, reference_with_dropout, beta_squared,
+        decay_of_norms, mean_of_set_means, smoothing_in_evaluation, ipo_by_tokens_of_both, moments_are_lost,
     )
 }  # fmt: skip
 
