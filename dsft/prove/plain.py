@@ -65,7 +65,12 @@ class Outcome:
 
 
 def load(
-    folder: Path, adapter: Path | None, *, scores: bool, device: str, form: str | None, whole: Sequence[str]
+    folder: Path,
+    adapter: Path | None,
+    scores: bool,
+    device: str,
+    form: str | None = None,
+    whole: Sequence[str] = (),
 ) -> nn.Module:
     """Return the model of a folder in float32, with a trainable adapter of peft if there is one. form: of 4
     bits, in which the weights are stored that no pattern of `whole` matches."""

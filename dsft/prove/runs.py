@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import yaml
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from dsft.checkpoint.read import CheckpointReader
@@ -26,13 +25,14 @@ from dsft.data.steps.steps import TrainSteps
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.errors import DsftError
 from dsft.model.lora import own_names
+from dsft.plan.reference import other_model
 from dsft.prove import plain
 from dsft.prove.rows import rows_of
-from dsft.prove.small import SAVED, STEPS, Built, build, small_spec
+from dsft.prove.small import ADAPTER, MODEL, REFERENCE, SAVED, STEPS, build, small_spec
 from dsft.rank.start import run_ranks
 from dsft.reference.start import SCRIPT
 from dsft.remote import without_rank_variables
-from dsft.report.jsonl import STEP, read_metrics
+from dsft.report.jsonl import read_metrics
 from dsft.spec.layout import Layout, batch_on, layout_of
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
@@ -42,23 +42,6 @@ LOSSES = {"sft": "next_token", "pretrain": "next_token"} | {
     task: task for task in ("reward", "classify", "distill")
 }
 """Task -> `Recipe.loss`, where that is not the loss_type of the task's section."""
-
-
-@dataclass(frozen=True)
-class Ran:
-    """A run that has ended. records: by step; held_out: the loss of held-out rows, None if there are none;
-    final: its last checkpoint."""
-
-    records: Mapping[int, Mapping[str, float]]
-    held_out: float | None
-    final: CheckpointReader
-
-    def outcome(self, start: Mapping[str, Tensor]) -> plain.Outcome:
-        """Return it as what is expected of another. start: the values before all steps."""
-        steps = [self.records[step] for step in range(1, STEPS + 1)]
-        losses, norms = ([one[key] for one in steps] for key in ("train/loss", "train/grad_norm"))
-        weights = {name: value_of(self.final, name) for name in self.final.shapes if name in start}
-        return plain.Outcome(losses, norms, self.held_out, dict(start), weights)
 
 
 @dataclass(frozen=True)
@@ -81,9 +64,9 @@ class Proof:
     tokenizer: PreTrainedTokenizerBase
     data: Dataset
     ids: Sequence[Sequence[int]]
-    run: Ran
-    resumed: Ran
-    exact: Ran | None
+    run: plain.Outcome
+    resumed: plain.Outcome
+    exact: plain.Outcome | None
     loop: plain.Outcome
 
 
@@ -95,8 +78,8 @@ def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
     layout, other = layout_of(spec.parallel, processes or (together if alone else 2)), Layout(1, 1, 1)
     tokenizer, _ = open_tokenizer(spec.model)
     choose_template(tokenizer, spec.data.chat_template, spec.data.thinking)
-    built = build(spec, tokenizer, folder)
-    values = small_spec(spec, built, folder, layout.data_parallel)
+    build(spec, tokenizer, folder)
+    values = small_spec(spec, folder, layout.data_parallel)
     rows = load_data(_loaded(folder, values), tokenizer)
     widths = (one.widths.max() for one in (rows.train, *(one.data for one in rows.held_out)))
     values["data"]["max_length"] = max(2, *map(int, widths))  # so that more micro-batches are packed
@@ -120,26 +103,23 @@ def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
         if small.task == "kto":
             others = of_set(one, small.data.max_length).answer.tolist()
         held_out += _examples(small, one, all_of_it, others)
-    model, reference = _models(small, built)
-    loop = plain.train(model, reference, steps, held_out, _recipe(small))
+    loop = plain.train(*_models(small, folder), steps, held_out, _recipe(small))
     return Proof(
-        (small, layout), (again, other), built.model, tokenizer, data, ids, run, resumed, exact, loop
+        (small, layout), (again, other), folder / MODEL, tokenizer, data, ids, run, resumed, exact, loop
     )
 
 
-def _models(small: Spec, built: Built) -> tuple[torch.nn.Module, torch.nn.Module | None]:
+def _models(small: Spec, folder: Path) -> tuple[torch.nn.Module, torch.nn.Module | None]:
     """Return the loop's model, and the reference where it is another one."""
     device, model = "cuda" if torch.cuda.is_available() else "cpu", small.model
     saved = model.lora.modules_to_save if model.lora else ()
     whole = [*model.quantize_skip, *(f"*{name}.weight" for name in saved)]
-    with own_names() if built.adapter else nullcontext():
-        loaded = plain.load(
-            built.model, built.adapter, scores=model.head == "score", device=device, form=model.quantize,
-            whole=whole,
-        )  # fmt: skip
-    if built.reference is None:
-        return loaded, None
-    return loaded, plain.load(built.reference, None, scores=False, device=device, form=None, whole=())
+    adapter = folder / ADAPTER if model.lora else None
+    scores = model.head == "score"
+    with own_names() if adapter else nullcontext():
+        loaded = plain.load(folder / MODEL, adapter, scores, device, model.quantize, whole)
+    other = small.reference is not None and other_model(small) is not None
+    return loaded, plain.load(folder / REFERENCE, None, scores, device) if other else None
 
 
 def _resumed(values: Mapping[str, Any], small: Spec, layout: Layout, folder: Path) -> dict[str, Any]:
@@ -159,7 +139,7 @@ def _loaded(folder: Path, values: Mapping[str, Any]) -> Spec:
     return load_spec(path)
 
 
-def _trained(folder: Path, name: str, layout: Layout) -> Ran:
+def _trained(folder: Path, name: str, layout: Layout) -> plain.Outcome:
     """Train a spec of the folder. Raises DsftError if the ranks fail, which have printed why."""
     argv = [sys.executable, str(SCRIPT), str(folder / f"{name}.yaml"), "--any_ranks"]
     with (folder / f"{name}.log").open("wb") as log:
@@ -168,10 +148,16 @@ def _trained(folder: Path, name: str, layout: Layout) -> Ran:
         error = DsftError("the small run failed, so nothing is proved")
         error.exit_code = code
         raise error
-    records = list(read_metrics(folder / name / "metrics.jsonl"))
-    by_step = {int(one[STEP]): one for one in records if "train/loss" in one}
-    held_out = next((one["eval/loss"] for one in records if "eval/loss" in one), None)
-    return Ran(by_step, held_out, CheckpointReader.open(step_folder(folder / name, STEPS)))
+    records, final = read_metrics(folder / name / "metrics.jsonl"), step_folder(folder / name, STEPS)
+    found, reader = plain.Outcome(), CheckpointReader.open(final)
+    for one in records:
+        found.held_out = one.get("eval/loss", found.held_out)
+        if "train/loss" in one:
+            found.losses.append(one["train/loss"])
+            found.norms.append(one["train/grad_norm"])
+    for name, shape in reader.shapes.items():
+        found.weights[name] = reader.read(name, "value", 0, torch.Size(shape).numel()).view(shape)
+    return found
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str], ranks: int, stdout: int) -> int:
@@ -208,8 +194,3 @@ def _recipe(small: Spec) -> plain.Recipe:
     return plain.Recipe(
         loss, keys, train.label_smoothing, optim, experts, train.max_grad_norm, rates, patterns
     )
-
-
-def value_of(reader: CheckpointReader, name: str) -> Tensor:
-    shape = torch.Size(reader.shapes[name])
-    return reader.read(name, "value", 0, shape.numel()).view(shape)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from dsft.spec.schema import Lora, Model, Reference, Spec
 
 STEPS, SAVED = 3, 2
 """Steps of the run, and the step after which it saves a checkpoint to resume from."""
-ROWS, HELD_OUT, LENGTH, EPS = 64, 16, 512, 1e-4
+ROWS, HELD_OUT, LENGTH, EPS = 64, 8, 512, 1e-4
 """Most rows of a source, of held-out ones, and tokens of a row; least `eps` of AdamW, so that it does not
 amplify the rounding of gradients near 0."""
 NOISE = 0.05
@@ -52,31 +51,26 @@ _LISTED = ("full_attn_idxs", "mlp_only_layers")
 _DROPOUT, _NOISE = ("dropout", "pdrop"), ("jitter_noise",)
 
 
-@dataclass(frozen=True)
-class Built:
-    """Folders of small models: the one that is trained, an adapter of it, and the reference or teacher that
-    the spec names; None where it has no such."""
-
-    model: Path
-    adapter: Path | None
-    reference: Path | None
+MODEL, ADAPTER, REFERENCE = "model", "adapter", "reference"
+"""Folders of `build`."""
 
 
-def small_spec(spec: Spec, built: Built, folder: Path, ranks: int) -> dict[str, Any]:
-    """Return the values of the small run's spec. folder: for its runs; ranks: data-parallel ones, or groups
-    that split rows."""
-    micro, lora, own = min(spec.train.micro_batch_size or 1, 2), spec.model.lora, spec.of_task
+def small_spec(spec: Spec, folder: Path, ranks: int) -> dict[str, Any]:
+    """Return the values of the small run's spec. folder: of `build`, and for the runs; ranks: data-parallel
+    ones, or groups that split rows."""
+    micro = 2 if spec.data.packing else min(spec.train.micro_batch_size or 1, 2)
+    lora, own = spec.model.lora, spec.of_task
     values = spec.model_dump(mode="json", include={"task": True, "model": True, "parallel": True, **_KEPT})
     values |= {"name": "run", "output_dir": str(folder), "wandb": {"mode": "disabled"}}
     values["checkpoint"] = {"every": SAVED, "keep_last": None, "resume": "never"}
     values["parallel"] |= {"pipeline_cut": "parameters"}
     values["model"] |= {
         **dict.fromkeys(("from_config", "tokenizer")),
-        "name_or_path": str(built.model),
+        "name_or_path": str(folder / MODEL),
         "add_tokens": [],
     }
     if lora is not None:
-        values["model"]["lora"] |= {"path": str(built.adapter), "dropout": 0.0}
+        values["model"]["lora"] |= {"path": str(folder / ADAPTER), "dropout": 0.0}
     values["data"] |= {
         "max_length": min(spec.data.max_length, LENGTH), "num_workers": 0, "cache_dir": str(folder / "data"),
         "on_too_long": "truncate" if on_too_long(spec) == "error" else spec.data.on_too_long,
@@ -86,7 +80,7 @@ def small_spec(spec: Spec, built: Built, folder: Path, ranks: int) -> dict[str, 
     for name, most in (("train", ROWS), ("eval", HELD_OUT)):
         for source in values["data"][name]:
             source["max_rows"] = min(source["max_rows"] or most, most)
-    size = (4 if spec.data.packing else 2) * ranks * micro  # several micro-batches, also packed
+    size = (3 if spec.data.packing else 2) * ranks * micro  # several micro-batches, also packed
     values["train"] |= {"global_batch_size": size, "micro_batch_size": micro, "max_steps": STEPS}
     rate = 0.1 if spec.optim.name == "sgd" else 1e-3  # so that the weights change by more than their rounding
     values["optim"]["learning_rate"] = rate
@@ -98,37 +92,32 @@ def small_spec(spec: Spec, built: Built, folder: Path, ranks: int) -> dict[str, 
     if own is not None:
         keys = values[str(spec.task_kind.section)] = own.model_dump(mode="json")
         if isinstance(own, Reference):
-            keys |= {"reference_model": built.reference and str(built.reference), "reference_store": None}
+            other = own.reference_model and str(folder / REFERENCE)
+            keys |= {"reference_model": other, "reference_store": None}
     return values
 
 
-def build(spec: Spec, tokenizer: PreTrainedTokenizerBase, folder: Path) -> Built:
-    """Write the small model, with its tokenizer, and an adapter and a reference where the spec has such.
-    Raises SpecError where a model's class refuses the small config."""
-    facts, stages = token_facts(tokenizer), spec.parallel.pipeline_stages
+def build(spec: Spec, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the small model, with its tokenizer, and an adapter and a reference where the spec has such, into
+    folders of `folder`. Raises SpecError where a model's class refuses the small config."""
     model = spec.model.model_copy(update={"attention": "auto"})
     model._head, model._labels = spec.model.head, spec.model.labels
-    # which dsft switches off where the policy starts as its reference
-    drops = isinstance(spec.of_task, Reference) and spec.of_task.is_start
+    models = {MODEL: model}
+    if spec.reference is not None and other_model(spec) is not None:
+        models[REFERENCE] = reference_model(spec)
+    if spec.model.lora is not None or spec.optim.name == "adamw_8bit":
+        load_bitsandbytes()
     torch.manual_seed(spec.train.seed)
-
-    def write(model: Model, name: str, drops: bool) -> PreTrainedModel:
-        made = small_model(resolve_config(model, facts), stages, drops=drops)
+    for name, one in models.items():
+        # dsft switches dropout off where the policy starts as its reference, and in every reference
+        drops = name == REFERENCE or (isinstance(spec.of_task, Reference) and spec.of_task.is_start)
+        config = resolve_config(one, token_facts(tokenizer))
+        made = small_model(config, spec.parallel.pipeline_stages, drops=drops)
         saved: Any = made.to(dtype=DTYPES[spec.train.precision])  # type: ignore[call-arg]
         saved.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-        return made
-
-    if spec.model.lora is not None or spec.optim.name == "adamw_8bit":
-        load_bitsandbytes()
-    made, adapter, reference = write(model, "model", drops), None, None
-    if spec.model.lora is not None:
-        adapter = folder / "adapter"
-        _write_adapter(spec.model, spec.model.lora, made, adapter)
-    if spec.reference is not None and other_model(spec) is not None:
-        reference = folder / "reference"
-        write(reference_model(spec), "reference", True)
-    return Built(folder / "model", adapter, reference)
+        if name == MODEL and spec.model.lora is not None:
+            _write_adapter(spec.model, spec.model.lora, made, folder / ADAPTER)
 
 
 def _write_adapter(model: Model, lora: Lora, causal_lm: PreTrainedModel, folder: Path) -> None:

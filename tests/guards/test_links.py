@@ -40,3 +40,9 @@ def test_named_tests_exist() -> None:
         f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text("utf-8")
     ]
     assert missing == []
+
+
+def test_each_fault_of_other_tools_names_its_test() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\d+)\. .*\| `tests/\S+\.py::test_\w+` \|$", page, re.M)
+    assert rows == [str(number) for number in range(1, 26)]

@@ -113,7 +113,11 @@ MODES: dict[str, tuple[str, ...]] = {
     "balanced-pairs": (*PAIRS, MIXTURE, "model.experts={balance: sequence, balance_weight: 0.1}"),
     "muon": ("optim={name: muon, learning_rate: 1.0e-3, weight_decay: 0.1}", "parallel.zero_stage=2"),
     "adamw_8bit": ("optim.name=adamw_8bit", "parallel.zero_stage=2"),
-    "groups": ("optim.groups=[{parameters: '*.0.*', learning_rate: 1e-4, weight_decay: 0.1}]",),
+    "groups": (
+        MIXTURE,
+        "model.experts.freeze_router=true",
+        "optim.groups=[{parameters: '*.0.*', learning_rate: 1e-4, weight_decay: 0.1}]",
+    ),
     "reference": (*PAIRS, "dpo.reference_model=BASE", "model.from_config.attention_dropout=0.3", HELD_OUT),
     "multimodal": ("model={name_or_path: WHOLE}", "parallel.zero_stage=2"),
 }
