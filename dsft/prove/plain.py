@@ -270,8 +270,9 @@ def targets_of(row: Row) -> int:
 def _logits(model: nn.Module, row: Row) -> tuple[Tensor, Tensor]:
     """Return the logits (n, V) that predict the row's n targets, and the targets (n,)."""
     ids = torch.tensor(row[0], device=next(model.parameters()).device)
-    chosen = torch.tensor(row[1][1:], device=ids.device)
-    return model(input_ids=ids[None], use_cache=False).logits[0, :-1][chosen], ids[1:][chosen]
+    places = torch.tensor(row[1][1:], device=ids.device).nonzero()[:, 0]
+    logits: Tensor = model(input_ids=ids[None], use_cache=False, logits_to_keep=places).logits[0]
+    return logits if len(logits) == len(places) else logits[places], ids[1:][places]
 
 
 def _logp(model: nn.Module, row: Row) -> Tensor:
@@ -302,7 +303,8 @@ def losses(
         elif kind in ("reward", "classify"):
             rows = [torch.tensor([ids], device=device) for ids, _ in one.rows]
             scores = torch.stack([model(input_ids=ids).logits[0].double() for ids in rows])
-            yield (_of_label if kind == "classify" else _of_rewards)(scores, one.value, keys) / len(step)
+            label = -scores[0].log_softmax(0)[int(one.value)] if kind == "classify" else None
+            yield (_of_rewards(scores, one.value, keys) if label is None else label) / len(step)
         else:
             policy = torch.stack([_logp(model, row) for row in one.rows])
             against = torch.zeros_like(policy)
@@ -342,10 +344,6 @@ def _divergence(teacher: Tensor, student: Tensor, keys: Mapping[str, Any]) -> Te
     if keys["loss_type"] == "jsd":
         return beta * kl(p, mixture) + (1 - beta) * kl(q, mixture)
     return kl(p, q) if keys["loss_type"] == "forward_kl" else kl(q, p)
-
-
-def _of_label(scores: Tensor, label: float, keys: Mapping[str, Any]) -> Tensor:
-    return -scores[0].log_softmax(0)[int(label)]
 
 
 def _of_rewards(scores: Tensor, margin: float, keys: Mapping[str, Any]) -> Tensor:

@@ -80,7 +80,8 @@ def small_spec(spec: Spec, folder: Path, ranks: int) -> dict[str, Any]:
     for name, most in (("train", ROWS), ("eval", HELD_OUT)):
         for source in values["data"][name]:
             source["max_rows"] = min(source["max_rows"] or most, most)
-    size = (3 if spec.data.packing else 2) * ranks * micro  # several micro-batches, also packed
+    several = 3 if spec.data.packing and spec.task_kind.rows == 1 else 2  # micro-batches, also packed
+    size = several * ranks * micro
     values["train"] |= {"global_batch_size": size, "micro_batch_size": micro, "max_steps": STEPS}
     rate = 0.1 if spec.optim.name == "sgd" else 1e-3  # so that the weights change by more than their rounding
     values["optim"]["learning_rate"] = rate
