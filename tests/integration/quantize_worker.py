@@ -29,6 +29,7 @@ from transformers import (
     BitsAndBytesConfig,
 )
 
+from dsft.dist.sequence import exchange_of
 from dsft.dist.world import World
 from dsft.engine.build import build_engine
 from dsft.engine.frozen import FrozenEngine
@@ -71,8 +72,10 @@ def main(folder: str, cases: str) -> None:
     torch.set_num_threads(1)
     launched = detect(os.environ)
     world = join(launched, Layout(launched.world_size, 1))
+    if any("split" in case for case in json.loads(cases)):  # a group that outlives the cases
+        exchange_of(dataclasses.replace(world, layout=Layout(world.world_size, 1, world.world_size)))
     for case in json.loads(cases):
-        layout = Layout(launched.world_size, case.get("stages", 1))
+        layout = Layout(launched.world_size, case.get("stages", 1), case.get("split", 1))
         with own_groups():
             found = compare(folder, dataclasses.replace(world, layout=layout), **case)
         if world.rank == 0:
@@ -95,20 +98,25 @@ def compare(  # noqa: PLR0913, PLR0915, PLR0917  a case
     targets: Any = "all-linear",
     quantize: str | None = "nf4",
     dora: bool = False,
+    split: int = 1,
+    offload: bool = False,
     hpz: int = 1,
 ) -> dict[str, Any]:
     keys = {"name_or_path": f"{folder}/{of}", "gradient_checkpointing": checkpointing}
     keys |= {"lora": LORA | {"target_modules": targets, "use_dora": dora}, "quantize": quantize}
     keys |= {"experts": {"implementation": "eager"}} if eager else {}
-    spec = make_spec(keys, zero, stages, task, precision, "live" if live else "adapter", hpz)
+    parallel = {"zero_stage": zero, "pipeline_stages": stages, "sequence_parallel": split}
+    parallel |= {"zero_hpz_partition_size": hpz}
+    parallel |= {"offload_parameters": {"device": "cpu"}} if offload else {}
+    spec = make_spec(keys, parallel, task, precision, "live" if live else "adapter")
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     if zero == 3:  # else so small a model is kept whole on every rank
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     cut = balanced([1] * LAYERS, stages)
     keep = sharding_for(config, world)
     policy = build_model(spec.model, FACTS, 0, DTYPES[precision], world.stage, cut, keep)
-    if packed:
-        attend_per_segment(policy.causal_lm, "auto", 32)
+    if packed or split > 1:
+        attend_per_segment(policy.causal_lm, "auto", 32, exchange=exchange_of(world))
     weights = merge(world.gather({} if zero == 3 else packed_weights(policy.causal_lm)))
     model = plain_model(spec)
     frozen: list[FrozenEngine] = []
@@ -320,9 +328,10 @@ def as_in_peft(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def make_spec(
-    keys: dict[str, Any], zero: int, stages: int, task: str, precision: str, reference: str, hpz: int
+    keys: dict[str, Any], parallel: dict[str, Any], task: str, precision: str, reference: str
 ) -> Spec:
-    offloaded = {"reference_offload": "cpu"} if zero == 3 and reference == "live" and hpz == 1 else {}
+    is_offloaded = parallel["zero_stage"] == 3 and parallel["zero_hpz_partition_size"] == 1
+    offloaded = {"reference_offload": "cpu"} if is_offloaded and reference == "live" else {}
     sections: dict[str, Any] = {
         "dpo": {"reference": reference} | offloaded,
         "kto": {"beta": 0.4, "reference": reference} | offloaded,
@@ -335,8 +344,7 @@ def make_spec(
     own: dict[str, Any] = {task: sections[task]} if task in sections else {}
     train = {"micro_batch_size": 2, "accumulation_steps": 2, "precision": precision, "max_grad_norm": 0.0}
     return minimal_spec(
-        task, model=keys, train=train,
-        parallel={"zero_stage": zero, "pipeline_stages": stages, "zero_hpz_partition_size": hpz},
+        task, model=keys, parallel=parallel, train=train,
         optim={"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0}, **own,
     )  # fmt: skip
 

@@ -92,9 +92,7 @@ ALWAYS: tuple[dict[str, Any], ...] = (
     {"zero": 0, "packed": True},
     {"zero": 1, "precision": "bf16", "checkpointing": True},
     {"zero": 2, "of": "qwen", "dora": True},
-    {"zero": 2, "of": "saved"},
     {"zero": 3, "of": "saved", "task": "dpo", "live": True},
-    {"zero": 3, "precision": "bf16"},
     {"zero": 3, "task": "dpo"},
     {"zero": 3, "of": "gemma", "dora": True, "packed": True, "checkpointing": True},
     {"zero": 3, "of": "whole", "packed": True},
@@ -106,8 +104,13 @@ ALWAYS: tuple[dict[str, Any], ...] = (
     {"zero": 3, "of": "mixture", "targets": ["experts", "q_proj"], "packed": True},
     {"zero": 2, "task": "reward", "packed": True},
     {"zero": 1, "stages": 2, "task": "distill"},
+    {"zero": 1, "split": 2, "packed": True},
+    {"zero": 3, "of": "mixture", "split": 2, "checkpointing": True},
+    {"zero": 3, "offload": True, "checkpointing": True},
 )
 OTHERS: tuple[dict[str, Any], ...] = (
+    {"zero": 3, "precision": "bf16"},  # as under ZeRO 1
+    {"zero": 2, "of": "saved"},  # as under ZeRO 3
     {"zero": 3, "packed": True, "checkpointing": True},  # as the mixture
     {"zero": 2, "task": "dpo", "live": True},  # as under ZeRO 3
     {"zero": 0, "of": "mixture", "packed": True},  # as without a mixture
@@ -118,6 +121,9 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"zero": 2, "task": "dpo"},
     {"zero": 1, "stages": 2, "task": "dpo"},
     {"zero": 3, "of": "mixture", "precision": "bf16"},
+    {"zero": 3, "split": 2, "task": "dpo"},  # as the mixture
+    {"zero": 0, "of": "qwen", "split": 2, "dora": True},
+    {"zero": 3, "of": "mixture", "offload": True},  # as without a mixture
     {"zero": 1, "of": "mixture", "task": "dpo", "checkpointing": True},
     # other tasks; the teacher of distillation is in 4 bits too
     *({"zero": 3, "task": task} for task in ("reward", "classify", "kto", "distill")),
