@@ -116,15 +116,13 @@ def precompute(
     world.first(lambda: check_key(key))
     store, unit = Store.of(spec, key), spec.task_kind.example
     datasets = (inputs.train, *(one.data for one in inputs.held_out), *inputs.also_scored)
-    digests = [one.fingerprint for one in datasets]
-    firsts = [digests.index(one) for one in digests]  # the same examples are scored once, as for dsft eval
+    firsts = first_places(datasets)
     shapes, total = [shape_of(spec, one) for one in datasets], sum(len(datasets[n]) for n in {*firsts})
     count = spec.reference.recheck_rows if recheck and spec.reference is not None else 0
 
     def read(log: Log = lambda text: None) -> StoreContents:
         store.check()
-        found = store.read(shapes, log).logps
-        return StoreContents(tuple(found[number] for number in firsts))
+        return store.read(shapes, log).of(firsts)
 
     with ExitStack() as lock:
         stored = world.first(read)
@@ -156,6 +154,13 @@ def precompute(
         )
     log(f"reference: the log-probabilities of {total:,} {unit}s are in {store.folder}")
     return PrecomputedReference(key, store.folder, stored.logps)
+
+
+def first_places(datasets: Sequence[Dataset]) -> list[int]:
+    """Return for each dataset the number of the first with the same examples, whose values it has: `dsft eval
+    --data` gives a run the same rows as data.train and data.eval."""
+    digests = [one.fingerprint for one in datasets]
+    return [digests.index(one) for one in digests]
 
 
 def shape_of(spec: Spec, dataset: Dataset) -> Shape:

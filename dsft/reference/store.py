@@ -58,6 +58,10 @@ class StoreContents:
         each = enumerate(self.logps)
         return tuple(np.flatnonzero(is_missing(one) & (places[id(one)] == number)) for number, one in each)
 
+    def of(self, numbers: Sequence[int]) -> StoreContents:
+        """Return the values of these datasets."""
+        return StoreContents(tuple(self.logps[number] for number in numbers))
+
     @property
     def num_missing(self) -> int:
         return sum(map(len, self.missing))
