@@ -95,7 +95,8 @@ def _compared(
     for what, (ours, theirs) in figures.items():
         for step, (one, other) in enumerate(zip(ours, theirs[-len(ours) :], strict=True), first + 1):
             yield _relative(f"{name}{what}, step {step}", one, other, bounds[what])
-    if expected.held_out is not None and found.held_out is not None:
+    if expected.held_out is not None:
+        assert found.held_out is not None, "a run evaluates what it holds out after its last step"
         yield _relative(f"{name}held-out loss", found.held_out, expected.held_out, bounds["loss"])
     mine, its = found.weights.keys(), expected.weights.keys()
     yield _check(f"{name}trained tensors", len(mine), len(its), len(mine ^ its), 0.0)

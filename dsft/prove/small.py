@@ -93,7 +93,7 @@ def small_spec(spec: Spec, folder: Path, ranks: int) -> dict[str, Any]:
     if own is not None:
         keys = values[str(spec.task_kind.section)] = own.model_dump(mode="json")
         if isinstance(own, Reference):
-            other = own.reference_model and str(folder / REFERENCE)
+            other = spec.reference and own.reference_model and str(folder / REFERENCE)
             keys |= {"reference_model": other, "reference_store": None}
     return values
 
