@@ -35,20 +35,25 @@ def mlp_chunks(spec: Spec, census: Census, tokens: int) -> int:
 
 
 def activations(own: Sequence[Parameter], hidden: int, spec: Spec, tokens: int, chunks: int) -> Tensors:
-    """Return what the backward needs of a layer with these parameters: of its MLP one of `chunks` chunks, the
-    sums of its gradients in float32, and those of a chunk; of a recurrence what was counted."""
+    """Return what the backward needs of a layer with these parameters: of its MLP one of `chunks` chunks; of
+    a recurrence what was counted."""
     token = tokens * compute_bytes(spec)
     recurrent = one(tokens * sum(p.saved[compute_bytes(spec) == FP32] for p in own if p.saved))
     own = [parameter for parameter in own if not parameter.saved]
     mlp = [parameter for parameter in own if chunks > 1 and parameter.mlp]
     others = [parameter for parameter in own if not (chunks > 1 and parameter.mlp)]
-    sums = each((p.numel for p in mlp if p.trained), FP32 + compute_bytes(spec))
     return (
         each(_saved(others, hidden, spec), token)
         + each(_saved(mlp, 0, spec), -(-token // chunks))
-        + sums
         + recurrent
     )
+
+
+def chunk_sums(own: Sequence[Parameter], spec: Spec, chunks: int) -> Tensors:
+    """Return the sums in float32 of the gradients of an MLP that is computed in chunks, and the gradients of
+    a chunk."""
+    trained = (p.numel for p in own if chunks > 1 and p.mlp and not p.saved and p.trained)
+    return each(trained, FP32 + compute_bytes(spec))
 
 
 def forward_only(own: Sequence[Parameter], hidden: int, spec: Spec, tokens: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
 from dsft.plan.memory.offload import SUB_GROUP
@@ -34,6 +35,10 @@ class RankSetup:
     with_one               trained elements that have one moment of fp32 (optim.name: muon)
     gradient               bytes per element of the gradients that ZeRO 3 keeps
     bucket, gathered       elements of the reduction bucket and of the gathering bucket
+    inside, outside        elements of the largest trained parameter of the layers, and outside of them
+    beside, together       of the layers', of the largest whose gradient appears beside activations (not those
+                           of MLPs in chunks), and of all of a module
+    embedding              elements of the largest parameter outside of the layers
     module, matrix         elements of the layers' largest module, whose parameters ZeRO 3 gathers together,
                            and of their largest parameter, as they are stored
     optimizer, parameters  devices of offload_optimizer and offload_parameters
@@ -42,6 +47,7 @@ class RankSetup:
     pinned                 whether offloaded tensors are pinned
     locked                 bytes of the pinned buffers through which the rank swaps
     forward, backward      activations and head at the peak of each
+    reducing               activations while a layer's gradients are reduced
     """
 
     trained: tuple[int, ...]
@@ -55,6 +61,11 @@ class RankSetup:
     with_one: int
     bucket: int
     gathered: int
+    inside: int
+    outside: int
+    beside: int
+    together: int
+    embedding: int
     module: int
     matrix: int
     optimizer: str
@@ -68,6 +79,7 @@ class RankSetup:
     locked: int
     forward: Phase
     backward: Phase
+    reducing: Phase
     gradient: int
 
     @property
@@ -236,9 +248,15 @@ def _partitioned(rank: RankSetup) -> dict[str, Phase]:
     whole = each(rank.trained, width) if rank.zero == 1 and rank.accumulates else NONE
     added = share if low else NONE if rank.is_offloaded else share
     again = share if not low and rank.zero == 2 and rank.accumulates and not rank.is_offloaded else NONE
-    backward: Phase = {
-        "gradients": whole + added + again + _arriving(rank),
-        "buffers": _buckets(rank, width),
+    left, so_far = whole + added if rank.accumulates else NONE, whole + added + again
+    reduced = {
+        name: merged(steady, {"gradients": gradients, "buffers": _buckets(rank, width)}, phase)
+        for name, gradients, phase in (
+            ("backward", so_far, merged(_arriving(rank, rank.beside), rank.backward)),
+            ("reduction", so_far, merged(rank.reducing, _reduced(rank, rank.inside, width))),
+            ("output", left, merged(_ahead(rank), _reduced(rank, rank.outside, width))),
+            ("embedding", so_far, _reduced(rank, rank.outside, width)),
+        )
     }
     update: Phase = {"gradients": added + (NONE if low or rank.is_offloaded else share)}
     # zeros (stage_1_and_2.py:937 single_grad_partition)
@@ -247,8 +265,8 @@ def _partitioned(rank: RankSetup) -> dict[str, Phase]:
         "between": steady,
         "load": merged(loaded, first),
         "flattening": _copied(rank),
-        "forward": merged(steady, {"gradients": whole + added if rank.accumulates else NONE}, rank.forward),
-        "backward": merged(steady, backward, rank.backward),
+        "forward": merged(steady, {"gradients": left}, rank.forward),
+        **reduced,
         "update": merged(steady, update),
         "gathering": merged(steady, {"buffers": rank.gathering(rank.elements * rank.weight)}),
     }
@@ -261,11 +279,32 @@ def _copied(rank: RankSetup) -> Phase:
     return {"parameters": weights(rank) + each(rank.trained, rank.weight)}
 
 
-def _arriving(rank: RankSetup) -> Tensors:
+def _ahead(rank: RankSetup) -> Phase:
+    """Return the stored activations, beside which a part of the gradients is reduced."""
+    return {row: tensors for row, tensors in rank.forward.items() if row in ("activations", "offloaded")}
+
+
+def _arriving(rank: RankSetup, numel: int) -> Phase:
     """Return the gradient of one parameter before it is in a bucket. With offload below ZeRO 3, a gradient
     larger than the bucket is copied (stage_1_and_2.py:1446 grad_reduc)."""
-    arriving = one(rank.largest * rank.weight)
-    return arriving + arriving if rank.is_offloaded and rank.zero < 3 else arriving
+    arriving = one(numel * rank.weight)
+    return {"gradients": arriving + arriving if rank.is_offloaded and rank.zero < 3 else arriving}
+
+
+def _reduced(rank: RankSetup, numel: int, width: int, together: int = 0) -> Phase:
+    """Return a parameter's gradient and what its reduction allocates. together: elements of all gradients
+    that appear with it. At ZeRO 1 and 2 the gradients of a
+    bucket are flattened, and copied if the reduction has another type (stage_1_and_2.py:2359
+    allreduce_bucket); a parameter larger than the bucket is reduced separately. At ZeRO 3 they are copied
+    into rank order (coalesced_collectives.py:122 cat); on a CPU gloo's reduce_scatter works on a copy."""
+    if rank.adds_in_place:
+        return _arriving(rank, max(numel, together))
+    flat = max(min(rank.bucket, rank.elements), numel)
+    if rank.zero == 3:
+        copied = one(flat * rank.reduced) + (one(flat * rank.reduced) if rank.on_cpu else NONE)
+    else:
+        copied = one(flat * width) + (one(flat * rank.reduced) if rank.reduced != width else NONE)
+    return merged(_arriving(rank, max(numel, together)), {"buffers": copied})
 
 
 def _in_host(rank: RankSetup) -> Tensors:
@@ -282,20 +321,15 @@ def _in_host(rank: RankSetup) -> Tensors:
 
 def _buckets(rank: RankSetup, width: int) -> Tensors:
     """Return the reduction buckets: two if reduction overlaps the backward, and three on several GPUs
-    (engine/reduction.py). The reduced gradients are flattened, and copied again if the reduction has another
-    type (stage_1_and_2.py:2359 allreduce_bucket); a parameter larger than the bucket is reduced separately,
-    without a buffer, but takes the place of one. With offload, gradients pass through a buffer of the size of
-    the largest one."""
+    (engine/reduction.py), where two gradients of a layer that are larger than a bucket are in reduction. With
+    offload, gradients pass through a buffer of the size of the largest one."""
     if rank.adds_in_place:
         return NONE
     bucket = min(rank.bucket, rank.elements)
-    flat = max(bucket, rank.largest)
     several = rank.ranks > 1 and not rank.on_cpu
-    found = each([bucket] * (1 if rank.pipeline else 3 if several else 2), width) + one(flat * width)
-    if several and not rank.pipeline and rank.matrix > bucket:
-        found += each([rank.matrix] * 2, width)  # two of a layer's gradients are in reduction
-    if rank.reduced != width:
-        found += one(flat * rank.reduced)
+    found = each([bucket] * (1 if rank.pipeline else 3 if several else 2), width)
+    if several and not rank.pipeline and rank.inside > bucket:
+        found += each([rank.inside] * 2, width)
     return found + (one(rank.largest * rank.weight) if rank.is_offloaded else NONE)
 
 
@@ -317,26 +351,21 @@ def _sharded(rank: RankSetup) -> dict[str, Phase]:
         flat = rank.in_host(rank.share, rank.weight)
         on_host = flat + rank.frozen_shards if rank.parameters == "cpu" else NONE
         steady = merged(steady, {"offloaded": on_host}) | {"parameters": rank.resident}
-    reduced = max(min(rank.bucket, rank.elements), rank.largest)
-    reducing = one(reduced * rank.reduced)  # copied into rank order (coalesced_collectives.py:122 cat)
-    if rank.adds_in_place:
-        reducing = NONE
-    elif rank.on_cpu:
-        reducing += reducing  # gloo's reduce_scatter works on a copy
     widened = FP32 if rank.gradient == FP32 else FP32 + rank.gradient  # bf16 ones are flattened first
     step = NONE if rank.is_offloaded else one(sub_group * widened)  # stage3.py:2686 flatten
     load: Phase = {row: tensors for row, tensors in steady.items() if row != "moments"}
     if rank.on_cpu:
         load = merged(load, {"parameters": each(rank.shares(rank.trained), rank.weight)})
+    used = merged(steady, {"buffers": gathered(rank)})
     return {
         "between": steady,
-        # stage3.py:1306 gradient_buffer, stage3.py:1172 clone
-        "load": merged(load, {"buffers": one(sub_group * FP32)}),
+        # each trained parameter is whole once (stage3.py:1504 all_gather)
+        "load": merged(load, {"buffers": one(rank.largest * rank.weight)}),
         "flattening": _flattening(rank, steady),
-        "forward": merged(steady, {"buffers": gathered(rank)}, rank.forward),
-        "backward": merged(
-            steady, {"buffers": gathered(rank) + reducing, "gradients": _arriving(rank)}, rank.backward
-        ),
+        "forward": merged(used, rank.forward),
+        "backward": merged(used, _arriving(rank, rank.beside), rank.backward),
+        "reduction": merged(used, rank.reducing, _reduced(rank, rank.inside, rank.weight, rank.together)),
+        "output": merged(used, _ahead(rank), _reduced(rank, rank.outside, rank.weight)),
         "update": merged(steady, {"gradients": step}),
     }
 
@@ -356,11 +385,12 @@ def _flattening(rank: RankSetup, steady: Phase) -> Phase:
     }
 
 
-def gathered(rank: RankSetup, *, buffers: bool = True) -> Tensors:
-    """Return the gathered parameters at ZeRO 3: those that are whole at once, also after an evaluation, and
-    with `buffers` that into which the largest module or a bucket of smaller ones is gathered (gloo copies it)
-    and the shards that are sent (partition_parameters.py:1343 flat_tensor). With one rank nothing is
-    gathered: its shard is the whole parameter (_no_gather_coalesced)."""
+def gathered(rank: RankSetup, where: Literal["layers", "ends", "kept"] = "layers") -> Tensors:
+    """Return the gathered parameters at ZeRO 3: in the layers, at the embedding or the head, or those that an
+    evaluation leaves. In the layers there is also the buffer into which a bucket and one matrix more are
+    gathered, at most a module (gloo copies it), and the shards that are sent (partition_parameters.py:1343
+    flat_tensor). With one rank nothing is gathered: its shard is the whole parameter
+    (_no_gather_coalesced)."""
     whole = [tensor for tensor in rank.stored if tensor.numel > PERSIST_BELOW]
     if rank.ranks == 1 or not whole:
         return NONE
@@ -369,25 +399,28 @@ def gathered(rank: RankSetup, *, buffers: bool = True) -> Tensors:
     def size(elements: int) -> int:
         return elements * sum(tensor.bytes for tensor in whole) // total
 
-    ahead = min(max(rank.gathered, rank.module), total)
-    at_once = live_elements(rank.module, rank.matrix, rank.gathered)
+    module = 0 if where == "kept" and rank.module >= LIVE else rank.module
+    last = rank.embedding if where == "ends" else rank.matrix
+    at_once = max(live_elements(module, last, rank.gathered), rank.embedding)
     live = held(whole) if total <= at_once else Tensors(0, size(at_once))
-    sent = size(-(-ahead // rank.ranks))
-    return live + (one(size(ahead)) + rank.gathering(size(ahead)) + one(sent) if buffers else NONE)
+    if where != "layers":
+        return live
+    ahead = min(max(rank.gathered, min(rank.module, rank.gathered + rank.matrix)), total)
+    return live + one(size(ahead)) + rank.gathering(size(ahead)) + one(size(-(-ahead // rank.ranks)))
 
 
-def live_elements(module: int, matrix: int, bucket: int, limit: int = LIVE) -> int:
+def live_elements(module: int, last: int, bucket: int, limit: int = LIVE) -> int:
     """Return the most elements that ZeRO 3 has whole at once, in a model with more than these.
 
     The parameters of a module that is about to be used are gathered whatever the limit is. Those of later
     modules follow as long as the limit leaves room, up to a bucket; the last may be larger than the room
     (partitioned_param_coordinator.py:453 max_params_to_prefetch).
 
-    module, matrix: as in RankSetup; bucket: elements that are gathered ahead; limit:
-    stage3_max_live_parameters.
+    module: as in RankSetup; last: elements of the last parameter; bucket: elements that are gathered ahead;
+    limit: stage3_max_live_parameters.
     """
     room = min(limit - module, bucket)
-    return max(limit, module + room + matrix) if room > 0 else module
+    return max(limit, module + room) + last if room > 0 else module
 
 
 def _sharded_in_host(rank: RankSetup) -> Tensors:
