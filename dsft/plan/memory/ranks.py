@@ -16,9 +16,11 @@ from typing import get_args
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import bucket_size
+from dsft.plan.memory.attention import BACKWARD, moved_by_split_rows, scores_of
+from dsft.plan.memory.gathered import gathered
 from dsft.plan.memory.layer import activations, chunk_sums, dequantized, forward_only, mlp_chunks
 from dsft.plan.memory.offload import swapped
-from dsft.plan.memory.phases import RankSetup, gathered, phases
+from dsft.plan.memory.phases import RankSetup, phases
 from dsft.plan.memory.sizes import (
     BYTES_PER_LOGIT,
     PLAIN_BYTES_PER_LOGIT,
@@ -53,14 +55,6 @@ kernels alone; the size depends on the GPU, the driver and the number of ranks."
 FRAGMENTS = 1 / 40
 """Approximate share of torch's peak allocation that its allocator reserves in addition
 (docs/internals/memory.md)."""
-
-BACKWARD = 0.55
-"""Approximate share of a layer's activations that have gradients at once; measured with Llama models and
-torch's allocator."""
-
-BYTES_PER_SCORE = 8
-"""Bytes that the backward needs of a soft-capped score: its tanh, and the softmax in float32 and, in 16 bits,
-in the type of the values."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +303,10 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
         if parameter.layer is not None:
             found.setdefault(parameter.layer, []).append(parameter)
     token, hidden = tokens * compute_bytes(spec), _embedding(census)[1]
-    (scores, flowing_scores, of_forward), (moved, sent) = _scores(census, spec, tokens), _moved(census, spec)
+    (scores, flowing_scores, of_forward), (moved, sent) = (
+        scores_of(census, spec, tokens),
+        moved_by_split_rows(census, spec),
+    )
     recomputed = [spec.model.checkpoints(number) for number in found]
     layers = [
         activations(own, hidden, spec, tokens, chunks if again else 1) + each(moved, token) + one(scores)
@@ -360,40 +357,6 @@ def _recomputed_at_once(layers: Sequence[Tensors], recomputed: Sequence[bool]) -
         elif layer.total - freed > most.total:
             most = layer if not freed else one(layer.total - freed)
     return most
-
-
-def _moved(census: Census, spec: Spec) -> tuple[list[int], int]:
-    """Return the elements per token that split rows need in addition: for the backward the output of
-    attention as it was computed, for a share of the heads, and repeated keys and values; and the largest
-    tensor that attention copies to send it to other ranks."""
-    ranks, heads = spec.parallel.sequence_parallel, census.heads
-    if ranks == 1 or heads is None:
-        return [], 0
-    output, added = heads.queries * heads.values, heads.repeated(ranks) - heads.keys
-    sent = heads.queries * max(heads.width, heads.values)
-    return [output, added * heads.width, added * heads.values], sent
-
-
-def _scores(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
-    """Return the bytes of attention's scores that the backward of a layer needs, those of their gradients at
-    once, and those of a forward without a backward.
-
-    No kernel of torch computes soft-capped ones (attention_loop.py, _attend_softcapped); on a CPU queries are
-    in blocks, which see half of the keys. eager has all scores of a row: the softmax in float32, and in 16
-    bits a copy of it and of what it is of. tokens: of the rank, which has its share of the heads for all
-    tokens of the rows."""
-    heads, attention = census.heads, spec.model.attention
-    if heads is None or attention.startswith("flash"):
-        return 0, 0, 0
-    if attention == "eager":
-        scores = heads.queries * tokens * (tokens if spec.data.packing else spec.data.max_length)
-        width = compute_bytes(spec)
-        return scores * (FP32 + width % FP32), scores * 2 * FP32, scores * (2 * FP32 + width)
-    if not heads.softcap:
-        return 0, 0, 0
-    scores = heads.queries * tokens * spec.data.max_length * BYTES_PER_SCORE
-    scores //= 2 if runs_on_cpu(spec) else 1
-    return scores, int(scores * BACKWARD), scores
 
 
 def _embedding(census: Census) -> tuple[int, int]:

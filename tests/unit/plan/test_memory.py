@@ -6,8 +6,9 @@ import pytest
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.memory import other_version
+from dsft.plan.memory.attention import BACKWARD
 from dsft.plan.memory.layer import activations
-from dsft.plan.memory.ranks import BACKWARD, DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
+from dsft.plan.memory.ranks import DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
 from dsft.plan.memory.sizes import GIB, fuses, gpu_bytes, head_chunk, with_device
 from dsft.plan.memory.tensors import MALLOC_KEEPS
 from dsft.spec.layout import layout_of

@@ -10,9 +10,10 @@ from dsft.plan.build import Plan, build_plan
 from dsft.plan.census import Census, Parameter, census_from
 from dsft.plan.compare import compare
 from dsft.plan.cost import HALF_TOKENS, cost
+from dsft.plan.ds_config import LIVE
 from dsft.plan.flops import work
+from dsft.plan.memory.gathered import live_elements
 from dsft.plan.memory.layer import activations
-from dsft.plan.memory.phases import LIVE, live_elements
 from dsft.plan.show import as_mapping, parts
 from dsft.plan.show_compare import comparison_parts
 from dsft.plan.tables import rendered
