@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from dsft.plan.census import Census, Parameter
+from dsft.plan.census import Census, Heads, Parameter
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.memory import other_version
-from dsft.plan.memory.attention import BACKWARD
+from dsft.plan.memory.attention import BACKWARD, scores_of
 from dsft.plan.memory.layer import activations
 from dsft.plan.memory.ranks import DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
 from dsft.plan.memory.sizes import GIB, fuses, gpu_bytes, head_chunk, with_device
@@ -210,6 +210,23 @@ def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: An
     first, last = sizes(tokens=None, train=given, parallel={"zero_stage": 0, "pipeline_stages": 2}).stages
     assert (first.head, last.head) == (0, rank.head)
     assert (first.activations, last.activations) == (4 * one_layer + int(one_layer * BACKWARD), 2 * one_layer)
+
+
+@pytest.mark.parametrize(("packing", "length"), [(False, 2048), (True, 4096)])
+def test_eager_attention_has_all_scores_of_a_row(make_spec: Any, packing: bool, length: int) -> None:
+    counted = Census("X", 1, None, (), heads=Heads(queries=8, keys=2, width=50, values=40))
+    data = {"max_length": 2048, "packing": packing} | (
+        {"max_tokens_per_micro_batch": 4096} if packing else {}
+    )
+
+    def scores(attention: str, precision: str) -> tuple[int, int, int]:
+        model = {"from_config": {"model_type": "llama"}, "attention": attention}
+        return scores_of(counted, make_spec(model=model, data=data, train={"precision": precision}), 4096)
+
+    each = 8 * 4096 * length
+    assert scores("eager", "bf16") == (6 * each, 8 * each, 10 * each)
+    assert scores("eager", "fp32") == (4 * each, 8 * each, 12 * each)
+    assert scores("auto", "bf16") == (0, 0, 0)
 
 
 def test_a_score_has_no_logits(make_spec: Any, sizes: Any) -> None:
