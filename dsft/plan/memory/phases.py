@@ -292,11 +292,11 @@ def _arriving(rank: RankSetup, numel: int) -> Phase:
 
 
 def _reduced(rank: RankSetup, numel: int, width: int, together: int = 0) -> Phase:
-    """Return a parameter's gradient and what its reduction allocates. together: elements of all gradients
-    that appear with it. At ZeRO 1 and 2 the gradients of a
-    bucket are flattened, and copied if the reduction has another type (stage_1_and_2.py:2359
-    allreduce_bucket); a parameter larger than the bucket is reduced separately. At ZeRO 3 they are copied
-    into rank order (coalesced_collectives.py:122 cat); on a CPU gloo's reduce_scatter works on a copy."""
+    """Return the gradient of a parameter of `numel` elements, or of `together` that appear with it, and what
+    the reduction allocates. At ZeRO 1 and 2 the gradients of a bucket are flattened, and copied if the
+    reduction has another type (stage_1_and_2.py:2359 allreduce_bucket); a parameter larger than the bucket is
+    reduced separately. At ZeRO 3 they are copied into rank order (coalesced_collectives.py:122 cat); on a CPU
+    gloo's reduce_scatter works on a copy."""
     if rank.adds_in_place:
         return _arriving(rank, max(numel, together))
     flat = max(min(rank.bucket, rank.elements), numel)
