@@ -41,6 +41,7 @@ from dsft.errors import DsftError, Problem, SpecError, WorldError, brief
 from dsft.model.attention import attend_padded, attend_per_segment
 from dsft.model.build import build_model
 from dsft.model.config import TokenFacts, resolve_config, token_facts
+from dsft.model.quantize import load_bitsandbytes
 from dsft.model.split_points import check_cut
 from dsft.model.weights import DTYPES, Weights
 from dsft.plan.build import Plan, build_plan
@@ -113,11 +114,10 @@ def _check_known(spec: Spec) -> None:
     """Raise SpecError for what is not rehearsed."""
     unknown = {
         "model.quantize": spec.model.quantize, "model.compile": spec.model.compile,
-        "model.lora": spec.model.lora,
         "optim.name": spec.optim.name not in ("adamw", "sgd"),
         "parallel.offload_optimizer": spec.parallel.offload_optimizer.device != "none",
         "parallel.offload_parameters": spec.parallel.offload_parameters.device != "none",
-        "task": spec.task_kind.head == "score" or scores_in_training(spec),
+        "task": scores_in_training(spec),
     }  # fmt: skip
     for key, is_unknown in unknown.items():
         if is_unknown:
@@ -215,10 +215,12 @@ def rehearse_rank(setup: Setup, plan: Plan, stage: int) -> dict[str, Any]:
         check_cut(
             resolve_config(setup.spec.model, setup.facts), setup.cut
         )  # computes, so before the rehearsal
+    if setup.spec.model.lora is not None:
+        load_bitsandbytes()  # asks torch for a GPU, so before the rehearsal
     mode = NoMemory(CPU if runs_on_cpu(setup.spec) else CUDA)
     world = begin(mode, stage * plan.layout.shards, plan.layout, setup.gpu, _trained(plan, setup.cut))
     with mode:
-        saved = run_phases(setup, world, mode, NoValues(mode))
+        saved = run_phases(setup, world, mode, NoValues())
     layout, kind = plan.layout, mode.device.type
     beside = WORKSPACE if kind == "cuda" else 0  # which no phase of the plan has
     planned = memory(plan.census, setup.spec, layout, plan.hosts, setup.batch.shape.numel()).stages[stage]
@@ -263,10 +265,12 @@ def run_phases(setup: Setup, world: World, meter: Meter, source: Weights | None 
     rows = setup.batch.shape[0]
     meter.begin_training(dtype, (rows, tokens // rows, hidden))
     meter.enter("first_step")
-    engine.probe(setup.batch)
-    meter.enter("steady")
+    for _ in range(2):  # a run probes several sizes, and ZeRO 3 prefetches from the second on
+        engine.probe(setup.batch)
     counts = {name: 1 for name in ("sequences", *(term.count for term in objective.terms))}
-    engine.step([setup.batch] * setup.number, counts, 1e-3)
+    for phase in ("without moments", "steady"):
+        meter.enter(phase)
+        engine.step([setup.batch] * setup.number, counts, 1e-3)
     meter.enter("evaluation")
     engine.evaluate([setup.batch])
     meter.enter("save")
@@ -275,7 +279,8 @@ def run_phases(setup: Setup, world: World, meter: Meter, source: Weights | None 
         _ = fragment.data
     begins, size = header_of(entries_of(mine), METADATA)
     meter.enter("end")
-    meter.phases.pop("end")
+    for phase in ("without moments", "end"):
+        meter.phases.pop(phase)
     return {file_of(world.rank): len(begins) + size}
 
 

@@ -179,8 +179,9 @@ class NoMemory(Meter):
         if target is None:
             return self._held(self._called(func, args, kwargs))
         values = self._computed(func, args, kwargs, given)
-        if homes and values is not None and target.type == "cpu" != self.device.type:
-            return values  # a small copy to the host
+        copied = CUDA in homes and target.type == "cpu"  # to the host
+        if homes and values is not None and (copied or not _tensors(values)):
+            return values
         if name == "copy_":
             return args[0]
         if kwargs.get("device") is not None:

@@ -186,14 +186,10 @@ def _change_tensors(mode: NoMemory) -> None:
 
 
 class NoValues:
-    """A source of weights (`dsft.model.weights.Weights`) that gives them their place on the device
-    alone."""
-
-    def __init__(self, mode: NoMemory) -> None:
-        self._mode = mode
+    """A source of weights (`dsft.model.weights.Weights`) that gives them a place and no values."""
 
     def fill(self, root: nn.Module, storage_of: StorageOf, sharding: Sharding) -> None:
-        slots, make = TensorSlots(root), functools.partial(torch.empty, device=self._mode.device)
+        slots, make = TensorSlots(root), functools.partial(torch.empty, device=CPU)
         for buffer in list(root.buffers()):
             if buffer.is_meta:
                 slots.put(buffer, make(buffer.shape, dtype=buffer.dtype))

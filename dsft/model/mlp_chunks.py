@@ -134,6 +134,7 @@ class _Mlp:
                 if found[0] is not None:
                     found[0][here] = own.pop(0)
                 sums = [_added(total, gradient) for total, gradient in zip(sums, own, strict=True)]
+                del own  # else they would be in memory beside those of the next chunk
         return found + [
             None if total is None else total.to(p.dtype) for total, p in zip(sums, trained, strict=True)
         ]

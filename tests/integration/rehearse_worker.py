@@ -20,24 +20,39 @@ from tests.process_groups import own_groups
 from tests.specs import llama, minimal_spec
 
 LENGTH = 512
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[dict[str, Any], ...]] = {
     "ZeRO 2, fp32": ({"zero_stage": 2}, {"precision": "fp32", "accumulation_steps": 2}),
     "ZeRO 3, bf16": ({"zero_stage": 3}, {"precision": "bf16", "accumulation_steps": 2}),
+    "LoRA, ZeRO 2, bf16": ({"zero_stage": 2}, {"precision": "bf16"}, {"lora": {"rank": 16}}),
+    "reward, ZeRO 2, bf16": ({"zero_stage": 2}, {"precision": "bf16"}),
+    "LoRA, ZeRO 3, bf16": (
+        {"zero_stage": 3},
+        {"precision": "bf16", "accumulation_steps": 2},
+        {"lora": {"rank": 4}, "gradient_checkpointing": True},
+    ),
     "pipeline, tied": (
         {"zero_stage": 1, "pipeline_stages": 2},
         {"precision": "fp32", "accumulation_steps": 3},
     ),
 }
-"""Sections parallel and train; ZeRO 3 on four ranks has second copies of the parameters in two groups."""
+"""Sections parallel and train, and keys of model; ZeRO 3 on four ranks has second copies of the parameters in
+two groups."""
 
 
 def plan_of(name: str, ranks: int) -> Plan:
-    parallel, train = CASES[name]
+    parallel, train, *model = CASES[name]
     if ranks == 4 and parallel["zero_stage"] == 3:
         parallel = parallel | {"zero_hpz_partition_size": 2}
+    config = llama(256, 640, 4, 4, vocab_size=1024, tie_word_embeddings="tied" in name)
     spec = minimal_spec(
-        model={"from_config": llama(256, 640, 4, 4, vocab_size=1024, tie_word_embeddings="tied" in name)},
-        data={"packing": True, "max_length": LENGTH, "max_tokens_per_micro_batch": LENGTH},
+        name.split(",")[0] if "reward" in name else "pretrain",
+        model=dict({"from_config": config}, **(model[0] if model else {})),
+        data={
+            "train": [{"path": "rows.jsonl"}],
+            "packing": True,
+            "max_length": LENGTH // 2,
+            "max_tokens_per_micro_batch": LENGTH,
+        },  # fmt: skip
         cluster={"hosts": {"here": ranks}, "accelerator": {"name": "cpu"}},
         parallel=parallel,
         train=train,

@@ -17,8 +17,8 @@ from tests.standin.gpu import run
 pytestmark = pytest.mark.standin
 
 CLOSE = 0.01
-CASES = ((2, 2), (4, 3))
-"""Ranks and ZeRO stage."""
+CASES: tuple[tuple[int, int, dict[str, Any]], ...] = ((2, 2, {}), (4, 3, {}), (2, 2, {"lora": {"rank": 16}}))
+"""Ranks, ZeRO stage and keys of model."""
 
 
 def test_a_rehearsal_takes_what_torch_allocates(tmp_path: Path) -> None:
@@ -27,16 +27,16 @@ def test_a_rehearsal_takes_what_torch_allocates(tmp_path: Path) -> None:
     longest = {"packing": True, "max_length": 4096, "max_tokens_per_micro_batch": 4096}
     specs = [
         minimal_spec(
-            model={"from_config": config},
+            model={"from_config": config, **model},
             data=longest,
             parallel={"zero_stage": zero},
             train={"precision": "bf16"},
         )
-        for _, zero in CASES
+        for _, zero, model in CASES
     ]
     given = [
         json.dumps({"ranks": ranks, "spec": spec.model_dump(mode="json")})
-        for (ranks, _), spec in zip(CASES, specs, strict=True)
+        for (ranks, *_), spec in zip(CASES, specs, strict=True)
     ]
     output = tmp_path / "cases.jsonl"
     done = run(
@@ -45,7 +45,7 @@ def test_a_rehearsal_takes_what_torch_allocates(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     runs = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    plans = [build_plan(spec, ranks) for (ranks, _), spec in zip(CASES, specs, strict=True)]
+    plans = [build_plan(spec, ranks) for (ranks, *_), spec in zip(CASES, specs, strict=True)]
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         rehearsed = pool.starmap(rehearse_rank, [(setup_of(plan), plan, 0) for plan in plans], chunksize=1)
     wrong: dict[str, Any] = {}

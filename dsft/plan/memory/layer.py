@@ -1,12 +1,11 @@
-"""Count the activations of a layer, its dequantized weights and the parameters that ZeRO 3 has whole, and
-decide in how many chunks of tokens its MLP is computed."""
+"""Count the activations of a layer and its dequantized weights, and decide in how many chunks of tokens its
+MLP is computed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from dsft.plan.census import Census, Parameter
-from dsft.plan.ds_config import LIVE
 from dsft.plan.memory.sizes import chunk_limit, compute_bytes, fuses, runs_on_cpu
 from dsft.plan.memory.tensors import NONE, Tensors, each, one
 from dsft.plan.storage import BLOCK, DEQUANTIZED_AT_ONCE, FP32
@@ -36,20 +35,25 @@ def mlp_chunks(spec: Spec, census: Census, tokens: int) -> int:
 
 
 def activations(own: Sequence[Parameter], hidden: int, spec: Spec, tokens: int, chunks: int) -> Tensors:
-    """Return what the backward needs of a layer with these parameters: of its MLP one of `chunks` chunks, the
-    sums of its gradients in float32, and those of a chunk; of a recurrence what was counted."""
+    """Return what the backward needs of a layer with these parameters: of its MLP one of `chunks` chunks; of
+    a recurrence what was counted."""
     token = tokens * compute_bytes(spec)
     recurrent = one(tokens * sum(p.saved[compute_bytes(spec) == FP32] for p in own if p.saved))
     own = [parameter for parameter in own if not parameter.saved]
     mlp = [parameter for parameter in own if chunks > 1 and parameter.mlp]
     others = [parameter for parameter in own if not (chunks > 1 and parameter.mlp)]
-    sums = each((p.numel for p in mlp if p.trained), FP32 + compute_bytes(spec))
     return (
         each(_saved(others, hidden, spec), token)
         + each(_saved(mlp, 0, spec), -(-token // chunks))
-        + sums
         + recurrent
     )
+
+
+def chunk_sums(own: Sequence[Parameter], spec: Spec, chunks: int) -> Tensors:
+    """Return the sums in float32 of the gradients of an MLP that is computed in chunks, and the gradients of
+    a chunk."""
+    trained = (p.numel for p in own if chunks > 1 and p.mlp and not p.saved and p.trained)
+    return each(trained, FP32 + compute_bytes(spec))
 
 
 def forward_only(own: Sequence[Parameter], hidden: int, spec: Spec, tokens: int) -> int:
@@ -91,20 +95,6 @@ def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:
     found += [size * p.top_k for p in experts for size in p.shape[1:]]
     between = [(sum(p.shape[1:]) - hidden) * p.top_k for p in experts]
     return found + ([min(between)] if between else [])
-
-
-def live_elements(module: int, matrix: int, bucket: int, limit: int = LIVE) -> int:
-    """Return the most elements that ZeRO 3 has whole at once, in a model with more than these.
-
-    The parameters of a module that is about to be used are gathered whatever the limit is. Those of later
-    modules follow as long as the limit leaves room, up to a bucket; the last may be larger than the room
-    (partitioned_param_coordinator.py:453 max_params_to_prefetch).
-
-    module, matrix: as in `dsft.plan.memory.phases.RankSetup`; bucket: elements that are gathered ahead;
-    limit: stage3_max_live_parameters.
-    """
-    room = min(limit - module, bucket)
-    return max(limit, module + room + matrix) if room > 0 else module
 
 
 def dequantized(parameters: Iterable[Parameter], spec: Spec) -> Tensors:

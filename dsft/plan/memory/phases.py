@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dsft.plan.ds_config import PERSIST_BELOW
-from dsft.plan.memory.layer import live_elements
+from dsft.plan.memory.gathered import gathered
 from dsft.plan.memory.offload import SUB_GROUP
 from dsft.plan.memory.tensors import NONE, Phase, Tensors, each, held, merged, one
 from dsft.plan.storage import FP32, MOMENT_BLOCK, MOMENT_LEAST, Stored
@@ -38,6 +38,10 @@ class RankSetup:
     gradient               bytes per element of the gradients that ZeRO 3 keeps
     sub_group              most trained elements that ZeRO 3 updates at once
     bucket, gathered       elements of the reduction bucket and of the gathering bucket
+    inside, outside        elements of the largest trained parameter of the layers, and outside of them
+    beside, together       of the layers', of the largest whose gradient appears beside activations (not those
+                           of MLPs in chunks), and of all of a module
+    embedding              elements of the largest parameter outside of the layers
     module, matrix         elements of the layers' largest module, whose parameters ZeRO 3 gathers together,
                            and of their largest parameter, as they are stored
     optimizer, parameters  devices of offload_optimizer and offload_parameters
@@ -46,6 +50,7 @@ class RankSetup:
     pinned                 whether offloaded tensors are pinned
     locked                 bytes of the pinned buffers through which the rank swaps
     forward, backward      activations and head at the peak of each
+    reducing               activations while a layer's gradients are reduced
     """
 
     trained: tuple[int, ...]
@@ -61,6 +66,11 @@ class RankSetup:
     sub_group: int
     bucket: int
     gathered: int
+    inside: int
+    outside: int
+    beside: int
+    together: int
+    embedding: int
     module: int
     matrix: int
     optimizer: str
@@ -74,6 +84,7 @@ class RankSetup:
     locked: int
     forward: Phase
     backward: Phase
+    reducing: Phase
     gradient: int
     copied: int
 
@@ -246,9 +257,15 @@ def _partitioned(rank: RankSetup) -> dict[str, Phase]:
     whole = each(rank.trained, width) if rank.zero == 1 and rank.accumulates else NONE
     added = share if low else NONE if rank.is_offloaded else share
     again = share if not low and rank.zero == 2 and rank.accumulates and not rank.is_offloaded else NONE
-    backward: Phase = {
-        "gradients": whole + added + again + _arriving(rank),
-        "buffers": _buckets(rank, width),
+    left, so_far = whole + added if rank.accumulates else NONE, whole + added + again
+    reduced = {
+        name: merged(steady, {"gradients": gradients, "buffers": _buckets(rank, width)}, phase)
+        for name, gradients, phase in (
+            ("backward", so_far, merged(_arriving(rank, rank.beside), rank.backward)),
+            ("reduction", so_far, merged(rank.reducing, _reduced(rank, rank.inside, width))),
+            ("output", left, merged(_ahead(rank), _reduced(rank, rank.outside, width))),
+            ("embedding", so_far, _reduced(rank, rank.outside, width)),
+        )
     }
     update: Phase = {"gradients": added + (NONE if low or rank.is_offloaded else share)}
     # zeros (stage_1_and_2.py:937 single_grad_partition)
@@ -257,8 +274,8 @@ def _partitioned(rank: RankSetup) -> dict[str, Phase]:
         "between": steady,
         "load": merged(loaded, first),
         "flattening": _copied(rank),
-        "forward": merged(steady, {"gradients": whole + added if rank.accumulates else NONE}, rank.forward),
-        "backward": merged(steady, backward, rank.backward),
+        "forward": merged(steady, {"gradients": left}, rank.forward),
+        **reduced,
         "update": merged(steady, update),
         "gathering": merged(steady, {"buffers": rank.gathering(rank.elements * rank.weight)}),
     }
@@ -271,11 +288,32 @@ def _copied(rank: RankSetup) -> Phase:
     return {"parameters": weights(rank) + each(rank.trained, rank.weight)}
 
 
-def _arriving(rank: RankSetup) -> Tensors:
+def _ahead(rank: RankSetup) -> Phase:
+    """Return the stored activations, beside which a part of the gradients is reduced."""
+    return {row: tensors for row, tensors in rank.forward.items() if row in ("activations", "offloaded")}
+
+
+def _arriving(rank: RankSetup, numel: int) -> Phase:
     """Return the gradient of one parameter before it is in a bucket. With offload below ZeRO 3, a gradient
     larger than the bucket is copied (stage_1_and_2.py:1446 grad_reduc)."""
-    arriving = one(rank.largest * rank.weight)
-    return arriving + arriving if rank.is_offloaded and rank.zero < 3 else arriving
+    arriving = one(numel * rank.weight)
+    return {"gradients": arriving + arriving if rank.is_offloaded and rank.zero < 3 else arriving}
+
+
+def _reduced(rank: RankSetup, numel: int, width: int, together: int = 0) -> Phase:
+    """Return the gradient of a parameter of `numel` elements, or of `together` that appear with it, and what
+    the reduction allocates. At ZeRO 1 and 2 the gradients of a bucket are flattened, and copied if the
+    reduction has another type (stage_1_and_2.py:2359 allreduce_bucket); a parameter larger than the bucket is
+    reduced separately. At ZeRO 3 they are copied into rank order (coalesced_collectives.py:122 cat); on a CPU
+    gloo's reduce_scatter works on a copy."""
+    if rank.adds_in_place:
+        return _arriving(rank, max(numel, together))
+    flat = max(min(rank.bucket, rank.elements), numel)
+    if rank.zero == 3:
+        copied = one(flat * rank.reduced) + (one(flat * rank.reduced) if rank.on_cpu else NONE)
+    else:
+        copied = one(flat * width) + (one(flat * rank.reduced) if rank.reduced != width else NONE)
+    return merged(_arriving(rank, max(numel, together)), {"buffers": copied})
 
 
 def _in_host(rank: RankSetup) -> Tensors:
@@ -292,20 +330,15 @@ def _in_host(rank: RankSetup) -> Tensors:
 
 def _buckets(rank: RankSetup, width: int) -> Tensors:
     """Return the reduction buckets: two if reduction overlaps the backward, and three on several GPUs
-    (engine/reduction.py). The reduced gradients are flattened, and copied again if the reduction has another
-    type (stage_1_and_2.py:2359 allreduce_bucket); a parameter larger than the bucket is reduced separately,
-    without a buffer, but takes the place of one. With offload, gradients pass through a buffer of the size of
-    the largest one."""
+    (engine/reduction.py), where two gradients of a layer that are larger than a bucket are in reduction. With
+    offload, gradients pass through a buffer of the size of the largest one."""
     if rank.adds_in_place:
         return NONE
     bucket = min(rank.bucket, rank.elements)
-    flat = max(bucket, rank.largest)
     several = rank.ranks > 1 and not rank.on_cpu
-    found = each([bucket] * (1 if rank.pipeline else 3 if several else 2), width) + one(flat * width)
-    if several and not rank.pipeline and rank.matrix > bucket:
-        found += each([rank.matrix] * 2, width)  # two of a layer's gradients are in reduction
-    if rank.reduced != width:
-        found += one(flat * rank.reduced)
+    found = each([bucket] * (1 if rank.pipeline else 3 if several else 2), width)
+    if several and not rank.pipeline and rank.inside > bucket:
+        found += each([rank.inside] * 2, width)
     return found + (one(rank.largest * rank.weight) if rank.is_offloaded else NONE)
 
 
@@ -329,26 +362,21 @@ def _sharded(rank: RankSetup) -> dict[str, Phase]:
         flat = rank.in_host(rank.share, rank.weight)
         on_host = flat + rank.frozen_shards if rank.parameters == "cpu" else NONE
         steady = merged(steady, {"offloaded": on_host}) | {"parameters": rank.resident}
-    reduced = max(min(rank.bucket, rank.elements), rank.largest)
-    reducing = one(reduced * rank.reduced)  # copied into rank order (coalesced_collectives.py:122 cat)
-    if rank.adds_in_place:
-        reducing = NONE
-    elif rank.on_cpu:
-        reducing += reducing  # gloo's reduce_scatter works on a copy
     widened = FP32 if rank.gradient == FP32 else FP32 + rank.gradient  # bf16 ones are flattened first
     step = NONE if rank.is_offloaded else one(rank.sub_group * widened)  # stage3.py:2686 flatten
     load: Phase = {row: tensors for row, tensors in steady.items() if row != "moments"}
     if rank.on_cpu:
         load = merged(load, {"parameters": each(rank.shares(rank.trained), rank.weight)})
+    used = merged(steady, {"buffers": gathered(rank)})
     return {
         "between": steady,
-        # stage3.py:1306 gradient_buffer, stage3.py:1172 clone
-        "load": merged(load, {"buffers": one(sub_group * FP32)}),
+        # each trained parameter is whole once (stage3.py:1504 all_gather)
+        "load": merged(load, {"buffers": one(rank.largest * rank.weight)}),
         "flattening": _flattening(rank, steady),
-        "forward": merged(steady, {"buffers": gathered(rank)}, rank.forward),
-        "backward": merged(
-            steady, {"buffers": gathered(rank) + reducing, "gradients": _arriving(rank)}, rank.backward
-        ),
+        "forward": merged(used, rank.forward),
+        "backward": merged(used, _arriving(rank, rank.beside), rank.backward),
+        "reduction": merged(used, rank.reducing, _reduced(rank, rank.inside, rank.weight, rank.together)),
+        "output": merged(used, _ahead(rank), _reduced(rank, rank.outside, rank.weight)),
         "update": merged(steady, {"gradients": step}),
     }
 
@@ -366,26 +394,6 @@ def _flattening(rank: RankSetup, steady: Phase) -> Phase:
         "parameters": steady["parameters"],
         "offloaded": (shares + shares) if rank.parameters == "cpu" else NONE,
     }
-
-
-def gathered(rank: RankSetup, *, buffers: bool = True) -> Tensors:
-    """Return the gathered parameters at ZeRO 3: those that are whole at once, also after an evaluation, and
-    with `buffers` that into which the largest module or a bucket of smaller ones is gathered (gloo copies it)
-    and the shards that are sent (partition_parameters.py:1343 flat_tensor). With one rank nothing is
-    gathered: its shard is the whole parameter (_no_gather_coalesced)."""
-    whole = [tensor for tensor in rank.stored if tensor.numel > PERSIST_BELOW]
-    if rank.ranks == 1 or not whole:
-        return NONE
-    total = sum(tensor.numel for tensor in whole)
-
-    def size(elements: int) -> int:
-        return elements * sum(tensor.bytes for tensor in whole) // total
-
-    ahead = min(max(rank.gathered, rank.module), total)
-    at_once = live_elements(rank.module, rank.matrix, rank.gathered)
-    live = held(whole) if total <= at_once else Tensors(0, size(at_once))
-    sent = size(-(-ahead // (rank.ranks if rank.copied == 1 else rank.copied)))
-    return live + (one(size(ahead)) + rank.gathering(size(ahead)) + one(sent) if buffers else NONE)
 
 
 def _sharded_in_host(rank: RankSetup) -> Tensors:

@@ -16,9 +16,11 @@ from typing import get_args
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import bucket_size
-from dsft.plan.memory.layer import activations, dequantized, forward_only, mlp_chunks
+from dsft.plan.memory.attention import BACKWARD, moved_by_split_rows, scores_of
+from dsft.plan.memory.gathered import gathered
+from dsft.plan.memory.layer import activations, chunk_sums, dequantized, forward_only, mlp_chunks
 from dsft.plan.memory.offload import swapped, updated_at_once
-from dsft.plan.memory.phases import RankSetup, gathered, phases
+from dsft.plan.memory.phases import RankSetup, phases
 from dsft.plan.memory.sizes import (
     BYTES_PER_LOGIT,
     PLAIN_BYTES_PER_LOGIT,
@@ -54,14 +56,6 @@ kernels alone; the size depends on the GPU, the driver and the number of ranks."
 FRAGMENTS = 1 / 40
 """Approximate share of torch's peak allocation that its allocator reserves in addition
 (docs/internals/memory.md)."""
-
-BACKWARD = 0.55
-"""Approximate share of a layer's activations that have gradients at once; measured with Llama models and
-torch's allocator."""
-
-BYTES_PER_SCORE = 8
-"""Bytes that the backward needs of a soft-capped score: its tanh, and the softmax in float32 and, in 16 bits,
-in the type of the values."""
 
 
 @dataclass(frozen=True)
@@ -193,12 +187,20 @@ def stage_memory(
         logits=work.logits,
         loading=max(on_device(named[name]) for name in ("load", "flattening") if name in named),
         between=on_device(named["between"]),
-        forward=max(work.one_layer, work.logits) + (gathered(setup).total if setup.zero == 3 else 0),
-        kept=gathered(setup, buffers=False).total if setup.zero == 3 else 0,
+        forward=_evaluation(work, setup),
+        kept=gathered(setup, "kept").total if setup.zero == 3 else 0,
         retained=small + large - total(fullest) if setup.on_cpu else 0,
         beside=0 if setup.on_cpu else DRIVER + int(on_device(fullest) * FRAGMENTS),
         **rows,
     )
+
+
+def _evaluation(work: _Work, setup: RankSetup) -> int:
+    """Return what evaluation adds. The head is gathered while the last layer's attention is computed."""
+    if setup.zero < 3:
+        return max(work.one_layer, work.logits)
+    at_the_end = gathered(setup, "ends").total + max(work.logits, work.one_layer // 2)
+    return max(gathered(setup).total + work.one_layer, at_the_end)
 
 
 def _offloaded(phase: Phase) -> int:
@@ -230,11 +232,12 @@ def of_host(
 
 @dataclass(frozen=True)
 class _Work:
-    """Activations and head in forward and backward; one_layer, logits: as in RankMemory, for a forward
-    without backward."""
+    """Activations and head in forward, backward and the reduction of a layer's gradients; one_layer, logits:
+    as in RankMemory, for a forward without backward."""
 
     forward: Phase
     backward: Phase
+    reducing: Phase
     one_layer: int
     logits: int
 
@@ -247,11 +250,14 @@ def _setup(
     devices = (parallel.offload_optimizer.device, parallel.offload_parameters.device)
     stays = batch is not None and gradients_stay_bf16(spec, batch)
     modules: Counter[str] = Counter()
+    together: Counter[str] = Counter()
     stored = [(p, tensor) for p in parameters for tensor in p.stored(spec.train.precision)]
     for parameter, tensor in stored:
         if parameter.layer is not None:
             mlp = parameter.mlp if chunks > 1 else None
             modules[mlp or parameter.module] += tensor.numel
+            together[mlp or parameter.module] += tensor.numel * parameter.trained
+    inside = [p for p in parameters if p.trained and p.layer is not None]
     return RankSetup(
         trained=tuple(p.numel for p in parameters if p.trained),
         frozen=tuple(tensor for p, tensor in stored if not p.trained),
@@ -266,6 +272,11 @@ def _setup(
         orthogonal=orthogonal_bytes(parameters, spec, layout.shards if parallel.zero_stage else 1),
         bucket=bucket_size(census.trained),
         gathered=bucket_size(census.numel),
+        inside=max((p.numel for p in inside), default=0),
+        outside=max((p.numel for p in parameters if p.trained and p.layer is None), default=0),
+        beside=max((p.numel for p in inside if chunks == 1 or not p.mlp), default=0),
+        together=max(together.values(), default=0),
+        embedding=max((tensor.numel for p, tensor in stored if p.layer is None), default=0),
         module=max(modules.values(), default=0),
         matrix=max((tensor.numel for p, tensor in stored if p.layer is not None), default=0),
         optimizer=devices[0],
@@ -279,14 +290,15 @@ def _setup(
         locked=swapped(census, spec, layout.shards).locked if "nvme" in devices else 0,
         forward=work.forward,
         backward=work.backward,
+        reducing=work.reducing,
         gradient=compute_bytes(spec) if stays else FP32,
         copied=parallel.zero_hpz_partition_size,
     )
 
 
 def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, chunks: int) -> _Work:
-    """Return the activations of the micro-batches in flight, and the head. The logits are freed before the
-    backward of the layers, the gradient of the head's weight is not. tokens: that the rank has of a
+    """Return the activations of the micro-batches in flight, and the head. The logits and the sum of the
+    gradients of the head's weight are freed before the backward of the layers. tokens: that the rank has of a
     micro-batch; chunks: in which MLPs are computed.
 
     A checkpointed layer stores only its input, and one layer at a time is recomputed. In the layer that the
@@ -297,40 +309,48 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
         if parameter.layer is not None:
             found.setdefault(parameter.layer, []).append(parameter)
     token, hidden = tokens * compute_bytes(spec), _embedding(census)[1]
-    scores, (moved, sent) = _scores(census, spec, tokens), _moved(census, spec)
+    (scores, flowing_scores, of_forward), (moved, sent) = (
+        scores_of(census, spec, tokens),
+        moved_by_split_rows(census, spec),
+    )
     recomputed = [spec.model.checkpoints(number) for number in found]
     layers = [
         activations(own, hidden, spec, tokens, chunks if again else 1) + each(moved, token) + one(scores)
         for own, again in zip(found.values(), recomputed, strict=True)
     ]
-    largest = max(layers, key=lambda layer: layer.total, default=NONE)
+    largest = max((layer.total for layer in layers), default=0)
+    sums = max((chunk_sums(own, spec, chunks) for own in found.values()), key=lambda s: s.total, default=NONE)
     alone = [forward_only(own, hidden, spec, tokens) for own in found.values()]
-    one_layer = max(alone, default=0) + sum(moved) * token + scores
+    one_layer = max(alone, default=0) + sum(moved) * token + of_forward
     inputs = each([hidden] * sum(recomputed) * in_flight, token)
     has_logits = spec.model.head == "vocabulary" and stage == spec.parallel.pipeline_stages - 1
     logits, gradient, scored = _head(census, spec, tokens) if has_logits else (0, 0, 0)
-    flowing = one(int(largest.total * BACKWARD)) + one(sent * token)
+    narrowed = gradient * compute_bytes(spec) // FP32  # head.py, GradientInForward.backward
+    flowing = one(int((largest - scores) * BACKWARD) + flowing_scores) + one(sent * token)
     stored = [layer for layer, again in zip(layers, recomputed, strict=True) if not again]
     ahead, on_host = sum(stored * in_flight, inputs), NONE
     if spec.model.activation_offload:
         # The device has the inputs of the layer that is computed, and those of the next one, on their way.
         arrived = each([hidden] * min(2, sum(recomputed)), token)
         ahead, on_host = sum(stored * in_flight, arrived), inputs
-    back = ahead + _recomputed_at_once(layers, recomputed)
+    back = ahead + _recomputed_at_once(layers, recomputed) + (sums if any(recomputed) else NONE)
     whole = dequantized(chain.from_iterable(found.values()), spec)
     forward: Phase = {
         "activations": ahead,
-        "head": one(logits) + one(gradient),
+        "head": one(max(logits, narrowed)) + one(gradient),
         "offloaded": on_host,
         "buffers": whole,
     }
     backward: Phase = {
         "activations": back + flowing,
-        "head": one(gradient),
         "offloaded": on_host,
         "buffers": whole,
     }
-    return _Work(forward, backward, one_layer, scored)
+    # of the layer whose gradients are reduced, an MLP's activations are freed
+    half, again = largest // 2, any(recomputed)
+    left = ahead + one(half) if again else one(max(ahead.total - half, 0))
+    reducing: Phase = {"activations": left, "offloaded": on_host, "buffers": whole}
+    return _Work(forward, backward, reducing, one_layer, scored)
 
 
 def _recomputed_at_once(layers: Sequence[Tensors], recomputed: Sequence[bool]) -> Tensors:
@@ -343,30 +363,6 @@ def _recomputed_at_once(layers: Sequence[Tensors], recomputed: Sequence[bool]) -
         elif layer.total - freed > most.total:
             most = layer if not freed else one(layer.total - freed)
     return most
-
-
-def _moved(census: Census, spec: Spec) -> tuple[list[int], int]:
-    """Return the elements per token that split rows need in addition: for the backward the output of
-    attention as it was computed, for a share of the heads, and repeated keys and values; and the largest
-    tensor that attention copies to send it to other ranks."""
-    ranks, heads = spec.parallel.sequence_parallel, census.heads
-    if ranks == 1 or heads is None:
-        return [], 0
-    output, added = heads.queries * heads.values, heads.repeated(ranks) - heads.keys
-    sent = heads.queries * max(heads.width, heads.values)
-    return [output, added * heads.width, added * heads.values], sent
-
-
-def _scores(census: Census, spec: Spec, tokens: int) -> int:
-    """Return the bytes of attention's scores that the backward of a layer needs: none but of soft-capped
-    ones, which no kernel of torch computes (attention_loop.py, _attend_softcapped). On a CPU queries are in
-    blocks, which see half of the keys. tokens: of the rank, which has its share of the heads for all tokens
-    of the rows."""
-    heads = census.heads
-    if heads is None or not heads.softcap or spec.model.attention.startswith("flash"):
-        return 0
-    scores = heads.queries * tokens * spec.data.max_length
-    return scores * BYTES_PER_SCORE // (2 if runs_on_cpu(spec) else 1)
 
 
 def _embedding(census: Census) -> tuple[int, int]:

@@ -25,11 +25,6 @@ from tests.specs import llama, minimal_spec
         (9, {"parallel": {"pipeline_stages": 2, "zero_stage": 1}}, "2 does not divide the 9 processes"),
         (3, {"train": {"global_batch_size": 8}}, "does not hold"),
         (2, {"parallel": {"zero_stage": 2, "offload_optimizer": {"device": "cpu"}}}, "does not know"),
-        (
-            2,
-            {"model": {"from_config": llama(16, 32, 4, 2), "lora": {"rank": 2}}},
-            "model.lora: dsft rehearse",
-        ),
         (2, {"optim": {"name": "muon"}}, "know 'muon' yet"),
     ],
 )

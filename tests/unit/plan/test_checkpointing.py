@@ -7,8 +7,8 @@ import pytest
 from dsft.plan.build import Plan, build_plan
 from dsft.plan.census import Census, Parameter
 from dsft.plan.checkpointing import ROOMY
+from dsft.plan.memory.attention import BACKWARD
 from dsft.plan.memory.layer import activations
-from dsft.plan.memory.ranks import BACKWARD
 from dsft.plan.memory.sizes import GIB
 from dsft.plan.show import as_mapping, parts
 from dsft.plan.tables import rendered

@@ -3,11 +3,12 @@ from typing import Any
 
 import pytest
 
-from dsft.plan.census import Census, Parameter
+from dsft.plan.census import Census, Heads, Parameter
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.memory import other_version
+from dsft.plan.memory.attention import BACKWARD, scores_of
 from dsft.plan.memory.layer import activations
-from dsft.plan.memory.ranks import BACKWARD, DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
+from dsft.plan.memory.ranks import DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
 from dsft.plan.memory.sizes import GIB, fuses, gpu_bytes, head_chunk, with_device
 from dsft.plan.memory.tensors import MALLOC_KEEPS
 from dsft.spec.layout import layout_of
@@ -136,14 +137,15 @@ def test_parameters_on_the_cpu_leave_the_gpu_the_small_ones(sizes: Any) -> None:
     alone = sizes(parallel=both | {"offload_parameters": {"device": "none"}}, train=train).stages[0]
     assert rank.parameters == 2 * 4 * SMALL
     assert rank.offloaded == alone.offloaded + (1 << 22)  # 2 * WHOLE // 4, in a power of two
-    engine = 4 * WHOLE // 4 + 4 * bucket_size(WHOLE)  # a sub-group's gradients and the reduction's bucket
+    engine = 2 * LARGEST + 4 * bucket_size(WHOLE)  # one parameter whole, and the reduction's bucket
     assert rank.phase("load") == 2 * 4 * SMALL + engine  # read straight into the host's memory
 
 
 def test_zero_3_passes_a_gpus_weights_through_the_host_as_they_are_flattened(sizes: Any) -> None:
     rank = sizes(parallel={"zero_stage": 3}, train={"precision": "bf16"}).stages[0]
     assert rank.offloaded == 2 * WHOLE // 4
-    assert rank.phase("load") == rank.parameters + rank.master + 8 * WHOLE // 4 + 4 * bucket_size(WHOLE)
+    states = rank.parameters + rank.master + 4 * WHOLE // 4
+    assert rank.phase("load") == states + 4 * bucket_size(WHOLE) + 2 * LARGEST  # each is whole once
 
 
 def test_stages_have_their_own_layers(sizes: Any) -> None:
@@ -210,7 +212,7 @@ def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: An
 
     recomputed = one_layer + int(one_layer * BACKWARD)  # and its gradients, when the logits are gone
     kept = sizes(tokens=None, train=given, model={"gradient_checkpointing": True}).stages[0]
-    assert (kept.activations, kept.head) == (recomputed + 4 * tokens * 4 * 1000, 4 * 2 * BIG)
+    assert (kept.activations, kept.head) == (recomputed + 4 * tokens * 4 * 1000, 0)
     offload = {"gradient_checkpointing": True, "activation_offload": True}
     offloaded = sizes(tokens=None, train=given, model=offload).stages[0]
     assert offloaded.activations == recomputed + 2 * tokens * 4 * 1000  # of this layer and of the next one
@@ -219,6 +221,23 @@ def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: An
     first, last = sizes(tokens=None, train=given, parallel={"zero_stage": 0, "pipeline_stages": 2}).stages
     assert (first.head, last.head) == (0, rank.head)
     assert (first.activations, last.activations) == (4 * one_layer + int(one_layer * BACKWARD), 2 * one_layer)
+
+
+@pytest.mark.parametrize(("packing", "length"), [(False, 2048), (True, 4096)])
+def test_eager_attention_has_all_scores_of_a_row(make_spec: Any, packing: bool, length: int) -> None:
+    counted = Census("X", 1, None, (), heads=Heads(queries=8, keys=2, width=50, values=40))
+    data = {"max_length": 2048, "packing": packing} | (
+        {"max_tokens_per_micro_batch": 4096} if packing else {}
+    )
+
+    def scores(attention: str, precision: str) -> tuple[int, int, int]:
+        model = {"from_config": {"model_type": "llama"}, "attention": attention}
+        return scores_of(counted, make_spec(model=model, data=data, train={"precision": precision}), 4096)
+
+    each = 8 * 4096 * length
+    assert scores("eager", "bf16") == (6 * each, 8 * each, 10 * each)
+    assert scores("eager", "fp32") == (4 * each, 8 * each, 12 * each)
+    assert scores("auto", "bf16") == (0, 0, 0)
 
 
 def test_a_score_has_no_logits(make_spec: Any, sizes: Any) -> None:

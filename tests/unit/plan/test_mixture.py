@@ -10,8 +10,10 @@ from dsft.plan.build import Plan, build_plan
 from dsft.plan.census import Census, Parameter, census_from
 from dsft.plan.compare import compare
 from dsft.plan.cost import HALF_TOKENS, cost
+from dsft.plan.ds_config import LIVE
 from dsft.plan.flops import work
-from dsft.plan.memory.layer import LIVE, activations, live_elements
+from dsft.plan.memory.gathered import live_elements
+from dsft.plan.memory.layer import activations
 from dsft.plan.show import as_mapping, parts
 from dsft.plan.show_compare import comparison_parts
 from dsft.plan.tables import rendered
@@ -89,16 +91,16 @@ def test_a_plan_at_zero_3_names_the_gather_and_what_is_active() -> None:
     assert as_mapping(plan)["model"]["active"] == 3_353_032_704
     module, matrix = 603_979_776, 402_653_184
     whole = live_elements(module, matrix, 50_000_000)
-    assert whole == module + 50_000_000 + matrix > LIVE
-    shares = -(-(module) // 8)
+    assert whole == LIVE + matrix
+    ahead = 50_000_000 + matrix
     buffers = plan.memory.stages[0].buffers
-    reduction = 4 * 50_000_000 + 4 * matrix  # its bucket, and the largest gradient in fp32
-    assert buffers == 2 * (whole + module + shares) + reduction
+    reduction = 4 * 50_000_000  # its bucket; the logits take more than the reduction of a gradient
+    assert buffers == 2 * (whole + ahead + -(-ahead // 8)) + reduction
 
 
 def test_a_layer_of_more_than_the_limit_is_gathered_alone() -> None:
     assert live_elements(2 * LIVE, LIVE, 50) == 2 * LIVE
-    assert live_elements(LIVE // 2, LIVE // 4, 50) == LIVE
+    assert live_elements(LIVE // 2, LIVE // 4, 50) == LIVE + LIVE // 4
 
 
 EXPERTS = Parameter("layers.0.experts.up", (8, 30, 10), 0, False, (), experts=8, top_k=2)

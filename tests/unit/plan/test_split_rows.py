@@ -11,7 +11,8 @@ from dsft.errors import SpecError
 from dsft.model.attention_loop import KEYWORD, segment_attention
 from dsft.plan.build import build_plan
 from dsft.plan.census import Census, Heads, Parameter
-from dsft.plan.memory.ranks import BACKWARD, BYTES_PER_SCORE, RankMemory, memory
+from dsft.plan.memory.attention import BACKWARD, BYTES_PER_SCORE
+from dsft.plan.memory.ranks import RankMemory, memory
 from dsft.plan.memory.reference import with_reference
 from dsft.plan.traffic import Flow, traffic
 from dsft.spec.layout import hosts_of_ranks, layout_of
