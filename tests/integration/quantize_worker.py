@@ -105,7 +105,7 @@ def compare(  # noqa: PLR0913, PLR0915, PLR0917  a case
     keys = {"name_or_path": f"{folder}/{of}", "gradient_checkpointing": checkpointing}
     keys |= {"lora": LORA | {"target_modules": targets, "use_dora": dora}, "quantize": quantize}
     keys |= {"experts": {"implementation": "eager"}} if eager else {}
-    parallel = {"zero_stage": zero, "pipeline_stages": stages, "sequence_parallel": split}
+    parallel: dict[str, Any] = {"zero_stage": zero, "pipeline_stages": stages, "sequence_parallel": split}
     parallel |= {"zero_hpz_partition_size": hpz}
     parallel |= {"offload_parameters": {"device": "cpu"}} if offload else {}
     spec = make_spec(keys, parallel, task, precision, "live" if live else "adapter")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from dsft.plan.ds_config import PERSIST_BELOW
 from dsft.plan.memory.gathered import gathered
-from dsft.plan.memory.offload import SUB_GROUP
 from dsft.plan.memory.tensors import NONE, Phase, Tensors, each, held, merged, one
 from dsft.plan.storage import FP32, MOMENT_BLOCK, MOMENT_LEAST, Stored
 
@@ -346,7 +345,7 @@ def _sharded(rank: RankSetup) -> dict[str, Phase]:
     """Return the phases of ZeRO 3. Master weights exist in fp32, too (stage3.py:1163 device is compared with
     a string and never equals it). One bucket (stage3.py:782 reduce_bucket_size) and the gradients' buffer
     (stage3.py:791 grad_partitions_flat_buffer) are allocated for the whole run."""
-    share, sub_group = rank.share, min(rank.share, SUB_GROUP)
+    share = rank.share
     states: Phase = {
         "master": one(share * FP32),
         "moments": rank.moments,
