@@ -38,11 +38,11 @@ def take_census(model: Model, facts: TokenFacts | None = None, *, cuts: bool = T
     whole = around(model, causal_lm)
     if whole is not None:
         check_text(whole.model.config)
+    queries = query_heads(causal_lm, max_length=0)  # before weights are in 4 bits, which take values
     choose_trained(causal_lm, model, whole)
     check_layers(causal_lm, model)
     split_points = find_split_points(config) if cuts else NOT_SEARCHED
     before = split_points.before if isinstance(split_points, SplitPoints) else ()
-    queries = query_heads(causal_lm, max_length=0)
     return {
         "architecture": type(causal_lm).__name__,
         "num_layers": config.num_hidden_layers,

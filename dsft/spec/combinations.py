@@ -76,7 +76,7 @@ ROWS: tuple[Row, ...] = (
     *((QUANTIZE, given, {key: other_than(*values)},
        f"is not supported with {key} {{{key}!r}}; set that to {values[0]}, or leave this out")
       for key, values in (
-          (PRECISION, ("bf16", "fp32")), (SPLIT, (1,)), (f"{PARAMETERS}.device", ("none",)),
+          (PRECISION, ("bf16", "fp32")), (f"{PARAMETERS}.device", ("none", "cpu")),
       )),
     # sequence parallelism
     (f"{SPLIT}_across_hosts", bool, {SPLIT: (1,)},

@@ -26,6 +26,7 @@ from deepspeed.utils import groups
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, BitsAndBytesConfig
 
+from dsft.dist.sequence import exchange_of
 from dsft.dist.world import World
 from dsft.engine.build import build_engine
 from dsft.engine.join import join
@@ -65,8 +66,10 @@ def main(folder: str, cases: str) -> None:
     torch.set_num_threads(1)
     launched = detect(os.environ)
     world = join(launched, Layout(launched.world_size, 1))
+    if any("split" in case for case in json.loads(cases)):  # a group that outlives the cases
+        exchange_of(dataclasses.replace(world, layout=Layout(world.world_size, 1, world.world_size)))
     for case in json.loads(cases):
-        layout = Layout(launched.world_size, case.get("stages", 1))
+        layout = Layout(launched.world_size, case.get("stages", 1), case.get("split", 1))
         with own_groups():
             found = compare(folder, dataclasses.replace(world, layout=layout), **case)
         groups.mpu = None
@@ -91,19 +94,23 @@ def compare(  # noqa: PLR0913, PLR0915, PLR0917  a case
     targets: Any = "all-linear",
     quantize: str | None = "nf4",
     dora: bool = False,
+    split: int = 1,
+    offload: bool = False,
 ) -> dict[str, Any]:
     keys = {"name_or_path": f"{folder}/{of}", "gradient_checkpointing": checkpointing}
     keys |= {"lora": LORA | {"target_modules": targets, "use_dora": dora}, "quantize": quantize}
     keys |= {"experts": {"implementation": "eager"}} if eager else {}
-    spec = make_spec(keys, zero, stages, task, precision, "live" if live else "adapter")
+    parallel = {"zero_stage": zero, "pipeline_stages": stages, "sequence_parallel": split}
+    parallel |= {"offload_parameters": {"device": "cpu"}} if offload else {}
+    spec = make_spec(keys, parallel, task, precision, "live" if live else "adapter")
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     if zero == 3:  # else so small a model is kept whole on every rank
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     cut = balanced([1] * LAYERS, stages)
     keep = sharding_for(config, world)
     policy = build_model(spec.model, FACTS, 0, DTYPES[precision], world.stage, cut, keep)
-    if packed:
-        attend_per_segment(policy.causal_lm, "auto", 32)
+    if packed or split > 1:
+        attend_per_segment(policy.causal_lm, "auto", 32, exchange=exchange_of(world))
     is_dpo = spec.dpo is not None
     objective = preference(spec.dpo) if spec.dpo else next_token(0.0)
     weights = merge(world.gather({} if zero == 3 else packed_weights(policy.causal_lm)))
@@ -293,13 +300,14 @@ def counts(step: Any) -> dict[str, int]:
 
 
 def make_spec(
-    keys: dict[str, Any], zero: int, stages: int, task: str, precision: str, reference: str
+    keys: dict[str, Any], parallel: dict[str, Any], task: str, precision: str, reference: str
 ) -> Spec:
-    offloaded = {"reference_offload": "cpu"} if zero == 3 and reference == "live" else {}
+    is_sharded = parallel["zero_stage"] == 3
+    offloaded = {"reference_offload": "cpu"} if is_sharded and reference == "live" else {}
     of_pairs: dict[str, Any] = {"dpo": {"reference": reference} | offloaded} if task == "dpo" else {}
     train = {"micro_batch_size": 2, "accumulation_steps": 2, "precision": precision, "max_grad_norm": 0.0}
     return minimal_spec(
-        task, model=keys, parallel={"zero_stage": zero, "pipeline_stages": stages}, train=train,
+        task, model=keys, parallel=parallel, train=train,
         optim={"name": "sgd", "learning_rate": 1.0, "weight_decay": 0.0}, **of_pairs,
     )  # fmt: skip
 

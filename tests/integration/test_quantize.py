@@ -104,6 +104,9 @@ ALWAYS: tuple[dict[str, Any], ...] = (
     {"zero": 3, "of": "mixture", "packed": True, "checkpointing": True},
     {"zero": 1, "of": "mixture", "stages": 2},
     {"zero": 3, "of": "mixture", "targets": ["experts", "q_proj"], "packed": True},
+    {"zero": 1, "split": 2, "packed": True},
+    {"zero": 3, "of": "mixture", "split": 2, "checkpointing": True},
+    {"zero": 3, "offload": True, "checkpointing": True},
 )
 OTHERS: tuple[dict[str, Any], ...] = (
     {"zero": 3, "packed": True, "checkpointing": True},  # as the mixture
@@ -116,6 +119,9 @@ OTHERS: tuple[dict[str, Any], ...] = (
     {"zero": 2, "task": "dpo"},
     {"zero": 1, "stages": 2, "task": "dpo"},
     {"zero": 3, "of": "mixture", "precision": "bf16"},
+    {"zero": 3, "split": 2, "task": "dpo"},  # as the mixture
+    {"zero": 0, "of": "qwen", "split": 2, "dora": True},
+    {"zero": 3, "of": "mixture", "offload": True},  # as without a mixture
     {"zero": 1, "of": "mixture", "task": "dpo", "checkpointing": True},
 )
 ALONE: tuple[dict[str, Any], ...] = (  # a whole run of one rank is always tried below

@@ -23,9 +23,8 @@ def found(task: str = "sft", **sections: Any) -> dict[str, str]:
      "with the dropout of DoRA, which keeps all weights dequantized"),
     ({"model": {"compile": True}}, "not supported with model.compile; set that to false"),
     ({"train": {"precision": "fp16"}}, "not supported with train.precision 'fp16'; set that to bf16"),
-    ({"parallel": {"sequence_parallel": 2}}, "not supported with parallel.sequence_parallel 2"),
-    ({"parallel": {"zero_stage": 3, "offload_parameters": {"device": "cpu"}}},
-     "not supported with parallel.offload_parameters.device 'cpu'"),
+    ({"parallel": {"zero_stage": 3, "offload_parameters": {"device": "nvme", "nvme_path": "/nvme"}}},
+     "not supported with parallel.offload_parameters.device 'nvme'"),
     ({"task": "dpo", "model": {"lora": SAVED}},
      "modules_to_save is not supported with dpo.reference precomputed, which would quantize"),
 ])  # fmt: skip
@@ -51,6 +50,7 @@ def test_skipping_weights_without_quantizing_is_refused() -> None:
     {"task": "dpo", "dpo": {"reference_model": "owner/other"}, "model": {"lora": SAVED}},
     {"task": "dpo", "model": {"lora": SAVED | {"path": "adapter"}}},
     {"parallel": {"zero_stage": 1, "pipeline_stages": 2}, "train": {"precision": "fp32"}},
+    {"parallel": {"zero_stage": 3, "sequence_parallel": 2, "offload_parameters": {"device": "cpu"}}},
 ])  # fmt: skip
 def test_what_is_supported_is_not(sections: dict[str, Any]) -> None:
     assert "model.quantize" not in found(**sections)
