@@ -36,6 +36,8 @@ class RankSetup:
     bucket, gathered       elements of the reduction bucket and of the gathering bucket
     module, matrix         elements of the layers' largest module, whose parameters ZeRO 3 gathers together,
                            and of their largest parameter, as they are stored
+    outside                of the largest parameter outside the layers
+    reads_whole            whether ZeRO 3 shards parameters that have been read whole (model/lora.py)
     optimizer, parameters  devices of offload_optimizer and offload_parameters
     groups                 parameter groups of the optimizer
     accumulates            whether steps have several micro-batches
@@ -57,6 +59,8 @@ class RankSetup:
     gathered: int
     module: int
     matrix: int
+    outside: int
+    reads_whole: bool
     optimizer: str
     parameters: str
     groups: int
@@ -115,6 +119,12 @@ class RankSetup:
         return max(self.trained, default=0)
 
     @property
+    def last(self) -> int:
+        """Elements that ZeRO 3 gathers while the last layer is computed: under adapters a bucket with the
+        head's weight behind it, as the stand-in GPU shows; else, as rehearsals show, the next module."""
+        return self.gathered + self.outside if self.frozen else max(self.gathered, self.module)
+
+    @property
     def is_offloaded(self) -> bool:
         return self.optimizer != "none"
 
@@ -145,7 +155,7 @@ def phases(rank: RankSetup) -> dict[str, Phase]:
     if not rank.trained:
         steady: Phase = {"parameters": weights(rank)}
         return {"between": steady, "load": steady} | (
-            {"forward": merged(steady, {"buffers": gathered(rank)})} if rank.zero == 3 else {}
+            {"forward": merged(steady, {"buffers": gathered(rank, rank.last)})} if rank.zero == 3 else {}
         )
     if rank.zero == 0:
         return _whole(rank)
@@ -333,9 +343,15 @@ def _sharded(rank: RankSetup) -> dict[str, Phase]:
         # stage3.py:1306 gradient_buffer, stage3.py:1172 clone
         "load": merged(load, {"buffers": one(sub_group * FP32)}),
         "flattening": _flattening(rank, steady),
-        "forward": merged(steady, {"buffers": gathered(rank)}, rank.forward),
+        "forward": merged(steady, {"buffers": gathered(rank, rank.gathered)}, rank.forward),
+        "gathering": merged(steady, {"buffers": gathered(rank, rank.last)}, {**rank.forward, "head": NONE}),
         "backward": merged(
-            steady, {"buffers": gathered(rank) + reducing, "gradients": _arriving(rank)}, rank.backward
+            steady,
+            {
+                "buffers": gathered(rank, max(rank.gathered, rank.module), kept=False) + reducing,
+                "gradients": _arriving(rank),
+            },
+            rank.backward,
         ),
         "update": merged(steady, {"gradients": step}),
     }
@@ -349,31 +365,33 @@ def _flattening(rank: RankSetup, steady: Phase) -> Phase:
         return {}
     shares = each(rank.shares(rank.trained), rank.weight)
     if rank.parameters == "none":
-        return {"parameters": weights(rank), "offloaded": one(shares.total)}
+        last = max((tensor.bytes for tensor in rank.stored), default=0) if rank.reads_whole else 0
+        return {"parameters": weights(rank) + one(last), "offloaded": one(shares.total)}
     return {
         "parameters": steady["parameters"],
         "offloaded": (shares + shares) if rank.parameters == "cpu" else NONE,
     }
 
 
-def gathered(rank: RankSetup, *, buffers: bool = True) -> Tensors:
-    """Return the gathered parameters at ZeRO 3: those that are whole at once, also after an evaluation, and
-    with `buffers` that into which the largest module or a bucket of smaller ones is gathered (gloo copies it)
-    and the shards that are sent (partition_parameters.py:1343 flat_tensor). With one rank nothing is
-    gathered: its shard is the whole parameter (_no_gather_coalesced)."""
+def gathered(rank: RankSetup, ahead: int, *, kept: bool = True) -> Tensors:
+    """Return the gathered parameters at ZeRO 3: those that are whole at once, and the buffer into which
+    `ahead` elements of them are gathered (partition_parameters.py:1343 flat_tensor; gloo copies it). kept: by
+    the end of the forward; under adapters a module more than LIVE elements then stays for its next use
+    (partitioned_param_coordinator.py:658 max_reuse_dist_in_numel). With one rank nothing is gathered: its
+    shard is the whole parameter (_no_gather_coalesced)."""
     whole = [tensor for tensor in rank.stored if tensor.numel > PERSIST_BELOW]
     if rank.ranks == 1 or not whole:
         return NONE
     total = sum(tensor.numel for tensor in whole)
 
     def size(elements: int) -> int:
-        return elements * sum(tensor.bytes for tensor in whole) // total
+        return min(elements, total) * sum(tensor.bytes for tensor in whole) // total
 
-    ahead = min(max(rank.gathered, rank.module), total)
     at_once = live_elements(rank.module, rank.matrix, rank.gathered)
+    if kept and rank.frozen:
+        at_once = max(at_once, LIVE + rank.module)
     live = held(whole) if total <= at_once else Tensors(0, size(at_once))
-    sent = size(-(-ahead // rank.ranks))
-    return live + (one(size(ahead)) + rank.gathering(size(ahead)) + one(sent) if buffers else NONE)
+    return live + (one(size(ahead)) + rank.gathering(size(ahead)) if ahead else NONE)
 
 
 def live_elements(module: int, matrix: int, bucket: int, limit: int = LIVE) -> int:

@@ -16,7 +16,7 @@ from typing import get_args
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import bucket_size
-from dsft.plan.memory.layer import activations, dequantized, forward_only, mlp_chunks
+from dsft.plan.memory.layer import activations, dequantized, forward_only, mlp_chunks, of_norms
 from dsft.plan.memory.offload import swapped
 from dsft.plan.memory.phases import RankSetup, gathered, phases
 from dsft.plan.memory.sizes import (
@@ -57,6 +57,10 @@ FRAGMENTS = 1 / 40
 BACKWARD = 0.55
 """Approximate share of a layer's activations that have gradients at once; measured with Llama models and
 torch's allocator."""
+
+PASSED = 3
+"""Hidden states, with their gradients, that a stage of DeepSpeed's pipeline keeps in its buffers between
+steps: measured on the stand-in GPU in two and four stages."""
 
 BYTES_PER_SCORE = 8
 """Bytes that the backward needs of a soft-capped score: its tanh, and the softmax in float32 and, in 16 bits,
@@ -189,9 +193,12 @@ def stage_memory(
         one_layer=work.one_layer,
         logits=work.logits,
         loading=max(on_device(named[name]) for name in ("load", "flattening") if name in named),
-        between=on_device(named["between"]),
-        forward=max(work.one_layer, work.logits) + (gathered(setup).total if setup.zero == 3 else 0),
-        kept=gathered(setup, buffers=False).total if setup.zero == 3 else 0,
+        between=on_device(named["between"]) + work.passed,
+        forward=max(
+            more + (gathered(setup, ahead).total if setup.zero == 3 else 0)
+            for more, ahead in ((work.one_layer, setup.last), (work.logits, setup.outside))
+        ),
+        kept=gathered(setup, 0).total if setup.zero == 3 else 0,
         retained=small + large - total(fullest) if setup.on_cpu else 0,
         beside=0 if setup.on_cpu else DRIVER + int(on_device(fullest) * FRAGMENTS),
         **rows,
@@ -228,12 +235,13 @@ def of_host(
 @dataclass(frozen=True)
 class _Work:
     """Activations and head in forward and backward; one_layer, logits: as in RankMemory, for a forward
-    without backward."""
+    without backward; passed: the hidden states that a pipeline's stage keeps between steps."""
 
     forward: Phase
     backward: Phase
     one_layer: int
     logits: int
+    passed: int
 
 
 def _setup(
@@ -263,6 +271,8 @@ def _setup(
         gathered=bucket_size(census.numel),
         module=max(modules.values(), default=0),
         matrix=max((tensor.numel for p, tensor in stored if p.layer is not None), default=0),
+        outside=max((tensor.numel for p, tensor in stored if p.layer is None), default=0),
+        reads_whole=bool(spec.model.lora and (spec.model.lora.use_dora or spec.model.lora.path)),
         optimizer=devices[0],
         parameters=devices[1],
         groups=2 if spec.optim.weight_decay or spec.optim.groups else 1,
@@ -298,7 +308,10 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
         for own, again in zip(found.values(), recomputed, strict=True)
     ]
     largest = max(layers, key=lambda layer: layer.total, default=NONE)
-    alone = [forward_only(own, hidden, spec, tokens) for own in found.values()]
+    alone = [
+        forward_only(own, hidden, spec, tokens, chunks if again else 1)
+        for own, again in zip(found.values(), recomputed, strict=True)
+    ]
     one_layer = max(alone, default=0) + sum(moved) * token + scores
     inputs = each([hidden] * sum(recomputed) * in_flight, token)
     has_logits = spec.model.head == "vocabulary" and stage == spec.parallel.pipeline_stages - 1
@@ -311,20 +324,22 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
         arrived = each([hidden] * min(2, sum(recomputed)), token)
         ahead, on_host = sum(stored * in_flight, arrived), inputs
     back = ahead + _recomputed_at_once(layers, recomputed)
-    whole = dequantized(chain.from_iterable(found.values()), spec)
+    own = [*chain.from_iterable(found.values())]
+    whole = max(dequantized(own, spec), of_norms(own, spec, trains=True))
     forward: Phase = {
         "activations": ahead,
         "head": one(logits) + one(gradient),
         "offloaded": on_host,
-        "buffers": whole,
+        "buffers": one(max(0, whole - logits)),  # the logits come after the last layer
     }
     backward: Phase = {
         "activations": back + flowing,
         "head": one(gradient),
         "offloaded": on_host,
-        "buffers": whole,
+        "buffers": one(max(0, whole - flowing.total)),  # one product's while few gradients flow
     }
-    return _Work(forward, backward, one_layer, scored)
+    passed = PASSED * token * hidden if spec.parallel.pipeline_stages > 1 else 0
+    return _Work(forward, backward, one_layer, scored, passed)
 
 
 def _recomputed_at_once(layers: Sequence[Tensors], recomputed: Sequence[bool]) -> Tensors:
@@ -386,10 +401,13 @@ def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
         scored //= 2  # softmax_kernel.py reads the product, and derives no other values
     outside = [p for p in census.parameters if p.layer is None and p.shape == (vocabulary, hidden)]
     weights = [p for p in outside if not p.embedding] or outside  # tied: the embedding's
+    at_once = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk)
+    if not runs_on_cpu(spec):  # the product, and the gradient where it has another type
+        at_once = at_once * (FP32 + compute_bytes(spec) % FP32) // BYTES_PER_LOGIT
     if spec.train.precision == "fp16" or not any(p.trained for p in weights):
-        return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), 0, scored
+        return at_once, 0, scored
     if not spec.task_kind.whole:
-        return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), vocabulary * hidden * FP32, scored
+        return at_once, vocabulary * hidden * FP32, scored
     row = vocabulary * compute_bytes(spec)
     stored = kept_rows(tokens, row, chunk)
     at_once = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS if stored == tokens else chunk)
