@@ -25,7 +25,7 @@ from dsft.engine.join import join
 from dsft.engine.ops import load_op
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.memory.phases import live_elements
+from dsft.plan.memory.gathering import live_elements
 from dsft.plan.memory.ranks import memory
 from dsft.plan.traffic import traffic
 from dsft.rank.environment import detect

@@ -4,7 +4,6 @@ one or several has of models with the widths of Llama 3.1 8B and Qwen3-30B-A3B."
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest

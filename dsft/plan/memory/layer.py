@@ -1,5 +1,5 @@
-"""Count the activations of a layer and what its products need beside, and decide in how many chunks of tokens its
-MLP is computed."""
+"""Count the activations of a layer and what its products need beside, and decide in how many chunks of tokens
+its MLP is computed."""
 
 from __future__ import annotations
 

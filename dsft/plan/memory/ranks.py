@@ -16,21 +16,15 @@ from typing import get_args
 from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import bucket_size
+from dsft.plan.memory.gathering import gathered
 from dsft.plan.memory.layer import activations, dequantized, forward_only, mlp_chunks, of_norms
+from dsft.plan.memory.logits import embedding, logits_of
 from dsft.plan.memory.offload import swapped
-from dsft.plan.memory.phases import RankSetup, gathered, phases
+from dsft.plan.memory.phases import RankSetup, phases
 from dsft.plan.memory.sizes import (
-    BYTES_PER_LOGIT,
-    PLAIN_BYTES_PER_LOGIT,
-    SCORED_PARTS,
     compute_bytes,
-    gpu_bytes,
-    head_chunk,
-    in_chunks,
-    kept_rows,
     moment_bytes,
     runs_on_cpu,
-    several_tokens,
     with_one_moment,
 )
 from dsft.plan.memory.tensors import NONE, Phase, Row, Tensors, each, one, total
@@ -300,7 +294,7 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
     for parameter in census.stage(stage, cut_of(spec.parallel, census)):
         if parameter.layer is not None:
             found.setdefault(parameter.layer, []).append(parameter)
-    token, hidden = tokens * compute_bytes(spec), _embedding(census)[1]
+    token, hidden = tokens * compute_bytes(spec), embedding(census)[1]
     scores, (moved, sent) = _scores(census, spec, tokens), _moved(census, spec)
     recomputed = [spec.model.checkpoints(number) for number in found]
     layers = [
@@ -315,7 +309,7 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
     one_layer = max(alone, default=0) + sum(moved) * token + scores
     inputs = each([hidden] * sum(recomputed) * in_flight, token)
     has_logits = spec.model.head == "vocabulary" and stage == spec.parallel.pipeline_stages - 1
-    logits, gradient, scored = _head(census, spec, tokens) if has_logits else (0, 0, 0)
+    logits, gradient, scored = logits_of(census, spec, tokens) if has_logits else (0, 0, 0)
     flowing = one(int(largest.total * BACKWARD)) + one(sent * token)
     stored = [layer for layer, again in zip(layers, recomputed, strict=True) if not again]
     ahead, on_host = sum(stored * in_flight, inputs), NONE
@@ -376,39 +370,3 @@ def _scores(census: Census, spec: Spec, tokens: int) -> int:
         return 0
     scores = heads.queries * tokens * spec.data.max_length
     return scores * BYTES_PER_SCORE // (2 if runs_on_cpu(spec) else 1)
-
-
-def _embedding(census: Census) -> tuple[int, int]:
-    """Return the vocabulary size and the hidden size."""
-    found = next((p for p in census.parameters if p.embedding), None)
-    vocabulary, hidden = found.shape if found is not None else (0, 0)
-    return vocabulary, hidden
-
-
-def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
-    """Return the bytes of the logits, of the sum of the chunks' gradients of the weight (0 for fp16,
-    preference pairs and distillation, which do not need it), and of the logits in a forward without backward.
-    Every token counts as a target. The values of a teacher and a student count as logits."""
-    vocabulary, hidden = _embedding(census)
-    chunk = head_chunk("cpu" if runs_on_cpu(spec) else "cuda", gpu_bytes(spec))
-    if spec.reference is not None and spec.reference.columns:
-        return several_tokens(tokens, vocabulary, spec.reference.columns, chunk)
-    if not in_chunks(tokens * vocabulary, chunk):
-        plain = tokens * vocabulary * PLAIN_BYTES_PER_LOGIT
-        return plain, 0, plain
-    scored = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS)
-    if not runs_on_cpu(spec):
-        scored //= 2  # softmax_kernel.py reads the product, and derives no other values
-    outside = [p for p in census.parameters if p.layer is None and p.shape == (vocabulary, hidden)]
-    weights = [p for p in outside if not p.embedding] or outside  # tied: the embedding's
-    at_once = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk)
-    if not runs_on_cpu(spec):  # the product, and the gradient where it has another type
-        at_once = at_once * (FP32 + compute_bytes(spec) % FP32) // BYTES_PER_LOGIT
-    if spec.train.precision == "fp16" or not any(p.trained for p in weights):
-        return at_once, 0, scored
-    if not spec.task_kind.whole:
-        return at_once, vocabulary * hidden * FP32, scored
-    row = vocabulary * compute_bytes(spec)
-    stored = kept_rows(tokens, row, chunk)
-    at_once = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS if stored == tokens else chunk)
-    return stored * row + at_once, 0, scored

@@ -70,7 +70,7 @@ def kept_rows(rows: int, row_bytes: int, chunk: int) -> int:
 
 
 def several_tokens(tokens: int, vocabulary: int, columns: int, chunk: int) -> tuple[int, int, int]:
-    """Return what `ranks._head` does where a teacher gives `columns` values for each target: its values and
+    """Return what `logits_of` does where a teacher gives `columns` values for each target: its values and
     the student's count as logits, and there is no sum of gradients."""
     values, logits = tokens * columns * VALUE_BYTES, tokens * vocabulary * BYTES_PER_LOGIT * SEVERAL_PARTS
     return min(logits, chunk) + values, 0, min(logits, chunk // SCORED_PARTS) + values

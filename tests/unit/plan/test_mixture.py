@@ -11,8 +11,8 @@ from dsft.plan.census import Census, Parameter, census_from
 from dsft.plan.compare import compare
 from dsft.plan.cost import HALF_TOKENS, cost
 from dsft.plan.flops import work
+from dsft.plan.memory.gathering import LIVE, live_elements
 from dsft.plan.memory.layer import activations
-from dsft.plan.memory.phases import LIVE, live_elements
 from dsft.plan.show import as_mapping, parts
 from dsft.plan.show_compare import comparison_parts
 from dsft.plan.tables import rendered
