@@ -7,9 +7,9 @@ Makes a Llama of 301 million parameters in bf16, and rows of --tokens bytes, one
 adapters of rank 16 of all linear layers, in bf16 with AdamW, one process with one thread on a CPU. Each
 sample is a process of its own, and the variants take turns.
 
-peak     VmHWM, pages of mapped files included, and the most of RssAnon, which has none of them, in GiB; after
-         the imports and after the load too
-step     processor seconds of the fastest step but the first, so that others on the machine count little
+peaks    most of VmRSS, pages of mapped files included, and of RssAnon, which has none of them, in GiB, looked
+         at every 20 ms: after the imports, before the first step, and at the end
+steps    processor seconds of each step, so that others on the machine count little
 
     python -m benchmarks.quantize --sample VARIANT FOLDER       is one sample, a line of JSON
 """
@@ -36,21 +36,22 @@ VARIANTS = {"dsft nf4": "nf4", "dsft 16 bits": None, "trl nf4": "nf4"}
 
 
 class Memory(threading.Thread):
-    """Looks at the memory of this process every 20 ms."""
+    """Looks at the memory of this process."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.anonymous = 0
+        self.most = [0, 0]
         self.marks: dict[str, list[float]] = {}
         self.steps: list[float] = []
 
     def run(self) -> None:
         while True:
-            self.anonymous = max(self.anonymous, paired.status_bytes("RssAnon"))
+            now = paired.status_bytes("VmRSS"), paired.status_bytes("RssAnon")
+            self.most = [*map(max, self.most, now)]
             time.sleep(0.02)
 
     def mark(self, name: str) -> None:
-        self.marks[name] = [round(size / 2**30, 3) for size in (paired.peak_bytes(), self.anonymous)]
+        self.marks[name] = [round(size / 2**30, 3) for size in self.most]
 
     def timed(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +73,10 @@ def sample(variant: str, folder: Path) -> None:
     given, memory = json.loads((folder / "given.json").read_text()), Memory()
     (trl if variant.startswith("trl") else dsft)(variant, folder, given, memory)
     memory.mark("training")
-    print(json.dumps({"variant": variant, "peaks": memory.marks, "steps": memory.steps}), flush=True)
+    print(
+        json.dumps({"variant": variant, "peaks": memory.marks, "steps": memory.steps[-given["steps"] :]}),
+        flush=True,
+    )
     leave(0)
 
 
@@ -85,6 +89,7 @@ def dsft(variant: str, folder: Path, given: dict[str, Any], memory: Memory) -> N
 
     load_bitsandbytes()
     memory.start()
+    time.sleep(0.1)
     memory.mark("imports")
     timed: Any = memory.timed(ZeroEngine.step)
     ZeroEngine.step = timed  # type: ignore[method-assign]
@@ -119,6 +124,7 @@ def trl(variant: str, folder: Path, given: dict[str, Any], memory: Memory) -> No
     from trl import SFTConfig, SFTTrainer
 
     memory.start()
+    time.sleep(0.1)
     memory.mark("imports")
     form = paired.quantized({"quantize": VARIANTS[variant], "dtype": "bfloat16"})
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16, **form)

@@ -46,7 +46,8 @@ class NoKernels:
 
 def without_kernels() -> None:
     load_bitsandbytes()  # it asks CUDA, so not before the fork
-    importlib.import_module("bitsandbytes.backends.cuda.ops").lib = NoKernels()
+    operations: Any = importlib.import_module("bitsandbytes.backends.cuda.ops")
+    operations.lib = NoKernels()
 
 
 class Allocator(Meter):

@@ -52,7 +52,7 @@ def given(  # noqa: PLR0913, PLR0917  a case
     config: Any = None,
     checkpointing: bool = True,
 ) -> str:
-    model = {"from_config": DENSE | (config or {}), "quantize": "nf4", "attention": "sdpa"}
+    model: dict[str, Any] = {"from_config": DENSE | (config or {}), "quantize": "nf4", "attention": "sdpa"}
     model |= {"lora": {"rank": 16} | (lora or {}), "gradient_checkpointing": checkpointing}
     spec = minimal_spec(
         model=model,
