@@ -124,8 +124,15 @@ class NoValues:
         places = TensorSlots(root)
         for parameter in list(root.parameters()):
             if parameter.is_meta:
-                dtype = DTYPES[storage_of(parameter).precision]
-                places.take(places.put(parameter, torch.empty(parameter.shape, dtype=dtype)), keep)
+                storage = storage_of(parameter)
+                [stored] = storage.tensors(parameter.numel())
+                shape = parameter.shape if storage.form == "plain" else (stored.numel,)
+                start, stop = keep.span(stored.numel)
+                part = torch.empty(stop - start, dtype=DTYPES[storage.precision])
+                if len(part) == stored.numel:
+                    places.take(places.put(parameter, part.view(shape)), keep)
+                else:
+                    places.take(places.put(parameter, part[:1].expand(shape)), keep, part)
         for buffer in list(root.buffers()):
             if buffer.is_meta:
                 places.put(buffer, torch.zeros(buffer.shape, dtype=buffer.dtype))

@@ -2,13 +2,15 @@
 """Runs on the stand-in for a GPU: rank 0 of several goes through the phases of `dsft rehearse`, and
 torch's own allocator gives the peaks.
 
-python -m tests.standin.rehearse_worker OUTPUT.jsonl SPEC.json …     a spec is {"ranks", "sections"}
+python -m tests.standin.rehearse_worker OUTPUT.jsonl SPEC.json …     a spec is {"ranks", "spec"}
 
-Writes a line per spec: {phase: {"peak": bytes, "collectives": [[kind, ranks, calls, bytes, sent]]}}.
+Writes a line per spec: {phase: {"peak": bytes, "planned": bytes, "collectives": [[kind, ranks, calls, bytes,
+sent]]}}. bitsandbytes' own functions allocate, and the kernels that they start compute nothing.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -22,12 +24,30 @@ torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 import deepspeed
 import torch.distributed as dist
 
-from dsft.commands.rehearse import run_phases, setup_of
+from dsft.commands.rehearse import _trained, run_phases, setup_of
 from dsft.engine.meter import CUDA, Meter
+from dsft.engine.pipeline import PipelineEngine
 from dsft.engine.rehearsal import LoneRank
+from dsft.engine.zero import ZeroEngine
+from dsft.model import lora
+from dsft.model.quantize import load_bitsandbytes
 from dsft.plan.build import build_plan
+from dsft.plan.memory.ranks import memory
 from dsft.spec.schema import Spec
 from tests.standin.memory_worker import NoValues, without_values
+
+
+class NoKernels:
+    """bitsandbytes' library."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+def without_kernels() -> None:
+    load_bitsandbytes()  # it asks CUDA, so not before the fork
+    operations: Any = importlib.import_module("bitsandbytes.backends.cuda.ops")
+    operations.lib = NoKernels()
 
 
 class Allocator(Meter):
@@ -38,19 +58,39 @@ class Allocator(Meter):
         torch.cuda.reset_peak_memory_stats()
 
 
+def second(step: Any) -> Any:
+    """Let a step be made twice, and the second be measured: at ZeRO 3 the first gathers nothing ahead, and no
+    first step has moments in its backward."""
+
+    def run(*args: Any) -> Any:
+        step(*args)
+        torch.cuda.reset_peak_memory_stats()
+        return step(*args)
+
+    return run
+
+
 def measure(given: dict[str, Any]) -> dict[str, Any]:
+    if given["spec"]["model"]["lora"]:
+        without_kernels()
+        for kind in (ZeroEngine, PipelineEngine):
+            kind.step = second(kind.step)  # type: ignore[method-assign]
     plan = build_plan(Spec.model_validate(given["spec"]), given["ranks"])
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(given["ranks"]), "LOCAL_RANK": "0"}
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=given["ranks"])
     deepspeed.init_distributed(dist_backend="nccl", auto_mpi_discovery=False, verbose=False)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    world = LoneRank(0, given["ranks"], 0, plan.layout, CUDA)
+    setup = setup_of(plan)
+    world = LoneRank(0, given["ranks"], 0, plan.layout, CUDA, trained=_trained(plan, setup.cut))
     meter = Allocator()
     with meter:
-        run_phases(setup_of(plan), world, meter, NoValues())
+        run_phases(setup, world, meter, NoValues())
+    tokens = setup.batch.shape.numel()
+    planned = memory(plan.census, setup.spec, plan.layout, plan.hosts, tokens).stages[0]
     return {
         name: {
             "peak": one.peak["cuda"],
+            "planned": planned.phase(name),
             "collectives": [[*key, *one.collectives[key]] for key in one.collectives],
         }
         for name, one in meter.phases.items()
@@ -59,6 +99,7 @@ def measure(given: dict[str, Any]) -> dict[str, Any]:
 
 def main(output: Path, specs: list[str]) -> None:
     without_values()
+    lora._row_norms = lambda linear: torch.empty(linear.out_features)
     for text in specs:
         if pid := os.fork():
             os.waitpid(pid, 0)

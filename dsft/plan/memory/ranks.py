@@ -18,22 +18,23 @@ from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.memory.attention import BACKWARD, moved_by_split_rows, scores_of
 from dsft.plan.memory.gathered import gathered
-from dsft.plan.memory.layer import activations, chunk_sums, dequantized, forward_only, mlp_chunks
+from dsft.plan.memory.layer import (
+    activations,
+    chunk_sums,
+    dequantized,
+    forward_only,
+    mlp_chunks,
+    of_norms,
+)
+from dsft.plan.memory.logits import embedding, logits_of
 from dsft.plan.memory.offload import swapped, updated_at_once
-from dsft.plan.memory.phases import RankSetup, phases
+from dsft.plan.memory.phases import phases
+from dsft.plan.memory.setup import RankSetup
 from dsft.plan.memory.sizes import (
-    BYTES_PER_LOGIT,
-    PLAIN_BYTES_PER_LOGIT,
-    SCORED_PARTS,
     compute_bytes,
-    gpu_bytes,
-    head_chunk,
-    in_chunks,
-    kept_rows,
     moment_bytes,
     orthogonal_bytes,
     runs_on_cpu,
-    several_tokens,
     with_one_moment,
 )
 from dsft.plan.memory.tensors import NONE, Phase, Row, Tensors, each, one, total
@@ -56,6 +57,10 @@ kernels alone; the size depends on the GPU, the driver and the number of ranks."
 FRAGMENTS = 1 / 40
 """Approximate share of torch's peak allocation that its allocator reserves in addition
 (docs/internals/memory.md)."""
+
+PASSED = 3
+"""Hidden states, with their gradients, that a stage of DeepSpeed's pipeline keeps in its buffers between
+steps: measured on the stand-in GPU in two and four stages."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,7 @@ def stage_memory(
         one_layer=work.one_layer,
         logits=work.logits,
         loading=max(on_device(named[name]) for name in ("load", "flattening") if name in named),
-        between=on_device(named["between"]),
+        between=on_device(named["between"]) + work.passed,
         forward=_evaluation(work, setup),
         kept=gathered(setup, "kept").total if setup.zero == 3 else 0,
         retained=small + large - total(fullest) if setup.on_cpu else 0,
@@ -199,7 +204,9 @@ def _evaluation(work: _Work, setup: RankSetup) -> int:
     """Return what evaluation adds. The head is gathered while the last layer's attention is computed."""
     if setup.zero < 3:
         return max(work.one_layer, work.logits)
-    at_the_end = gathered(setup, "ends").total + max(work.logits, work.one_layer // 2)
+    at_the_end = gathered(setup, "ends").total + max(
+        work.logits, work.one_layer // (1 if setup.frozen else 2)
+    )
     return max(gathered(setup).total + work.one_layer, at_the_end)
 
 
@@ -233,13 +240,15 @@ def of_host(
 @dataclass(frozen=True)
 class _Work:
     """Activations and head in forward, backward and the reduction of a layer's gradients; one_layer, logits:
-    as in RankMemory, for a forward without backward."""
+    as in RankMemory, for a forward without backward; passed: the hidden states that a pipeline's stage keeps
+    between steps."""
 
     forward: Phase
     backward: Phase
     reducing: Phase
     one_layer: int
     logits: int
+    passed: int
 
 
 def _setup(
@@ -279,6 +288,7 @@ def _setup(
         embedding=max((tensor.numel for p, tensor in stored if p.layer is None), default=0),
         module=max(modules.values(), default=0),
         matrix=max((tensor.numel for p, tensor in stored if p.layer is not None), default=0),
+        reads_whole=bool(spec.model.lora and (spec.model.lora.use_dora or spec.model.lora.path)),
         optimizer=devices[0],
         parameters=devices[1],
         groups=2 if spec.optim.weight_decay or spec.optim.groups else 1,
@@ -308,7 +318,7 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
     for parameter in census.stage(stage, cut_of(spec.parallel, census)):
         if parameter.layer is not None:
             found.setdefault(parameter.layer, []).append(parameter)
-    token, hidden = tokens * compute_bytes(spec), _embedding(census)[1]
+    token, hidden = tokens * compute_bytes(spec), embedding(census)[1]
     (scores, flowing_scores, of_forward), (moved, sent) = (
         scores_of(census, spec, tokens),
         moved_by_split_rows(census, spec),
@@ -320,11 +330,14 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
     ]
     largest = max((layer.total for layer in layers), default=0)
     sums = max((chunk_sums(own, spec, chunks) for own in found.values()), key=lambda s: s.total, default=NONE)
-    alone = [forward_only(own, hidden, spec, tokens) for own in found.values()]
+    alone = [
+        forward_only(own, hidden, spec, tokens, chunks if again else 1)
+        for own, again in zip(found.values(), recomputed, strict=True)
+    ]
     one_layer = max(alone, default=0) + sum(moved) * token + of_forward
     inputs = each([hidden] * sum(recomputed) * in_flight, token)
     has_logits = spec.model.head == "vocabulary" and stage == spec.parallel.pipeline_stages - 1
-    logits, gradient, scored = _head(census, spec, tokens) if has_logits else (0, 0, 0)
+    logits, gradient, scored = logits_of(census, spec, tokens) if has_logits else (0, 0, 0)
     narrowed = gradient * compute_bytes(spec) // FP32  # head.py, GradientInForward.backward
     flowing = one(int((largest - scores) * BACKWARD) + flowing_scores) + one(sent * token)
     stored = [layer for layer, again in zip(layers, recomputed, strict=True) if not again]
@@ -334,23 +347,25 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
         arrived = each([hidden] * min(2, sum(recomputed)), token)
         ahead, on_host = sum(stored * in_flight, arrived), inputs
     back = ahead + _recomputed_at_once(layers, recomputed) + (sums if any(recomputed) else NONE)
-    whole = dequantized(chain.from_iterable(found.values()), spec)
+    own = [*chain.from_iterable(found.values())]
+    whole = max(dequantized(own, spec), of_norms(own, spec, trains=True))
     forward: Phase = {
         "activations": ahead,
         "head": one(max(logits, narrowed)) + one(gradient),
         "offloaded": on_host,
-        "buffers": whole,
+        "buffers": one(max(0, whole - logits)),  # the logits come after the last layer
     }
     backward: Phase = {
         "activations": back + flowing,
         "offloaded": on_host,
-        "buffers": whole,
+        "buffers": one(max(0, whole - flowing.total)),  # one product's while few gradients flow
     }
     # of the layer whose gradients are reduced, an MLP's activations are freed
     half, again = largest // 2, any(recomputed)
     left = ahead + one(half) if again else one(max(ahead.total - half, 0))
-    reducing: Phase = {"activations": left, "offloaded": on_host, "buffers": whole}
-    return _Work(forward, backward, reducing, one_layer, scored)
+    reducing: Phase = {"activations": left, "offloaded": on_host, "buffers": one(whole)}
+    passed = PASSED * token * hidden if spec.parallel.pipeline_stages > 1 else 0
+    return _Work(forward, backward, reducing, one_layer, scored, passed)
 
 
 def _recomputed_at_once(layers: Sequence[Tensors], recomputed: Sequence[bool]) -> Tensors:
@@ -363,36 +378,3 @@ def _recomputed_at_once(layers: Sequence[Tensors], recomputed: Sequence[bool]) -
         elif layer.total - freed > most.total:
             most = layer if not freed else one(layer.total - freed)
     return most
-
-
-def _embedding(census: Census) -> tuple[int, int]:
-    """Return the vocabulary size and the hidden size."""
-    found = next((p for p in census.parameters if p.embedding), None)
-    vocabulary, hidden = found.shape if found is not None else (0, 0)
-    return vocabulary, hidden
-
-
-def _head(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
-    """Return the bytes of the logits, of the sum of the chunks' gradients of the weight (0 for fp16,
-    preference pairs and distillation, which do not need it), and of the logits in a forward without backward.
-    Every token counts as a target. The values of a teacher and a student count as logits."""
-    vocabulary, hidden = _embedding(census)
-    chunk = head_chunk("cpu" if runs_on_cpu(spec) else "cuda", gpu_bytes(spec))
-    if spec.reference is not None and spec.reference.columns:
-        return several_tokens(spec, tokens, vocabulary, chunk)
-    if not in_chunks(tokens * vocabulary, chunk):
-        plain = tokens * vocabulary * PLAIN_BYTES_PER_LOGIT
-        return plain, 0, plain
-    scored = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS)
-    if not runs_on_cpu(spec):
-        scored //= 2  # softmax_kernel.py reads the product, and derives no other values
-    outside = [p for p in census.parameters if p.layer is None and p.shape == (vocabulary, hidden)]
-    weights = [p for p in outside if not p.embedding] or outside  # tied: the embedding's
-    if spec.train.precision == "fp16" or not any(p.trained for p in weights):
-        return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), 0, scored
-    if not spec.task_kind.whole:
-        return min(tokens * vocabulary * BYTES_PER_LOGIT, chunk), vocabulary * hidden * FP32, scored
-    row = vocabulary * compute_bytes(spec)
-    stored = kept_rows(tokens, row, chunk)
-    at_once = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS if stored == tokens else chunk)
-    return stored * row + at_once, 0, scored

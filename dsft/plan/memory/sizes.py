@@ -70,7 +70,7 @@ def kept_rows(rows: int, row_bytes: int, chunk: int) -> int:
 
 
 def several_tokens(spec: Spec, tokens: int, vocabulary: int, chunk: int) -> tuple[int, int, int]:
-    """Return what `ranks._head` does where a teacher gives several values for each target, which the loss and
+    """Return what `logits_of` does where a teacher gives several values for each target, which the loss and
     then the backward read. Of a logit the backward has the product, its float32 copy, the gradient and, at
     another temperature than 1, what is divided by it; there is no sum of gradients."""
     assert spec.reference is not None, "there is a teacher"

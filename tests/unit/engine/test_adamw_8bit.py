@@ -10,7 +10,7 @@ from bitsandbytes.optim import AdamW8bit as Theirs
 from torch import Tensor, nn
 
 from dsft.engine.adamw_8bit import AdamW8bit, Part
-from dsft.plan.memory.phases import RankSetup
+from dsft.plan.memory.setup import RankSetup
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 NUMEL = 5000

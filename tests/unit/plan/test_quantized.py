@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from dsft.plan.census import Census, Parameter
+from dsft.plan.memory.layer import activations, dequantized, of_norms
 from dsft.plan.memory.ranks import memory
 from dsft.plan.memory.reference import with_reference
 from dsft.plan.storage import Stored
@@ -44,11 +45,15 @@ def test_less_is_stored_and_gathered(zero: int, make_spec: Any) -> None:
 
 
 def test_a_weight_is_whole_while_its_product_is_computed(make_spec: Any) -> None:
-    spec = make_spec(parallel={"zero_stage": 0}, train={"precision": "bf16"}, data={"max_length": 2048})
-    plain, quantized = (
-        memory(one, spec, layout_of(spec.parallel, 1), {"a": 1}).stages[0] for one in (PLAIN, QUANTIZED)
+    """And not beside the logits, which take more than it where there are many."""
+    spec = make_spec(parallel={"zero_stage": 0}, train={"precision": "bf16"})
+    whole = dequantized([LINEAR, ADAPTER, HEAD], spec)
+    assert whole == 2 * NUMEL + NUMEL // 64 * 4 and dequantized(PLAIN.parameters, spec) == 0
+    one, many = (
+        memory(QUANTIZED, spec, layout_of(spec.parallel, 1), {"a": 1}, tokens).stages[0].buffers
+        for tokens in (1, 4096)
     )
-    assert quantized.buffers - plain.buffers == 2 * NUMEL + NUMEL // 64 * 4
+    assert 0.99 * whole < one <= whole and many == 0
 
 
 EXPERTS = Parameter(
@@ -61,19 +66,32 @@ def test_experts_are_whole_while_their_product_is_computed(
     how: str, whole: int, at_once: int, make_spec: Any
 ) -> None:
     """With the bytes of those that are dequantized by one call, unless these are all."""
-    spec = make_spec(
-        parallel={"zero_stage": 0}, train={"precision": "bf16"}, model={"experts": {"implementation": how}}
-    )
-    plain, quantized = (
-        memory(
-            Census("X", 1, None, (EMBEDDING, replace(EXPERTS, form=form), ADAPTER, HEAD)),
-            spec, layout_of(spec.parallel, 1), {"a": 1},
-        ).stages[0]
-        for form in ("plain", "nf4")
-    )  # fmt: skip
-    assert plain.parameters - quantized.parameters == 128 * (2 * NUMEL - BYTES)
+    spec = make_spec(train={"precision": "bf16"}, model={"experts": {"implementation": how}})
     copied = at_once * NUMEL // 2 if at_once < whole else 0
-    assert quantized.buffers - plain.buffers == 2 * whole * NUMEL + at_once * NUMEL // 64 * 4 + copied
+    found = dequantized([replace(EXPERTS, form="nf4")], spec)
+    assert found == 2 * whole * NUMEL + at_once * NUMEL // 64 * 4 + copied
+
+
+def test_frozen_experts_keep_no_inputs_for_the_backward(make_spec: Any) -> None:
+    spec = make_spec(train={"precision": "bf16"})
+    own = [replace(EXPERTS, form="nf4")]
+    adapters = [replace(EXPERTS, name=f"{EXPERTS.name}_{n}.lora_A", shape=(128, 2, 1024)) for n in "ab"]
+    frozen, adapted = (activations(one, 1024, spec, 16, 1).total for one in (own, own + adapters))
+    token = 16 * 2 * 8  # of the copies for eight experts, in bf16
+    assert (frozen, adapted) == (token * 2 * 1024, token * (3 * 1024 + 2 * 2))
+
+
+def test_dora_needs_its_norms_and_keeps_both_outputs(make_spec: Any) -> None:
+    """The identity (1024, 1024), and four matrices of the weight's shape, one of them dequantized."""
+    spec = make_spec(train={"precision": "bf16"})
+    wide = replace(LINEAR, shape=(3072, 1024))
+    magnitude = replace(ADAPTER, name="layers.0.up.lora_magnitude_vector", shape=(3072,))
+    assert of_norms([wide, ADAPTER], spec, trains=True) == 0
+    assert of_norms([wide, magnitude], spec, trains=True) == 2 * (NUMEL + 4 * 3 * NUMEL)
+    plain = [replace(wide, form="plain"), magnitude]
+    assert of_norms(plain, spec, trains=False) == 2 * 3 * 3 * NUMEL
+    without, kept = (activations(own, 1024, spec, 16, 1).total for own in ([wide], [wide, magnitude]))
+    assert kept - without == 16 * 2 * 2 * 3072
 
 
 def test_a_live_reference_is_in_4_bits_too(make_spec: Any) -> None:
