@@ -187,6 +187,8 @@ def _of_quantize(case: Mapping[str, Any]) -> Shown:
         IN_4_BITS.title: not case.get("dora"),
         f"ZeRO {case['zero']}": True,
         "pipeline": case.get("stages", 1) > 1,
+        SPLIT: case.get("split", 1) > 1,
+        "parameters in host memory": case.get("offload", False),
         "packing": case.get("packed", False),
         "gradient checkpointing": case.get("checkpointing", False),
         case.get("precision", "fp32"): True,
