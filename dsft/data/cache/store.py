@@ -188,11 +188,10 @@ def _head(
             break
     format = refusal = None
     try:
-        chosen = formats.choose(source, rows, task, labels) if rows else None
         if absent and rows:
             has = f"the first has {quoted(rows[0].row or {})}; correct the name, or leave it out"
             raise BadRowError(f"columns names {quoted(absent)}, which no row of the source has; {has}")
-        format = chosen
+        format = formats.choose(source, rows, task, labels) if rows else None
     except BadRowError as error:
         refusal = (rows[0].number, str(error))
         bad_rows, bad = bad_rows + 1, [*bad, refusal]
