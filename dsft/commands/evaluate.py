@@ -22,6 +22,7 @@ from dsft.commands.on_ranks import CHANGED, on_ranks, spec_of
 from dsft.errors import CheckpointError, MissingInputError, Problem, SpecError, printable
 from dsft.plan.tables import printed, table
 from dsft.spec.document import quote
+from dsft.spec.layout import fewest_ranks
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 from dsft.spec.task import task_of_export
@@ -163,7 +164,7 @@ def _spec(name: str, target: Target, overrides: Sequence[str], files: Sequence[s
 def _ranks(spec: Spec) -> int:
     import torch
 
-    return torch.cuda.device_count() or spec.parallel.fewest_ranks
+    return torch.cuda.device_count() or fewest_ranks(spec.parallel)
 
 
 def report(result: Mapping[str, Any], path: Path) -> str:

@@ -17,7 +17,7 @@ from dsft.plan.reference import has_engine, other_model, reference_model
 from dsft.plan.traffic import Flow, traffic
 from dsft.spec.architecture import heads_not_divided
 from dsft.spec.batch import BatchSizes
-from dsft.spec.layout import Layout, batch_on, layout_of
+from dsft.spec.layout import Layout, batch_on, fewest_ranks, layout_of
 from dsft.spec.patterns import group_problems
 from dsft.spec.rules import warnings
 from dsft.spec.schema import Spec
@@ -137,7 +137,7 @@ def rank_ranges(layout: Layout, hosts: Mapping[str, int]) -> list[RankRange]:
 
 def _hosts(spec: Spec, world_size: int | None) -> Mapping[str, int]:
     if spec.cluster is None:
-        return {THIS_HOST: world_size or spec.parallel.fewest_ranks}
+        return {THIS_HOST: world_size or fewest_ranks(spec.parallel)}
     slots = sum(spec.cluster.hosts.values())
     if world_size not in (None, slots):
         message = f"the hosts have {slots} slots, not {world_size}; leave --processes out or change the hosts"

@@ -31,7 +31,7 @@ from dsft.preview.problems import (
 )
 from dsft.preview.tokens import Token, tokens_of
 from dsft.spec.batch import BatchSizes
-from dsft.spec.layout import batch_on, layout_of
+from dsft.spec.layout import batch_on, fewest_ranks, layout_of
 from dsft.spec.schema import Spec
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def collect(
     tokenizer, SpecError if the batch sizes do not fit the ranks."""
     train = spec.train
     total, micro, steps = train.global_batch_size, train.micro_batch_size, train.accumulation_steps
-    processes = spec.parallel.fewest_ranks
+    processes = fewest_ranks(spec.parallel)
     if total and micro and steps:
         processes = total // (micro * steps) * spec.parallel.pipeline_stages * spec.parallel.sequence_parallel
     if spec.cluster:

@@ -33,7 +33,7 @@ from dsft.rank.start import run_ranks
 from dsft.reference.start import SCRIPT
 from dsft.remote import without_rank_variables
 from dsft.report.jsonl import read_metrics
-from dsft.spec.layout import Layout, batch_on, layout_of
+from dsft.spec.layout import Layout, batch_on, fewest_ranks, layout_of
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 from dsft.system.run_folder import step_folder
@@ -73,9 +73,12 @@ class Proof:
 def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
     """Make the model, the runs and the loop. processes: by default 2, or the fewest of the layout. Raises
     DsftError, of a run that fails with its exit code."""
-    together = spec.parallel.fewest_ranks
+    copied = min(spec.parallel.zero_hpz_partition_size, 2)  # else two times as many processes as a host has
+    parallel = spec.parallel.model_copy(update={"zero_hpz_partition_size": copied})
+    spec = spec.model_copy(update={"parallel": parallel})
+    together = fewest_ranks(parallel)
     alone = together > 1 or torch.cuda.device_count() == 1
-    layout, other = layout_of(spec.parallel, processes or (together if alone else 2)), Layout(1, 1, 1)
+    layout, other = layout_of(parallel, processes or (together if alone else 2)), Layout(1, 1, 1)
     tokenizer, _ = open_tokenizer(spec.model)
     choose_template(tokenizer, spec.data.chat_template, spec.data.thinking)
     build(spec, tokenizer, folder)
@@ -118,8 +121,10 @@ def _models(small: Spec, folder: Path) -> tuple[torch.nn.Module, torch.nn.Module
     scores = model.head == "score"
     with own_names() if adapter else nullcontext():
         loaded = plain.load(folder / MODEL, adapter, scores, device, model.quantize, whole)
-    other = small.reference is not None and other_model(small) is not None
-    return loaded, plain.load(folder / REFERENCE, None, scores, device) if other else None
+    if small.reference is None or other_model(small) is None:
+        return loaded, None
+    form = small.reference.reference_quantize
+    return loaded, plain.load(folder / REFERENCE, None, scores, device, form)
 
 
 def _resumed(values: Mapping[str, Any], small: Spec, layout: Layout, folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from dsft.plan.reference import check_precomputed, reference_parallel
 from dsft.rank.start import run_ranks
 from dsft.remote import without_rank_variables
+from dsft.spec.layout import fewest_ranks
 from dsft.spec.load import load_spec
 
 SCRIPT = Path(__file__).parents[1] / "train.py"
@@ -25,7 +26,7 @@ def start(spec: Path, overrides: Sequence[str], ranks: int | None) -> int:
     if ranks is None:
         import torch
 
-        ranks = torch.cuda.device_count() or reference_parallel(loaded).fewest_ranks
+        ranks = torch.cuda.device_count() or fewest_ranks(reference_parallel(loaded))
     argv = [sys.executable, str(SCRIPT), str(spec), *overrides, "--reference_only", "--any_ranks"]
     environ = without_rank_variables(os.environ)
     if ranks > 1:

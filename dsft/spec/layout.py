@@ -92,6 +92,13 @@ def layout_of(parallel: Parallel, world_size: int) -> Layout:
     return Layout(world_size, stages, together)
 
 
+def fewest_ranks(parallel: Parallel) -> int:
+    """Return the smallest number of ranks of which there is a layout."""
+    copied = parallel.zero_hpz_partition_size
+    found = math.lcm(parallel.pipeline_stages * parallel.sequence_parallel, copied)
+    return 2 * found if 1 < found == copied else found
+
+
 def batch_on(spec: Spec, layout: Layout) -> BatchSizes:
     """Return the batch sizes of a run with this layout. Raise SpecError if they do not fit."""
     train, groups = spec.train, layout.data_parallel

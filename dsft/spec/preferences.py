@@ -139,8 +139,8 @@ def _own_reference(spec: Spec, own: Reference) -> Iterator[Finding]:
         )
         message += "too; set that to adapter, or leave one of these out"
         yield value_finding(spec, "model.quantize", message, key, saved)
-    if own.reference_model is None:
-        reason = "has no effect without reference_model, since the start of the policy has its own bits"
+    if own.reference_model is None and own.is_start:
+        reason = "has no effect without reference_model, since the start is stored as model.quantize says"
         yield from _unused(spec, own, ("reference_quantize",), "reference_model", reason)
     if own.reference == "live":
         reason = "has no effect with reference live, which stores nothing"

@@ -6,7 +6,7 @@ A default written here is the value that the run uses, except where the docstrin
 
 from __future__ import annotations
 
-from math import ceil, lcm
+from math import ceil
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -356,8 +356,7 @@ class Distill(Reference):
     reference_model: Text | None = None
     """Hub id or folder of the teacher, which must have the student's tokenizer; required."""
     recheck_rows: Natural = 0
-    """Number of stored examples, chosen at random, that the teacher is loaded for and scores again at the
-    start; 0: none."""
+    """Number of random stored examples that the teacher, loaded for it, scores again at a start; 0: none."""
     top_k: Count = 64
     """The teacher's most probable tokens of each target that are compared one by one; all others are compared
     as one."""
@@ -425,12 +424,6 @@ class Parallel(Section):
     allow_torch_adam: bool = False
     """Use torch's Adam if DeepSpeed's CPU Adam cannot be compiled, instead of stopping."""
 
-    @property
-    def fewest_ranks(self) -> int:
-        """The smallest number of ranks that this layout can have."""
-        together, copied = self.pipeline_stages * self.sequence_parallel, self.zero_hpz_partition_size
-        return together if copied == 1 else lcm(together, 2 * copied)
-
 
 class Train(Section):
     """Batch sizes, length of the run, precision. Give two of the three batch keys; the third follows."""
@@ -467,8 +460,7 @@ class Train(Section):
     compare_ranks_every: Count | None = 100
     """Steps between bitwise comparisons of replicated weights; null: only before checkpoints."""
     neftune_alpha: Positive | None = None
-    """NEFTune: α of the noise within ±α ÷ √(tokens × hidden size) added to embeddings in training, such as
-    5."""
+    """NEFTune: α of noise within ±α ÷ √(tokens × hidden size) added to embeddings in training, such as 5."""
     label_smoothing: Beta = 0.0
     """Probability mass that is taken from the target and spread evenly over all tokens."""
 
@@ -643,8 +635,7 @@ class Spec(Section):
     cluster: Cluster | None = None
     """The hosts; without this section the run accepts any number of processes."""
     wandb: Wandb | None = None
-    """Weights & Biases; without this section a run is recorded only if WANDB_PROJECT and an API key are
-    set."""
+    """Weights & Biases; without this section used only if WANDB_PROJECT and an API key are set."""
     tensorboard: bool = False
     """Also write TensorBoard's files, to OUTPUT_DIR/NAME/tensorboard."""
     swanlab: SwanLab | None = None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from dsft.spec.layout import fewest_ranks
 from dsft.spec.schema import Data, Model, Source, Spec
 
 
@@ -22,8 +25,9 @@ def summary(spec: Spec) -> str:
         split += f", a copy of the parameters on each {parallel.zero_hpz_partition_size} ranks"
     offloads = (("optimizer", parallel.offload_optimizer), ("parameters", parallel.offload_parameters))
     offload = "".join(f", {what} on {one.device}" for what, one in offloads if one.device != "none")
-    least = parallel.fewest_ranks
-    world = "any number of processes" if least == 1 else f"any multiple of {least} processes"
+    step, least = math.lcm(size, parallel.zero_hpz_partition_size), fewest_ranks(parallel)
+    world = "any number of processes" if step == 1 else f"any multiple of {step} processes"
+    world += f", at least {least}" * (least > step)
     total, micro, steps = train.global_batch_size, train.micro_batch_size, train.accumulation_steps
     if cluster is not None:
         hosts = len(cluster.hosts)

@@ -272,7 +272,9 @@ def test_the_summary_counts_the_processes_of_stages_and_groups() -> None:
     path = REPOSITORY / "specs" / "quickstart.yaml"
     where = "2 pipeline stages, each row split over 2 ranks"
     assert f"{where}; 12 processes, by" in summary(load_spec(path, [*split, *sizes]))
-    assert f"{where}; any multiple of 4 processes" in summary(load_spec(path, split))
+    assert f"{where}; any multiple of 4 processes\n" in summary(load_spec(path, split))
+    copied = ["parallel.zero_stage=3", "parallel.zero_hpz_partition_size=2"]
+    assert "; any multiple of 2 processes, at least 4\n" in summary(load_spec(path, copied))
 
 
 def test_output_to_a_full_disk_is_an_error() -> None:

@@ -44,6 +44,9 @@ def test_a_reference_in_4_bits_is_refused_where_it_is_not_supported(
     other = {"dpo": {"reference_model": "owner/other", "reference_quantize": "nf4"}}
     key = "dpo.reference_quantize"
     assert key not in found("dpo", model={"quantize": None}, **other)
+    assert set(found("distill", distill=other["dpo"] | {"reference_model": None})) == {
+        "distill.reference_model"
+    }
     assert reason in found("dpo", model={"quantize": None}, **other | sections)[key]
 
 
