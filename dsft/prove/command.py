@@ -130,13 +130,14 @@ def _weights(
 
 def _mode(spec: Spec, layout: Layout) -> str:
     """Return what is trained how, in words."""
-    parallel = spec.parallel
+    parallel, is_copied = spec.parallel, spec.parallel.zero_hpz_partition_size > 1
     words = {
         f"{spec.task}, {spec.train.precision}, ZeRO {parallel.zero_stage}": True,
         f"a pipeline of {layout.pipeline_stages}": layout.pipeline_stages > 1,
         f"rows split over {layout.sequence_parallel}": layout.sequence_parallel > 1,
         f"optimizer on {parallel.offload_optimizer.device}": parallel.offload_optimizer.device != "none",
         f"parameters on {parallel.offload_parameters.device}": parallel.offload_parameters.device != "none",
+        f"a copy of the parameters on each {parallel.zero_hpz_partition_size} processes": is_copied,
         "packed": spec.data.packing,
         "LoRA": spec.model.lora is not None,
         f"{spec.model.quantize}": spec.model.quantize is not None,

@@ -93,7 +93,10 @@ MODES: dict[str, tuple[str, ...]] = {
     "reward": (*PAIRS[1:], "task=reward", "data.packing=true"),
     "orpo": (*PAIRS, "dpo.loss_type=orpo", "parallel.zero_stage=0"),
     "ipo": (*PAIRS, "dpo={loss_type: ipo, sft_weight: 0.5}", "train.precision=bf16"),
-    "frozen": ("model.trainable=['*layers.1.*']", "parallel.zero_stage=3"),
+    "frozen": (
+        "model.trainable=['*layers.1.*']",
+        "parallel={zero_stage: 3, zero_hpz_partition_size: 8}",
+    ),
     "dora": (*PAIRS, "model.lora={rank: 4, use_dora: true, modules_to_save: [lm_head]}"),
     "mixture": (MIXTURE, "model.lora={rank: 4}", "parallel.zero_stage=3"),
     "kto": (*PAIRS[1:], "task=kto", "kto.undesirable_weight=0.5", HELD_OUT, "parallel.zero_stage=2"),
@@ -105,7 +108,10 @@ MODES: dict[str, tuple[str, ...]] = {
         HELD_OUT,
         "parallel.zero_stage=3",
     ),
-    "distill": ("task=distill", "distill={reference_model: BASE, top_k: 8, temperature: 2}"),
+    "distill": (
+        "task=distill",
+        "distill={reference_model: BASE, reference_quantize: nf4, top_k: 8, temperature: 2}",
+    ),
     "jsd": ("task=distill", "distill={reference_model: BASE, reference: live, loss_type: jsd}", *PACKED),
     "nf4": ("model={name_or_path: BASE, quantize: nf4, lora: {rank: 4}}", "parallel.zero_stage=2"),
     "fp4": (*PAIRS, "model={name_or_path: BASE, quantize: fp4, lora: {rank: 4}}", "train.precision=bf16"),
@@ -144,6 +150,7 @@ def test_a_mode_is_certified(
     assert len(set(figures)) >= 6, "the steps differ from each other"
     assert mode in ("reward", "classify") or certificate["masks"]["compared"] >= 10
     assert "hold" in capsys.readouterr().out
+    assert mode != "frozen" or "copy of the parameters on each 2 processes, 4 proc" in certificate["mode"]
 
 
 STOPS = "stops"  # dsft's own checks end the run
