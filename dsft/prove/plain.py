@@ -65,12 +65,7 @@ class Outcome:
 
 
 def load(
-    folder: Path,
-    adapter: Path | None,
-    scores: bool,
-    device: str,
-    form: str | None = None,
-    whole: Sequence[str] = (),
+    folder: Path, adapter: Path | None, scores: bool, device: str, form: str | None, whole: Sequence[str]
 ) -> nn.Module:
     """Return the model of a folder in float32, with a trainable adapter of peft if there is one. form: of 4
     bits, in which the weights are stored that no pattern of `whole` matches."""
@@ -328,12 +323,10 @@ def _divergence(teacher: Tensor, student: Tensor, keys: Mapping[str, Any]) -> Te
     top = p[:, : q.shape[1]].topk(keys["top_k"], -1).indices
 
     def outcomes(logs: Tensor) -> Tensor:
+        if keys["top_k"] == logs.shape[1]:
+            return logs.gather(1, top)
         rest = logs.scatter(1, top, -torch.inf).logsumexp(1, keepdim=True)
-        return (
-            logs.gather(1, top)
-            if keys["top_k"] == logs.shape[1]
-            else torch.cat([logs.gather(1, top), rest], 1)
-        )
+        return torch.cat([logs.gather(1, top), rest], 1)
 
     def kl(p: Tensor, q: Tensor) -> Tensor:
         return (p.exp() * (p - q)).sum()

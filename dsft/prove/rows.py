@@ -110,10 +110,8 @@ def _conversation(sample: Conversation, tokenizer: Any, data: Data) -> Row | str
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     added, trained = set(tokenizer.added_tokens_decoder), [False] * len(encoded.input_ids)
     for number in answers[-1:] if data.train_on == "last" else answers:
-        prompt, words = (
-            render(messages[:number], add_generation_prompt=True),
-            messages[number]["content"].strip(),
-        )
+        prompt = render(messages[:number], add_generation_prompt=True)
+        words = messages[number]["content"].strip()
         start = text.find(words, len(prompt))
         if not text.startswith(prompt) or start < 0 or prompt.rstrip().endswith("<think>"):
             return "a template that writes answers otherwise than it prompts for them"

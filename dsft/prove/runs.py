@@ -124,7 +124,7 @@ def _models(small: Spec, folder: Path) -> tuple[torch.nn.Module, torch.nn.Module
     if small.reference is None or other_model(small) is None:
         return loaded, None
     form = small.reference.reference_quantize
-    return loaded, plain.load(folder / REFERENCE, None, scores, device, form)
+    return loaded, plain.load(folder / REFERENCE, None, scores, device, form, ())
 
 
 def _resumed(values: Mapping[str, Any], small: Spec, layout: Layout, folder: Path) -> dict[str, Any]:

@@ -64,11 +64,8 @@ def small_spec(spec: Spec, folder: Path, ranks: int) -> dict[str, Any]:
     values |= {"name": "run", "output_dir": str(folder), "wandb": {"mode": "disabled"}}
     values["checkpoint"] = {"every": SAVED, "keep_last": None, "resume": "never"}
     values["parallel"] |= {"pipeline_cut": "parameters"}
-    values["model"] |= {
-        **dict.fromkeys(("from_config", "tokenizer")),
-        "name_or_path": str(folder / MODEL),
-        "add_tokens": [],
-    }
+    values["model"] |= {"from_config": None, "tokenizer": None, "add_tokens": []}
+    values["model"]["name_or_path"] = str(folder / MODEL)
     if lora is not None:
         values["model"]["lora"] |= {"path": str(folder / ADAPTER), "dropout": 0.0}
     values["data"] |= {

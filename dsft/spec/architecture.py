@@ -71,11 +71,11 @@ def quantization(config: Mapping[str, Any], form: str | None) -> str | None:
     for key in ("quantization_config", "compression_config"):
         if config.get(key):
             if (own := _in_4_bits(config[key])) is not None:
-                way_out = (
-                    f"set model.quantize: {own}, with model.lora (of a reference_model reference_quantize: "
+                ways = (
+                    f"set model.quantize: {own}, with model.lora (for a reference_model, set its section's "
                 )
-                way_out += f"{own}), or use the model that was quantized"
-                return None if form == own else f"the model's weights are in 4 bits ({own}); {way_out}"
+                ways += f"reference_quantize: {own}), or use the model that was quantized"
+                return None if form == own else f"the model's weights are in 4 bits ({own}); {ways}"
             method = config[key].get("quant_method") if isinstance(config[key], Mapping) else None
             named = f"{key} ({quote(method)})" if method else key
             message = f"the model's config has {named}, so its weights are quantized and cannot be trained; "
