@@ -30,8 +30,8 @@ def ask_for_top(policy: Policy, spec: Spec, facts: TokenFacts) -> None:
     assert isinstance(own, Distill), "the task has a teacher"
     models = reference_model(spec), spec.model
     teacher, student = (resolve_config(model, facts).get_text_config().vocab_size for model in models)
-    # a teacher with fewer tokens must leave some mass to the rest, or reverse_kl would be infinite
-    most = student if student <= teacher else teacher - 1
+    # where one model has fewer tokens, its rest must have some mass too, or a divergence would be infinite
+    most = student if student == teacher else min(student, teacher) - 1
     if own.top_k > most:
         message = (
             f"{own.top_k:,}, but the teacher has {teacher:,} tokens and the student {student:,}; set at "
