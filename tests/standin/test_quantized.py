@@ -25,13 +25,13 @@ FEW = {"num_hidden_layers": 8}
 DORA, ON_EXPERTS = {"use_dora": True}, {"target_modules": ["experts", "q_proj"]}
 ALWAYS: dict[str, dict[str, Any]] = {
     "ZeRO 3, 4 ranks": {"zero": 3, "ranks": 4},
-    "ZeRO 1, stage 0 of 4, 8 ranks": {"zero": 1, "ranks": 8, "stages": 4},
     "8 layers, ZeRO 0, DoRA": {"zero": 0, "lora": DORA, "config": FEW},
     "4 layers, ZeRO 0, adapters on experts": {
         "zero": 0, "lora": ON_EXPERTS, "config": MIXTURE | {"num_hidden_layers": 4},
     },
 }  # fmt: skip
 CASES = ALWAYS | {
+    "ZeRO 1, stage 0 of 4, 8 ranks": {"zero": 1, "ranks": 8, "stages": 4},
     "ZeRO 0, no checkpointing": {"zero": 0, "checkpointing": False},
     "ZeRO 2": {"zero": 2},
     "ZeRO 2, 2 ranks, no checkpointing": {"zero": 2, "ranks": 2, "checkpointing": False},
