@@ -93,7 +93,7 @@ def rehearse(path: Path, overrides: Sequence[str], ranks: int, *, as_json: bool)
     known here."""
     spec = load_spec(path, overrides, check_files=False)
     if not 1 <= ranks <= MOST_RANKS:
-        raise _refused("ranks", f"{ranks} is not between 1 and {MOST_RANKS}; rehearse fewer")
+        raise _refused("ranks", f"{ranks} is not between 1 and {MOST_RANKS}; give a number of these")
     _check_known(spec)
     plan = build_plan(_on_hosts(spec, ranks), ranks)
     setup = setup_of(plan)
