@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from dsft.data.rows import FIELDS, Rendered
 from dsft.system.files import TEMPORARY, sync_folder
 
-VERSION = 8
+VERSION = 9
 """Version of the cache. Increase it when the same file, format, chat template and tokenizer give different
 rows, tokens or masks, or when the arrays of a block change: blocks of other versions are not read.
 tests/unit/data/test_data_version.py checks it."""

@@ -1,9 +1,10 @@
 """Read JSON Lines, and lists of JSON objects, strictly.
 
-Each object has the line it starts on, and so has each mistake. The encoding is UTF-8; a byte order mark and
-blank lines are skipped. Everything else that RFC 8259 does not allow is a mistake, as are NaN, Infinity, a
-repeated key and a row that is not an object. After a mistake, reading of JSON Lines continues with the next
-line; reading of a list continues if its syntax is still intact.
+Each object has the line it starts on, and so has each mistake; the objects of a list that is a single line
+have their number in it. The encoding is UTF-8; a byte order mark and blank lines are skipped. Everything else
+that RFC 8259 does not allow is a mistake, as are NaN, Infinity, a repeated key and a row that is not an
+object. After a mistake, reading of JSON Lines continues with the next line; reading of a list continues if
+its syntax is still intact.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def is_list(path: Path, *, compressed: bool = False) -> bool:
 
 
 def json_list(path: Path, *, compressed: bool = False) -> Iterator[Line]:
-    """Yield the elements of a list, each with the line it starts on. The file is read whole."""
+    """Yield the elements of a list, each with the line it starts on, or its number in the list if all are on
+    one line. The file is read whole."""
     try:
         with open_bytes(path, compressed=compressed) as opened:
             content = opened.read().removeprefix(BYTE_ORDER_MARK)
@@ -146,9 +148,10 @@ def _elements(text: str) -> Iterator[Line]:
     """Yield the elements of a list, given its text, up to the first mistake of its syntax."""
     decoder, separator = _Decoder(), _BEGIN.match(text)
     position = end = 0
-    number = 1  # the line of `position`
+    is_one_line = "\n" not in text.strip(WHITE_SPACE)
+    number = 0 if is_one_line else 1  # of the element at `position`, or of its line
     while separator is not None and separator[1] != "]":
-        number += text.count("\n", position, separator.end())
+        number += 1 if is_one_line else text.count("\n", position, separator.end())
         position = separator.end()
         try:
             value, end, mistake = decoder.decode(text, position)
@@ -158,7 +161,8 @@ def _elements(text: str) -> Iterator[Line]:
         except ValueError as error:
             is_last = text[position : position + 1] == "]"
             reason = "a comma before the closing ]" if is_last else _syntax(error, text)
-            yield Line(getattr(error, "lineno", number), mistake=f"{reason}{STOPS}")
+            at = number if is_one_line else getattr(error, "lineno", number)
+            yield Line(at, mistake=f"{reason}{STOPS}")
             return
         if end - position > MAX_LINE:
             mistake = TOO_LONG.format(f"the element has {end - position:,} characters")

@@ -171,7 +171,7 @@ def test_a_list_has_its_elements_with_their_lines(
     assert [line.row for line in found if line.mistake is None] == [v for v in values if isinstance(v, dict)]
     assert len(found) == len(values)
     if indent is None:
-        assert {line.number for line in found} <= {1}
+        assert [line.number for line in found] == list(range(1, len(values) + 1))
     elif not any(isinstance(value, list | dict) and value for value in values):
         assert [line.number for line in found] == list(range(2, len(values) + 2))
 
