@@ -204,11 +204,12 @@ def validate(
     checked = load_spec(spec, overrides or (), check_files=not no_files)
     batch = cluster_batch(checked)
     sources = (*checked.data.train, *checked.data.eval)
+    of_rows: list[str] = []
     if not no_files and not all(source.path.startswith(BUILTIN_PREFIX) for source in sources):
         from dsft.data.cache.store import check_first_rows
 
-        check_first_rows(checked)
-    for warning in (*warnings(checked, check_files=not no_files), *missing_packages(checked)):
+        of_rows = check_first_rows(checked)
+    for warning in (*warnings(checked, check_files=not no_files), *missing_packages(checked), *of_rows):
         _print(f"warning: {warning}", error=True)
     _print(f"valid: {spec}")
     _print(summary(checked))

@@ -18,6 +18,7 @@ from dsft.checkpoint.compare import NOW, WAS, changed_files, other_rows
 from dsft.model.config import new_rows, resolve_config
 from dsft.model.files import digests, model_files
 from dsft.model.lora import CONFIG, WEIGHTS
+from dsft.plan.reference import other_model
 from dsft.setup.identity import config_keys, tokenizer_digest
 from dsft.setup.inputs import Inputs
 from dsft.spec.differences import first_difference, json_differences
@@ -47,9 +48,12 @@ class Key:
     quantize    the form of weights in 4 bits, and model.quantize_skip; only where weights are quantized
     also        the fingerprint of each of `Inputs.also_scored`; only where there are any
     scored      `Reference.scored`, and how many tokens the policy has; only of a teacher
+
+    quantize: the spec's key that decides the form of the reference's weights.
     """
 
     components: Components
+    quantize: str = "model.quantize"
 
     @cached_property
     def digest(self) -> str:
@@ -84,7 +88,8 @@ def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
             **({"quantize": [model.quantize, *model.quantize_skip]} if model.quantize else {}),
             **({"also": [one.fingerprint for one in inputs.also_scored]} if inputs.also_scored else {}),
             **({"scored": asked | {"vocab_size": vocabulary}} if asked else {}),
-        }
+        },
+        spec.own_key("reference_quantize") if other_model(spec) else "model.quantize",
     )
 
 
@@ -109,9 +114,15 @@ def paths_of(model: Model) -> tuple[list[Path], list[Path]]:
 # --- what differs -----------------------------------------------------------------------------------------
 
 
-def differences(then: Components, now: Components) -> list[str]:
+def differences(then: Components, now: Components, quantize: str = "model.quantize") -> list[str]:
     """Return a clause for each component that differs, in terms of the spec: the old value, then the new
-    one."""
+    one. quantize: as in `Key`."""
+
+    def named(one: Components) -> Components:
+        form, *skip = one.get("quantize") or [None]
+        return {**one, "quantize": {quantize: form, "model.quantize_skip": skip}}
+
+    then, now = named(then), named(now)
     clauses = [
         clause
         for name, describe in _CLAUSES.items()
@@ -163,9 +174,7 @@ _CLAUSES: Mapping[str, Any] = {
     "truncation": lambda then, now: _values("data.", then, now),
     "data": _other_data,
     "precision": lambda then, now: [f"train.precision was {then}, now {now}"],
-    "quantize": lambda then, now: [
-        f"reference_quantize, or model.quantize and quantize_skip were {then}, now {now}"
-    ],
+    "quantize": lambda then, now: _values("", then, now),
     "scored": lambda then, now: _values("of the teacher's tokens ", then, now),
     "also": lambda then, now: [
         "the steps (train.seed, the global batch size) pair prompts and answers otherwise"

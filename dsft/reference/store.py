@@ -104,10 +104,10 @@ class Store:
             raise self._not_read(error) from None
         now = json.loads(json.dumps(self.key.components))
         if then is not None and then != now:
+            differ = "; ".join(differences(then, now, self.key.quantize))
             raise CheckpointError(
-                f"{self.folder} has log-probabilities of another reference or of other rows: "
-                f"{'; '.join(differences(then, now))}. Change these back, set {self.setting} to another "
-                "folder, or leave it out."
+                f"{self.folder} has log-probabilities of another reference or of other rows: {differ}. "
+                f"Change these back, set {self.setting} to another folder, or leave it out."
             )
 
     def prepare(self) -> None:

@@ -78,10 +78,9 @@ ROWS: tuple[Row, ...] = (
       for key, values in (
           (PRECISION, ("bf16", "fp32")), (f"{PARAMETERS}.device", ("none", "cpu")),
       )),
-    *((f"{section}.reference_quantize", given, {key: other_than(*values)},
-       f"is not supported with {key} {{{key}!r}}; set that to {values[0]}, or leave this out")
-      for section, kind in SECTIONS.items() if issubclass(kind, Reference)
-      for key, values in ((PRECISION, ("bf16", "fp32")), (SPLIT, (1,)))),
+    *((f"{section}.reference_quantize", given, {PRECISION: other_than("bf16", "fp32")},
+       f"is not supported with {PRECISION} {{{PRECISION}!r}}; set that to bf16, or leave this out")
+      for section, kind in SECTIONS.items() if issubclass(kind, Reference)),
     # sequence parallelism
     (f"{SPLIT}_across_hosts", bool, {SPLIT: (1,)},
      f"has no effect without {SPLIT}; set that to the number of ranks of a group, or leave this out"),

@@ -269,7 +269,7 @@ def test_a_teacher_in_4_bits_is_scored_as_transformers_scores_it(
         moved = max(moved, float((logps - others).abs().max()))
     assert moved > 0.01
     done = train(spec, options[1], nproc=1)
-    assert "quantize_skip were ['nf4'], now None" in " ".join((done.stdout + done.stderr).split())
+    assert "distill.reference_quantize was 'nf4', now null" in " ".join((done.stdout + done.stderr).split())
 
 
 def test_precisions_layouts_and_offload_run(models: tuple[Path, Path], tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ ALWAYS: tuple[dict[str, Any], ...] = (
     {"zero": 3, "of": "mixture", "targets": ["experts", "q_proj"], "packed": True},
     {"zero": 2, "task": "reward", "packed": True},
     {"zero": 1, "stages": 2, "task": "distill"},
-    {"zero": 1, "split": 2, "packed": True},
+    {"zero": 1, "split": 2, "packed": True, "task": "distill"},  # the teacher's rows are split, too
     {"zero": 3, "of": "mixture", "split": 2, "checkpointing": True},
     {"zero": 3, "offload": True, "checkpointing": True},
 )

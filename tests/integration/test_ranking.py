@@ -1,4 +1,4 @@
-"""A task that is no part of dsft: registered, trained over ZeRO 2 and a pipeline, equal to a plain loop."""
+"""Tasks that are no part of dsft: registered, trained over ZeRO 2 and a pipeline, equal to a plain loop."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tests.launching import ROOT
 SCRIPT = Path(__file__).with_name("ranking.py")
 STEPS, BATCH, RATE = 4, 6, 5e-3
 TEXTS = [f"{'fox ' * (1 + 7 * number % 5)}{number} jumps" for number in range(3 * BATCH)]
+WEIGHTS = [0.25 * (number % 7) for number in range(len(TEXTS))]
+EXAMPLES = {"ranking": BATCH, "weighted": len(TEXTS)}
 
 
 def test_the_page_has_this_task() -> None:
@@ -22,7 +24,7 @@ def test_the_page_has_this_task() -> None:
     assert f"```python\n{SCRIPT.read_text(encoding='utf-8')}```" in page
 
 
-def plain(model: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+def plain(model: Path, task: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """All examples in each step, row by row, in float64: the losses, and the final weights."""
     causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -34,10 +36,11 @@ def plain(model: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
         return logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]].sum()
 
     for _ in range(STEPS):
-        triples = [
-            torch.stack([log_probability(ids) for ids in rows[i : i + 3]]) for i in range(0, len(rows), 3)
-        ]
-        loss = -torch.stack([triple.log_softmax(0)[0] for triple in triples]).mean()
+        logps = torch.stack([log_probability(ids) for ids in rows])
+        if task == "ranking":
+            loss = -logps.view(-1, 3).log_softmax(1)[:, 0].mean()
+        else:
+            loss = -(logps * torch.tensor(WEIGHTS)).sum() / sum(len(ids) - 1 for ids in rows)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -49,14 +52,18 @@ def plain(model: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     ("name", "parallel", "packing"),
     [("sharded", "zero_stage=2", "false"), ("stages", "pipeline_stages=2", "true")],
 )
-def test_third_task_equals_plain_loop(tmp_path: Path, name: str, parallel: str, packing: str) -> None:
+@pytest.mark.parametrize("task", EXAMPLES)
+def test_third_task_equals_plain_loop(
+    tmp_path: Path, task: str, name: str, parallel: str, packing: str
+) -> None:
     model = write_model(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    rows = [{"text": text, "weight": weight} for text, weight in zip(TEXTS, WEIGHTS, strict=True)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = tmp_path / "spec.yaml"
     spec.write_text(
         f"""
 name: {name}
-task: ranking
+task: {task}
 model: {{name_or_path: {model}}}
 data:
   train: [{{path: {tmp_path}/rows.jsonl}}]
@@ -65,14 +72,15 @@ data:
   packing: {packing}
 parallel: {{zero_stage: 0}}
 train:
-  {{global_batch_size: {BATCH}, micro_batch_size: 1, max_steps: {STEPS}, precision: fp32, max_grad_norm: 0}}
+  {{micro_batch_size: 1, max_steps: {STEPS}, precision: fp32, max_grad_norm: 0,
+    global_batch_size: {EXAMPLES[task]}}}
 optim: {{name: sgd, learning_rate: {RATE}, lr_scheduler_type: constant, weight_decay: 0.0}}
 output_dir: {tmp_path}/runs
 """
     )
-    result = train(spec, f"parallel.{parallel}", script=SCRIPT)
+    result = train(spec, f"parallel.{parallel}", script=SCRIPT.with_name(f"{task}.py"))
     assert result.returncode == 0, result.stdout + result.stderr
-    losses, weights = plain(model)
+    losses, weights = plain(model, task)
     folder = tmp_path / "runs" / name
     assert list(records(folder, "train/loss").values()) == pytest.approx(losses, rel=1e-6)
     assert losses[-1] < losses[0] - 0.01

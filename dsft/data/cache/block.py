@@ -62,6 +62,7 @@ class BlockAccount:
     bad           (line, reason) of the first of the `bad_rows`
     spelled_rows  rows whose content spells special tokens of the chat template
     spelled       line numbers of the first of them
+    absent        columns that the spec renames and that no line has
     """
 
     lines: int = 0
@@ -70,6 +71,7 @@ class BlockAccount:
     bad: tuple[tuple[int, str], ...] = ()
     spelled_rows: int = 0
     spelled: tuple[int, ...] = ()
+    absent: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -210,8 +212,8 @@ def open_block(
             raise DamagedBlockError("it belongs to other rows")
         if key is not None and _checksum(about, rows, spans, tokens) != checksum:
             raise DamagedBlockError("its checksum does not match its index")
-        bad, spelled = tuple(map(tuple, about[2]["bad"])), tuple(about[2]["spelled"])
-        account = BlockAccount(**about[2] | {"bad": bad, "spelled": spelled})
+        known = {name: tuple(value) if isinstance(value, list) else value for name, value in about[2].items()}
+        account = BlockAccount(**known | {"bad": tuple(map(tuple, known["bad"]))})
         columns = {name: rows[name] for name in row_type(fields).names or ()}
     except (OSError, DamagedBlockError):
         raise

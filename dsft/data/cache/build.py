@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,8 @@ def tokenize_block(job: BlockJob, renderer: Renderer, dtype: str) -> TokenBlock:
     lines = blank = bad_rows = 0
     bad: list[tuple[int, str]] = []
     spelled: list[int] = []
-    builder = BlockBuilder(dtype, TASKS[job.format.task].stored)
-    for batch in _batches(read_block(job.block), job.format):
+    builder, absent = BlockBuilder(dtype, TASKS[job.format.task].stored), set(job.format.columns.values())
+    for batch in _batches(read_block(job.block), job.format, absent):
         lines = max([lines, *(line.number for line in batch)])
         blank += sum(line.row is None and line.mistake is None for line in batch)
         mistakes = [(line.number, line.mistake) for line in batch if line.mistake is not None]
@@ -81,6 +81,7 @@ def tokenize_block(job: BlockJob, renderer: Renderer, dtype: str) -> TokenBlock:
         bad_rows += len(mistakes)
         bad += sorted(mistakes)[: MAX_BAD - len(bad)]
     found = BlockAccount(lines, blank, bad_rows, tuple(bad), len(spelled), tuple(spelled[:MAX_BAD]))
+    found = replace(found, absent=tuple(sorted(absent)))
     return builder.block(found)
 
 
@@ -96,11 +97,16 @@ class _ConvertedLine:
     size: int = 0
 
 
-def _batches(lines: Iterator[Line], format: formats.Format) -> Iterator[list[_ConvertedLine]]:
-    """Yield batches of converted lines, each for one call of the tokenizer."""
+def _batches(
+    lines: Iterator[Line], format: formats.Format, absent: set[str]
+) -> Iterator[list[_ConvertedLine]]:
+    """Yield batches of converted lines, each for one call of the tokenizer. The columns that a line has are
+    removed from `absent`."""
     batch: list[_ConvertedLine] = []
     size = 0
     for line in lines:
+        if absent:
+            absent.difference_update(line.row or ())
         batch.append(_converted(line, format))
         size += batch[-1].size
         if len(batch) >= _BATCH_ROWS or size >= _BATCH_CHARACTERS:

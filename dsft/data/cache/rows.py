@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from dsft.data import formats
 from dsft.data.cache.block import BlockAccount, DamagedBlockError, TokenBlock, open_block
 from dsft.data.cache.build import MAX_BAD, BlockJob
+from dsft.data.formats.values import quoted
 from dsft.data.read.files import DataFile, file_notes
 from dsft.data.rows import FIELDS, PLACES, Account, Rendered, printable
 from dsft.errors import DamagedDataError
@@ -106,6 +107,7 @@ class FileHead:
     account  the blank and bad lines among the first rows
     refusal  (line, reason) if there are rows and no format fits
     unfilled  lines among the first rows that contain a placeholder such as {{name}}
+    columns  those of the first rows
     """
 
     file: DataFile
@@ -113,6 +115,7 @@ class FileHead:
     account: BlockAccount
     refusal: tuple[int, str] | None = None
     unfilled: tuple[int, ...] = ()
+    columns: Sequence[str] = ()
 
 
 _COLUMNS: Mapping[str, Any] = {
@@ -183,7 +186,7 @@ def join_blocks(
         accounts[file].append((lines[file], index.account_of(rows)))
         lines[file] += index.account.lines
     return StoredRows(
-        account=replace(_account(heads, accounts), share=share),
+        account=_account(heads, accounts, share),
         **columns,
         values={name: joined(FIELDS[name].column, FIELDS[name].dtype) for name in fields},
         digest=digest.hexdigest(),
@@ -195,7 +198,9 @@ def join_blocks(
 
 
 def _account(
-    heads: Sequence[FileHead], accounts: Mapping[DataFile, Sequence[tuple[int, BlockAccount]]]
+    heads: Sequence[FileHead],
+    accounts: Mapping[DataFile, Sequence[tuple[int, BlockAccount]]],
+    share: float,
 ) -> Account:
     """Return the account of a source. accounts: (lines of the file before the block, what was found in the
     block), for the blocks of each file."""
@@ -220,13 +225,23 @@ def _account(
         notes += _spelled(name, blocks)
         bad += [(f"{name}:{first + n}", printable(why)) for first, block in blocks for n, why in block.bad]
         found += [block for _, block in blocks]
+    unread = [(f"{one.file.name}:{one.refusal[0]}", one.refusal[1]) for one in heads if one.refusal]
+    blocks_read = [set(block.absent) for blocks in accounts.values() for _, block in blocks]
+    absent = sorted(set.intersection(*blocks_read)) if blocks_read and share == 1 else []
+    if absent:
+        first = next(head for head in heads if head.format)
+        has = f"the first have {quoted(first.columns)}; correct the name, or leave it out"
+        mistake = f"columns names {quoted(absent)}, which no row of the source has; {has}"
+        unread.append((first.file.name, mistake))
+        bad.insert(0, unread[-1])
     return Account(
+        share=share,
         blank_lines=sum(block.blank_lines for block in found),
-        bad_rows=sum(block.bad_rows for block in found),
+        bad_rows=sum(block.bad_rows for block in found) + bool(absent),
         bad=tuple(bad[:MAX_BAD]),
         notes=tuple(notes),
         formats=tuple((one.file.name, one.format.name, one.format.reason) for one in heads if one.format),
-        unread=tuple((f"{one.file.name}:{one.refusal[0]}", one.refusal[1]) for one in heads if one.refusal),
+        unread=tuple(unread),
     )
 
 

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -137,8 +137,7 @@ def tokenized_rows(
     if cache.sample is not None:
         parts, share = sample(files, cache.sample)
         files = tuple(dict.fromkeys(part.file for part in parts))
-    absent = _absent_columns(source, files) if cache.sample is None else ()
-    heads = [_head(file, source, task, labels, absent) for file in files]
+    heads = [_head(file, source, task, labels) for file in files]
     jobs = [job for head in heads for job in _jobs(head, renderer, cache, parts)]
     opened: list[tuple[BlockJob, BlockIndex]] = []
     with closing(_BlockStore(source.path, renderer, cache)) as store:
@@ -157,22 +156,8 @@ def tokenized_rows(
 # --- the blocks of a file ---------------------------------------------------------------------------------
 
 
-def _absent_columns(source: Source, files: Iterable[DataFile]) -> Sequence[str]:
-    """Return the columns that the spec renames and that no row of the files has. Rows are read until all are
-    found, which is in the first one as a rule."""
-    left = set(source.columns.values())
-    for line in (line for file in files for line in file_lines(file)) if left else ():
-        left -= (line.row or {}).keys()
-        if not left:
-            break
-    return sorted(left)
-
-
-def _head(
-    file: DataFile, source: Source, task: str, labels: tuple[str, ...], absent: Sequence[str] = ()
-) -> FileHead:
-    """Detect a file's format from its first rows, which are read at every start, cached or not. absent:
-    columns that the spec renames and no row of the source has."""
+def _head(file: DataFile, source: Source, task: str, labels: tuple[str, ...]) -> FileHead:
+    """Detect a file's format from its first rows, which are read at every start, cached or not."""
     rows: list[Line] = []
     bad: list[tuple[int, str]] = []
     blank = bad_rows = 0
@@ -188,21 +173,24 @@ def _head(
             break
     format = refusal = None
     try:
-        if absent and rows:
-            has = f"the first has {quoted(rows[0].row or {})}; correct the name, or leave it out"
-            raise BadRowError(f"columns names {quoted(absent)}, which no row of the source has; {has}")
         format = formats.choose(source, rows, task, labels) if rows else None
     except BadRowError as error:
         refusal = (rows[0].number, str(error))
         bad_rows, bad = bad_rows + 1, [*bad, refusal]
     unfilled = tuple(line.number for line in rows if _PLACEHOLDER.search(repr(line.row)))
-    return FileHead(file, format, BlockAccount(0, blank, bad_rows, tuple(sorted(bad))), refusal, unfilled)
+    account = BlockAccount(0, blank, bad_rows, tuple(sorted(bad)))
+    columns = tuple(dict.fromkeys(key for line in rows for key in line.row or ()))
+    return FileHead(file, format, account, refusal, unfilled, columns)
 
 
-def check_first_rows(spec: Spec) -> None:
-    """Raise DataError if a source has no rows, or the first rows of its first file do not fit the task or
-    their format. Nothing is tokenized, and a data set of the hub is not looked up."""
-    problems: list[Problem] = []
+def check_first_rows(spec: Spec) -> list[str]:
+    """Check the first rows of each source's first file that has any, and return a warning for each source
+    whose `columns` names some that these rows lack: a run, which reads all rows, refuses what none has.
+    Nothing is tokenized, and a data set of the hub is not looked up.
+
+    Raises DataError if a source has no rows, or if its first rows do not fit the task or their format.
+    """
+    problems, warnings = list[Problem](), list[str]()
     for source in (*spec.data.train, *spec.data.eval):
         if not source.path.startswith(BUILTIN_PREFIX) and local_files(source.path) is not None:
             heads = (_head(file, source, spec.task, spec.labels) for file in data_files(source.path))
@@ -211,10 +199,14 @@ def check_first_rows(spec: Spec) -> None:
                 problems.append(Problem(source.path, "has no rows; name a file with rows"))
                 continue
             file = head.file
+            if absent := sorted(set(source.columns.values()) - set(head.columns)):
+                has = f"which its first rows, with {quoted(head.columns)}, do not have"
+                warnings.append(f"{file.name}: columns names {quoted(absent)}, {has}")
             bad = list(_bad_rows(file, head)) if spec.data.on_bad_row == "error" else [head.refusal]
             problems += [Problem(f"{file.name}:{one[0]}", printable(one[1])) for one in bad if one]
     if problems:
         raise data_error(problems, "The first rows of the data have mistakes:", len(problems))
+    return warnings
 
 
 def _bad_rows(file: DataFile, head: FileHead) -> Iterator[tuple[int, str]]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.rows import FIELDS, Records, TokenRows
-from dsft.data.sets.cut import CutOptions, CutRows, small, spans_of
+from dsft.data.rows import Records, TokenRows
+from dsft.data.sets.cut import CutOptions, CutRows, small, spans_of, used_values
 from dsft.data.sets.dataset import Examples, Ids, digest_of
 from dsft.data.sets.stream import Stream
 
@@ -52,10 +52,7 @@ def cut_answers(records: Records, ids: Ids, options: CutOptions) -> CutRows:
         first, *others = (rows.read_part(one, start, stop).input_ids for one in row[record].tolist())
         same[record] = all(np.array_equal(first, other) for other in others)
     columns = [ids, small(prompts - kept + headed), small(kept), headed, small(short), small(targets)]
-    if options.labels:  # in the bytes of earlier versions
-        columns.append(records.values("label")[ids].astype(np.min_scalar_type(options.labels - 1)))
-    used = {name: records.values(name)[ids] for name in options.fields}
-    columns += [one for name, one in used.items() if (one != FIELDS[name].missing).any()]
+    columns += used_values(rows, each * ids, options)
     noted = {
         "truncated": too_long,
         "without_end": (is_cut | ~records.ended[ids]) & ~same,

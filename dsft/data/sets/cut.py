@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dsft.data.rows import Records, TokenRows
+from dsft.data.rows import FIELDS, Records, TokenRows
 from dsft.data.sets.dataset import Examples, Ids, digest_of
 from dsft.data.sets.stream import Stream, best_windows
 
@@ -69,7 +69,7 @@ def _whole(rows: TokenRows, ids: Ids, options: CutOptions) -> CutRows:
     too_long = rows.lengths[ids] > options.max_length
     dropped, ids = ids[too_long], ids[~too_long]
     start = np.broadcast_to(np.int32(0), (len(ids),))  # takes no memory
-    examples = _pieces(rows, ids, start, small(rows.lengths[ids]), small(rows.trained[ids]))
+    examples = _pieces(rows, ids, start, small(rows.lengths[ids]), small(rows.trained[ids]), options)
     return CutRows(examples, {"dropped": dropped}, {"without_end": ids[~rows.ended[ids]]})
 
 
@@ -95,7 +95,7 @@ def _truncated(rows: TokenRows, ids: Ids, options: CutOptions) -> CutRows:
     noted = {"truncated": too_long, "without_end": ~ended & kept, "prompt_cut": prompt_cut & kept}
     sizes, head = np.minimum(lengths, np.int32(size)), headed[kept] if headed.any() else None
     return CutRows(
-        _pieces(rows, ids[kept], start[kept], sizes[kept], targets[kept], head),
+        _pieces(rows, ids[kept], start[kept], sizes[kept], targets[kept], options, head),
         {"without_target": ids[~kept]},
         {name: ids[mask] for name, mask in noted.items()},
         int((lengths - sizes).sum(dtype=np.int64)),
@@ -116,7 +116,7 @@ def _split(rows: TokenRows, ids: Ids, options: CutOptions) -> CutRows:
         targets = small(stream.between(places, places + sizes))
     kept = targets > 0
     return CutRows(
-        _pieces(rows, ids[of_row[kept]], start[kept], sizes[kept], targets[kept]),
+        _pieces(rows, ids[of_row[kept]], start[kept], sizes[kept], targets[kept], options),
         noted={"without_end": ids[~rows.ended[ids]], "split": ids[numbers > 1]},
         truncated_tokens=int(sizes[~kept].sum(dtype=np.int64)),
     )
@@ -143,18 +143,33 @@ def _filled(rows: TokenRows, ids: Ids, options: CutOptions) -> CutRows:
     start[segments[:-1]] = places - firsts[at]
     length = small(rows.lengths[row]) - start
     length[segments[1:] - 1] -= small(ends[to] - stops)
-    digest = digest_of(rows, ids, small(places - firsts[at]), small(stops - places), None, at)
+    own = used_values(rows, ids, options)
+    digest = digest_of(rows, ids, small(places - firsts[at]), small(stops - places), None, at, *own)
     return CutRows(
         Examples(rows, row, start, length, None, targets[:, None], digest, segments), {}, noted, lost
     )
 
 
 def _pieces(
-    rows: TokenRows, ids: Ids, start: Ids, length: Ids, targets: Ids, headed: Mask | None = None
+    rows: TokenRows,
+    ids: Ids,
+    start: Ids,
+    length: Ids,
+    targets: Ids,
+    options: CutOptions,
+    headed: Mask | None = None,
 ) -> Examples:
     """Return examples of one segment each: see `spans_of`."""
-    digest = digest_of(rows, ids, start, length, headed, None)
+    digest = digest_of(rows, ids, start, length, headed, None, *used_values(rows, ids, options))
     return Examples(rows, *spans_of(ids, start, length, headed), targets[:, None], digest)
+
+
+def used_values(rows: TokenRows, ids: Ids, options: CutOptions) -> list[NDArray[Any]]:
+    """Return the numbers of the rows `ids` that the task uses, for `digest_of`: their labels, and each other
+    field that one of them has."""
+    labels = [rows.values["label"][ids].astype(np.min_scalar_type(options.labels - 1))] * (options.labels > 0)
+    fields = {name: rows.values[name][ids] for name in options.fields}
+    return [*labels, *(one for name, one in fields.items() if (one != FIELDS[name].missing).any())]
 
 
 def spans_of(row: Ids, start: Ids, length: Ids, headed: Mask | None) -> tuple[Ids, Ids, Ids, Ids | None]:

@@ -79,7 +79,8 @@ class Segments:
 @dataclass(frozen=True)
 class Answers:
     """The answers of a micro-batch whose n examples have k answers each, 2 for preference pairs: chosen and
-    rejected. They are its segments if it is packed, else its rows, example by example.
+    rejected. They are its segments if it is packed, else its rows, example by example. Of examples that are
+    cut from rows, an answer is such an example, or each of the n rows that examples join.
 
     ids          (n,) int64: the examples' numbers in the dataset; on the host
     num_targets  (n, k) int64: targets of each answer
@@ -123,11 +124,14 @@ class Answers:
         """Return the answers of the first `count` examples."""
         return replace(self.map(itemgetter(slice(count))), segments=None)
 
-    def of(self, number: int, columns: slice, segment: int) -> Answers:
-        """Return the answers of one example. columns, segment: its tokens and its first segment in the packed
-        row, whose segments have been counted."""
-        segments = None if self.segments is None else self.segments[columns] - segment
-        return replace(self.map(itemgetter(slice(number, number + 1))), segments=segments)
+    def of(self, first: int, last: int, columns: slice) -> Answers:
+        """Return the answers of one example: its segments, or rows, from `first` to before `last`. columns:
+        its tokens in the packed row, whose segments have been counted."""
+        segments, each = (
+            None if self.segments is None else self.segments[columns] - first,
+            self.num_targets.shape[1],
+        )
+        return replace(self.map(itemgetter(slice(first // each, last // each))), segments=segments)
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ class MicroBatch:
     the same number of forward and backward passes.
 
     segments        of the one row, if it is packed; None: the rows are padded
-    answers         where the task compares whole answers
+    answers         where the task compares whole answers, or uses numbers of rows
     targets_before  (B × T + 1,), on the host: the number of targets before each position and, last, of all;
                     counted by `to`
     ids             numbers of the examples in the dataset, in their order in the micro-batch
@@ -200,15 +204,13 @@ class MicroBatch:
         segments = self.segments.lengths if self.segments else ()
         each = self.shape[0] // max(1, len(self.ids))
         for number, length in enumerate(lengths):
-            rows, columns, own = slice(each * number, each * (number + 1)), slice(None), None
+            rows, columns, own, last = slice(first, first + each), slice(None), None, first + each
             if segments:
                 rows, columns, last = slice(None), slice(begin, begin + length), first
                 while begin < columns.stop:
                     begin, last = begin + segments[last], last + 1
-                own, first = Segments(segments[first:last]), last
-            answers = self.answers and self.answers.of(
-                number, columns, first - len(own.lengths if own else ())
-            )
+                own = Segments(segments[first:last])
+            answers, first = self.answers and self.answers.of(first, last, columns), last
             mine = self.map(itemgetter((rows, columns)))
             ids = (self.ids[number],)
             yield rows, columns, replace(mine, segments=own, answers=answers, targets_before=None, ids=ids)

@@ -15,8 +15,8 @@ from dsft.data.steps.batch import NO_TARGET, Answers, MicroBatch, Segments, Toke
 
 
 class AnswerIds(NamedTuple):
-    """Which examples of the dataset a micro-batch has, (n,), how many answers each of them has, and the
-    fields of their rows that the loss uses, (n,) each."""
+    """Which examples of the dataset a micro-batch has, how many answers each of them has, and the fields of
+    their rows that the loss uses: (n,) each, as `Dataset.rows_of` gives them."""
 
     ids: NDArray[np.int64]
     per_example: int
@@ -100,8 +100,8 @@ def collate_padded(
 
 
 def _answers(examples: Sequence[Example], given: AnswerIds) -> Answers:
-    counts = [[segment.target_count for segment in _segments(example)] for example in examples]
-    num_targets = torch.tensor(counts).long().reshape(len(examples), given.per_example)
+    counts = [segment.target_count for example in examples for segment in _segments(example)]
+    num_targets = torch.tensor(counts).long().reshape(-1, given.per_example)
     ids, *values = (
         torch.from_numpy(one.astype(np.float64 if one.dtype.kind == "f" else np.int64))
         for one in (given.ids, *given.values.values())

@@ -99,8 +99,10 @@ def _read(
 ) -> MicroBatch:
     examples = [dataset[which] for which in ids.tolist()]
     collate = collate_padded if batch.tokens_per_micro_batch is None else collate_packed
-    values = {name: column[ids] for name, column in dataset.values.items()}
-    answers = AnswerIds(ids, dataset.answers, values) if dataset.whole else None
+    answers = None
+    if dataset.whole or dataset.values:
+        numbers, values = dataset.rows_of(ids)
+        answers = AnswerIds(numbers, dataset.answers, values)
     return replace(collate(examples, pad_id, alpha, answers), ids=tuple(ids.tolist()))
 
 

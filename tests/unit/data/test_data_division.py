@@ -511,4 +511,9 @@ def test_the_first_rows_are_checked_without_a_tokenizer() -> None:
     first, second = map(str, error.value.problems)
     assert first == 'a.jsonl:2, a.jsonl:3, a.jsonl:4 and 1 more: "text" is a number; it must be a string'
     assert second.startswith('b.jsonl:1: no format fits the keys "question", "answer"')
-    check_first_rows(spec_of("sft", Data(train=sources[::2], max_length=64, on_bad_row="drop")))
+    renamed = Source(path="a.jsonl", format="messages", columns={"tools": "tol"})
+    (warning,) = check_first_rows(
+        spec_of("sft", Data(train=(sources[2], renamed), max_length=64, on_bad_row="drop"))
+    )
+    assert warning == 'a.jsonl: columns names "tol", which its first rows, with "text", do not have'
+    assert not check_first_rows(spec_of("sft", Data(train=sources[::2], max_length=64, on_bad_row="drop")))

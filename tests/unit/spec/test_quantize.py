@@ -36,7 +36,6 @@ def test_what_is_not_supported_is_refused(sections: dict[str, Any], reason: str)
     ({"dpo": {"reference_quantize": "nf4"}}, "has no effect without reference_model"),
     ({"dpo": {"reference_quantize": "nf4", "reference": "adapter"}}, "has no effect with reference adapter"),
     ({"train": {"precision": "fp16"}}, "not supported with train.precision 'fp16'; set that to bf16"),
-    ({"parallel": {"sequence_parallel": 2}}, "not supported with parallel.sequence_parallel 2"),
 ])  # fmt: skip
 def test_a_reference_in_4_bits_is_refused_where_it_is_not_supported(
     sections: dict[str, Any], reason: str
