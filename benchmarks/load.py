@@ -113,7 +113,7 @@ def loader(variant: str, world: Any) -> Callable[[Path], object]:
     from transformers import AutoModelForCausalLM
 
     from dsft.engine.partition import sharding_for
-    from dsft.model.build import build_model
+    from dsft.model.build import Part, build_model
     from dsft.model.config import TokenFacts
     from dsft.plan.cut import balanced
     from dsft.spec.schema import Model
@@ -137,7 +137,7 @@ def loader(variant: str, world: Any) -> Callable[[Path], object]:
         layers = json.loads((folder / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
         model, facts = Model(name_or_path=str(folder)), TokenFacts(TINY["vocab_size"], None, None, None)
         cut, keep = balanced([1] * layers, stages), sharding_for(config, world)
-        return build_model(model, facts, 0, torch.bfloat16, stage, cut, keep)
+        return build_model(model, facts, 0, torch.bfloat16, Part(stage, cut, keep))
 
     return transformers_loads if variant.startswith("from_pretrained") else dsft_loads
 

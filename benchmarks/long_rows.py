@@ -87,11 +87,11 @@ def row(tokens: int) -> Any:
 def policy_of(spec: Any, keep: Any) -> Any:
     import torch
 
-    from dsft.model.build import build_model
+    from dsft.model.build import Part, build_model
     from dsft.model.config import TokenFacts
 
     facts = TokenFacts(VOCABULARY, None, None, None)
-    return build_model(spec.model, facts, SEED, torch.float32, sharding=keep)
+    return build_model(spec.model, facts, SEED, torch.float32, Part(sharding=keep))
 
 
 def spec_of(split: int, chunks: int = 1) -> Any:

@@ -206,13 +206,13 @@ def part(spec: Any, stage: int, stages: int, keep: Any) -> Any:
     """Of as many equal ones as there are stages."""
     import torch
 
-    from dsft.model.build import build_model
+    from dsft.model.build import Part, build_model
     from dsft.model.config import TokenFacts
     from dsft.plan.cut import Cut
 
     facts = TokenFacts(VOCABULARY, None, None, None)
     cut = Cut((LLAMA["num_hidden_layers"] // stages,) * stages)
-    return build_model(spec.model, facts, SEED, torch.float32, stage, cut, keep)
+    return build_model(spec.model, facts, SEED, torch.float32, Part(stage, cut, keep))
 
 
 def rows(number: int, tokens: int) -> list[Any]:

@@ -39,7 +39,7 @@ from dsft.engine.partition import sharding_for
 from dsft.engine.rehearsal import WORKSPACE, NoValues, begin
 from dsft.errors import DsftError, Problem, SpecError, WorldError, brief
 from dsft.model.attention import attend_padded, attend_per_segment
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.config import TokenFacts, resolve_config, token_facts
 from dsft.model.quantize import load_bitsandbytes
 from dsft.model.split_points import check_cut
@@ -253,7 +253,8 @@ def run_phases(setup: Setup, world: World, meter: Meter, source: Weights | None 
     meter.enter("load")
     keep, exchange = sharding_for(setup.config, world), exchange_of(world)
     dtype, tokens = DTYPES[spec.train.precision], world.layout.part(setup.batch.shape.numel())
-    policy = build_model(spec.model, setup.facts, 0, dtype, world.stage, setup.cut, keep, tokens, source)
+    part = Part(world.stage, setup.cut, keep)
+    policy = build_model(spec.model, setup.facts, 0, dtype, part, tokens, source)
     if spec.data.packing or exchange is not None:
         attend_per_segment(
             policy.causal_lm, spec.model.attention, spec.data.max_length, world.device, exchange

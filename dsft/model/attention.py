@@ -33,6 +33,7 @@ from dsft.model.attention_split import SPLIT, Exchange, split_attention
 from dsft.model.attention_varlen import BY_PRIORITY, IS_ROWS, KEY_INDEX
 from dsft.model.older import can_use_sdpa
 from dsft.model.recurrence import SEGMENT_ROWS, mix_per_segment, recurrent_layers, segment_rows
+from dsft.spec.schema import Data, Model
 
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})  # layer types that can be packed
 PADDED_PRIORITY = [*BY_PRIORITY, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # all that torch has
@@ -41,6 +42,26 @@ SHAPES = "segment_shapes"
 """Attribute of a model, and of its modules where padded rows may go through cuDNN: its SegmentShapes."""
 RECURRENT = "has_recurrent_layers"
 """Attribute of a model: whether it has recurrent layers, which need the segments too."""
+
+
+def attend(
+    causal_lm: PreTrainedModel,
+    model: Model,
+    data: Data,
+    device: torch.device = CPU,
+    exchange: Exchange | None = None,
+) -> str:
+    """Let a model attend to the rows that the spec's sections `model` and `data` decide, padded, packed or
+    split. Return a line that names what computes the attention; empty for transformers' own. The other
+    arguments and errors are those of `attend_per_segment`."""
+    if data.packing or exchange is not None:
+        line = attend_per_segment(causal_lm, model.attention, data.max_length, device, exchange)
+        if model.compile:
+            check_can_compile(causal_lm, line)
+        return line
+    if model.attention == "auto" and not model.compile:
+        return attend_padded(causal_lm, data.max_length, device)
+    return ""
 
 
 def attend_per_segment(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,27 +49,33 @@ BACKEND = "inductor"
 """The backend of torch.compile."""
 
 
-def build_model(  # noqa: PLR0913, PLR0917  a model's section, and what a run knows besides
+@dataclass(frozen=True)
+class Part:
+    """The part of a model that a rank has: stage `stage` of `cut`, all layers without a cut. The engine's
+    `sharding` decides which range of each of its parameters is filled, and takes each once it is filled."""
+
+    stage: int = 0
+    cut: Cut | None = None
+    sharding: Sharding = WHOLE
+
+
+def build_model(
     model: Model,
     facts: TokenFacts,
     seed: int,
     dtype: torch.dtype,
-    stage: int = 0,
-    cut: Cut | None = None,
-    sharding: Sharding = WHOLE,
+    part: Part = Part(),  # noqa: B008  frozen
     tokens: int | None = None,
     source: Weights | None = None,
 ) -> Policy:
-    """Build stage `stage` of `cut` (the whole model without a cut), on the CPU, parameters in `dtype`. The
-    engine's `sharding` decides which range of each parameter is filled, and takes each parameter once it is
-    filled. tokens: that a rank has of the largest micro-batch, which model.mlp_chunks is for; None: of each.
-    source: of the values; None: the model's own.
+    """Build a part of a model, on the CPU, parameters in `dtype`. tokens: that a rank has of the largest
+    micro-batch, which model.mlp_chunks is for; None: of each. source: of the values; None: the model's own.
 
     Raises SpecError for a config that cannot be built or cut, MissingInputError for a model that cannot be
     read, or whose files contain another model.
     """
     config = resolve_config(model, facts)
-    cut = cut or Cut((config.num_hidden_layers,))
+    stage, cut, sharding = part.stage, part.cut or Cut((config.num_hidden_layers,)), part.sharding
     split_points = check_cut(config, cut) if cut.stages > 1 else None
     causal_lm = on_meta(config)
     check_trainable(causal_lm)

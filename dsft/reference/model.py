@@ -18,8 +18,8 @@ from dsft.engine.frozen import FrozenEngine, build_frozen_engine
 from dsft.engine.partition import sharding_for
 from dsft.engine.self_check import check_around, check_rows
 from dsft.errors import MissingInputError, Problem, SpecError
-from dsft.model.attention import attend_padded, attend_per_segment
-from dsft.model.build import build_model, switch_off_dropout
+from dsft.model.attention import attend
+from dsft.model.build import Part, build_model, switch_off_dropout
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts, config_around
 from dsft.model.policy import Policy
@@ -60,18 +60,14 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> OpenReference
     model = reference_model(spec)
     census, config = _census_and_config(spec, facts)
     cut = cut_of(reference_parallel(spec), census)
-    keep = sharding_for(config, world, frozen=True)
+    mine = Part(world.stage, cut, sharding_for(config, world, frozen=True))
     exchange = exchange_of(world)
 
     def part() -> Policy:
         dtype = DTYPES[spec.train.precision]
-        policy = build_model(model, facts, spec.train.seed, dtype, world.stage, cut, keep)
+        policy = build_model(model, facts, spec.train.seed, dtype, mine)
         switch_off_dropout(policy.causal_lm)  # as in the policy, so that both attend alike to packed rows
-        if spec.data.packing or exchange is not None:
-            max_length, device = spec.data.max_length, world.device
-            attend_per_segment(policy.causal_lm, model.attention, max_length, device, exchange)
-        elif model.attention == "auto" and not model.compile:
-            attend_padded(policy.causal_lm, spec.data.max_length, world.device)
+        attend(policy.causal_lm, model, spec.data, world.device, exchange)
         return policy
 
     policy = world.each(part)

@@ -13,8 +13,8 @@ from dsft.data.tokenizer.load import keep_tokens
 from dsft.dist.sequence import exchange_of
 from dsft.engine.build import build_engine
 from dsft.engine.partition import sharding_for, share_buffers
-from dsft.model.attention import attend_padded, attend_per_segment, check_can_compile
-from dsft.model.build import build_model, switch_off_dropout
+from dsft.model.attention import attend
+from dsft.model.build import Part, build_model, switch_off_dropout
 from dsft.model.conversion import persistent_buffers, renames
 from dsft.model.experts import described, left_out
 from dsft.model.files import tensor_names
@@ -53,9 +53,8 @@ def build(run: Run, inputs: Inputs, plan: Plan, memory: MemoryFile, task: Task) 
     attention: list[str] = []
 
     def part() -> Policy:
-        policy = build_model(
-            spec.model, inputs.facts, spec.train.seed, dtype, world.stage, plan.cut, keep, plan.tokens
-        )
+        mine = Part(world.stage, plan.cut, keep)
+        policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, mine, plan.tokens)
         known = warnings(spec)  # printed before the imports
         lines = [*described(policy.causal_lm), *filter(None, [policy.kernels])]
         notes.extend(line for line in lines if line not in known)
@@ -63,14 +62,7 @@ def build(run: Run, inputs: Inputs, plan: Plan, memory: MemoryFile, task: Task) 
             notes.extend(left_out(policy.causal_lm))
         if isinstance(spec.of_task, Reference) and spec.of_task.is_start:
             switched_off.extend(switch_off_dropout(policy.causal_lm))
-        if spec.data.packing or exchange is not None:
-            max_length, kind = spec.data.max_length, spec.model.attention
-            attention.append(attend_per_segment(policy.causal_lm, kind, max_length, world.device, exchange))
-            if spec.model.compile:
-                check_can_compile(policy.causal_lm, attention[-1])
-        elif spec.model.attention == "auto" and not spec.model.compile:
-            line = attend_padded(policy.causal_lm, spec.data.max_length, world.device)
-            attention.extend([line] if line else [])
+        attention.append(attend(policy.causal_lm, spec.model, spec.data, world.device, exchange))
         return policy
 
     policy = world.each(part)
@@ -82,7 +74,7 @@ def build(run: Run, inputs: Inputs, plan: Plan, memory: MemoryFile, task: Task) 
         )
     for line in sorted({line for lines in world.gather(notes) for line in lines}, reverse=True):
         run.log(line)
-    for line in sorted({line for lines in world.gather(attention) for line in lines}):
+    for line in sorted({line for lines in world.gather(attention) for line in lines if line}):
         if is_verbose():
             run.log(line)
     files = write_model_files(run, policy)

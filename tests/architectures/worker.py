@@ -51,7 +51,7 @@ from dsft.engine.partition import sharding_for
 from dsft.errors import DsftError
 from dsft.model.attention import attend_per_segment, own_attention
 from dsft.model.attention_split import Exchange
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.config import TokenFacts, resolve_config
 from dsft.model.conversion import persistent_buffers
 from dsft.model.policy import Policy
@@ -171,7 +171,7 @@ def build(spec: Spec, keep: Sharding, exchange: Exchange | None = None) -> Polic
     length = spec.data.max_length
     if exchange is not None:
         check_can_split(resolve_config(spec.model, FACTS), exchange.size, length)
-    policy = build_model(spec.model, FACTS, seed=0, dtype=torch.float32, sharding=keep)
+    policy = build_model(spec.model, FACTS, seed=0, dtype=torch.float32, part=Part(sharding=keep))
     if spec.data.packing:
         attend_per_segment(policy.causal_lm, spec.model.attention, length, exchange=exchange)
     (head,) = policy._head

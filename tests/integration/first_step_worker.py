@@ -33,7 +33,7 @@ from dsft.engine.partition import sharding_for
 from dsft.engine.self_check import whole_rows
 from dsft.errors import SpecError
 from dsft.model.attention import attend_per_segment
-from dsft.model.build import build_model, switch_off_dropout
+from dsft.model.build import Part, build_model, switch_off_dropout
 from dsft.model.config import TokenFacts
 from dsft.model.lora import PREFIX, WEIGHTS
 from dsft.model.policy import Policy
@@ -117,7 +117,7 @@ def outcome(case: Case, world: World) -> tuple[str, float]:
     logps = reference_logps(case, build_model(spec.model, FACTS, SEED, dtype), pairs)
 
     keep, cut = sharding_for(config, world), balanced([1] * 4, case.stages)
-    policy = build_model(spec.model, FACTS, SEED, dtype, world.stage, cut, keep)
+    policy = build_model(spec.model, FACTS, SEED, dtype, Part(world.stage, cut, keep))
     if not case.dropout:
         switch_off_dropout(policy.causal_lm)
     if spec.data.packing:

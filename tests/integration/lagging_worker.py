@@ -28,7 +28,7 @@ from dsft.dist.world import World
 from dsft.engine.build import build_engine
 from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.config import TokenFacts
 from dsft.objective.next_token import next_token
 from dsft.plan.cut import balanced
@@ -140,7 +140,7 @@ def outcome(case: Case, world: World, healthy: int, slowed: int) -> dict[str, An
     )
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     keep, cut = sharding_for(config, world), balanced([1] * 4, 1)
-    policy = build_model(spec.model, FACTS, 1, torch.float32, world.stage, cut, keep)
+    policy = build_model(spec.model, FACTS, 1, torch.float32, Part(world.stage, cut, keep))
     objective = next_token()
     engine = build_engine(policy, spec, config, world, objective)
     records: list[Record] = []

@@ -24,7 +24,7 @@ from dsft.dist.world import World
 from dsft.engine.build import build_engine
 from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.config import TokenFacts
 from dsft.objective.next_token import next_token
 from dsft.plan.cut import balanced
@@ -78,7 +78,7 @@ def compare(
     if tokens is not None:
         facts = TokenFacts(tokens, None, None, None, first_new=FIRST)
     keep = sharding_for(config, world)
-    policy = build_model(spec.model, facts, 0, DTYPES[precision], sharding=keep)
+    policy = build_model(spec.model, facts, 0, DTYPES[precision], Part(sharding=keep))
     frozen = sum(not parameter.requires_grad for parameter in policy.parameters())
     engine: Any = build_engine(policy, spec, config, world, next_token())
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[precision])
@@ -113,7 +113,7 @@ def of_stages(model: Any, facts: TokenFacts, expected: Any, rank: int) -> float:
     if rank > 1:
         return 0.0
     policy = build_model(
-        model, facts, 0, expected.dtype, rank, balanced([1] * expected.config.num_hidden_layers, 2)
+        model, facts, 0, expected.dtype, Part(rank, balanced([1] * expected.config.num_hidden_layers, 2))
     )
     named = policy.causal_lm.named_parameters()
     return max(float((p - expected.get_parameter(name)).abs().max()) for name, p in named)

@@ -22,7 +22,7 @@ from dsft.engine.build import build_engine
 from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
 from dsft.model.attention import attend_per_segment
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
 from dsft.objective.next_token import next_token
@@ -99,7 +99,7 @@ def measure(world: World, tokens: int, length: int, chunks: int, sent: list[int]
     spec = make_spec(layout.sequence_parallel, tokens, chunks)
     census = census_from(take_census(spec.model, FACTS, cuts=False))
     config = deepspeed_config(spec, batch_sizes(spec.train, 1), HostFacts(census.elements))
-    policy = build_model(spec.model, FACTS, 1, torch.float32, sharding=sharding_for(config, world))
+    policy = build_model(spec.model, FACTS, 1, torch.float32, Part(sharding=sharding_for(config, world)))
     attend_per_segment(policy.causal_lm, "auto", length, exchange=exchange_of(world))
     engine: Any = build_engine(policy, spec, config, world, next_token())
     batch, counts = row(tokens, length), {"tokens": tokens - 1, "sequences": 1}

@@ -36,7 +36,7 @@ from dsft.engine.frozen import FrozenEngine
 from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
 from dsft.model.attention import attend_per_segment
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.config import TokenFacts, config_around
 from dsft.model.policy import Policy
 from dsft.model.quantize import QuantizedLinear
@@ -114,7 +114,7 @@ def compare(  # noqa: PLR0913, PLR0915, PLR0917  a case
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     cut = balanced([1] * LAYERS, stages)
     keep = sharding_for(config, world)
-    policy = build_model(spec.model, FACTS, 0, DTYPES[precision], world.stage, cut, keep)
+    policy = build_model(spec.model, FACTS, 0, DTYPES[precision], Part(world.stage, cut, keep))
     if packed or split > 1:
         attend_per_segment(policy.causal_lm, "auto", 32, exchange=exchange_of(world))
     weights = merge(world.gather({} if zero == 3 else packed_weights(policy.causal_lm)))

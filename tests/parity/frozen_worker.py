@@ -38,7 +38,7 @@ from dsft.engine.api import Engine
 from dsft.engine.build import build_engine
 from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.config import TokenFacts
 from dsft.model.lora import PREFIX, WEIGHTS
 from dsft.model.policy import Policy
@@ -251,7 +251,7 @@ def losses(
     config = deepspeed_config(spec, batch)
     cut = balanced([1] * 4, world.layout.pipeline_stages)
     keep = sharding_for(config, world)
-    policy = build_model(spec.model, FACTS, SEED, torch.float32, world.stage, cut, sharding=keep)
+    policy = build_model(spec.model, FACTS, SEED, torch.float32, Part(world.stage, cut, keep))
     engine: Any = build_engine(policy, spec, config, world, next_token())
     if asking is not None:
         before = asking(policy, engine)

@@ -25,7 +25,7 @@ from dsft.engine import state
 from dsft.engine.build import build_engine
 from dsft.engine.initialize import COUNTERS
 from dsft.engine.join import join
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.objective.next_token import next_token
 from dsft.plan.cut import balanced
 from dsft.plan.ds_config import deepspeed_config
@@ -64,7 +64,7 @@ def run(case: Case, world: World, probed: bool) -> tuple[dict[str, torch.Tensor]
     spec = make_spec(case)
     spec.model.from_config["attention_dropout"] = 0.1  # type: ignore[index]
     dtype = torch.float32 if case.precision == "fp32" else torch.bfloat16
-    policy = build_model(spec.model, FACTS, SEED, dtype, world.stage, balanced([1] * 4, case.stages))
+    policy = build_model(spec.model, FACTS, SEED, dtype, Part(world.stage, balanced([1] * 4, case.stages)))
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     if case.zero_stage == 3:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}

@@ -64,7 +64,7 @@ from dsft.engine.ops import prepare_ops
 from dsft.engine.partition import sharding_for
 from dsft.engine.self_check import check_packing, check_split
 from dsft.model.attention import attend_per_segment
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.config import TokenFacts
 from dsft.model.conversion import persistent_buffers
 from dsft.model.head import Head, Top
@@ -184,9 +184,8 @@ def parts(case: Case, spec: Spec, world: World) -> tuple[Policy, dict[str, Any]]
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "sub_group_size": 3_000}
     if case.on_disk:
         swap_small_tensors(config)
-    policy = build_model(
-        spec.model, FACTS, SEED, DTYPES[case.precision], world.stage, case.cut, sharding_for(config, world)
-    )
+    mine = Part(world.stage, case.cut, sharding_for(config, world))
+    policy = build_model(spec.model, FACTS, SEED, DTYPES[case.precision], mine)
     assert all(getattr(p, "ds_secondary_tensor", None) is None for p in policy.parameters())
     attend(policy, case, world)
     if case.chunked:
@@ -495,7 +494,7 @@ def second_engine(case: Case, spec: Spec, model: Model, world: World) -> tuple[P
     if case.zero_stage == 3:
         config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
     keep, dtype = sharding_for(config, world), DTYPES[case.precision]
-    policy = build_model(model, FACTS, SEED, dtype, world.stage, case.cut, keep)
+    policy = build_model(model, FACTS, SEED, dtype, Part(world.stage, case.cut, keep))
     attend(policy, case, world)
     return policy, build_frozen_engine(policy, config, world)
 

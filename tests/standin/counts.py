@@ -24,7 +24,7 @@ from dsft.engine.build import build_engine
 from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
 from dsft.model.attention import attend_per_segment
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.config import TokenFacts
 from dsft.objective.next_token import next_token
 from dsft.plan.ds_config import deepspeed_config
@@ -83,7 +83,7 @@ def step(world: World, layers: int, micro_batches: int, segments: int, checkpoin
         train={"accumulation_steps": micro_batches, "precision": "bf16", "max_steps": 1},
     )
     config, facts = deepspeed_config(spec, batch_sizes(spec.train, 1)), TokenFacts(VOCABULARY, 1, 2, None)
-    policy = build_model(spec.model, facts, 1, torch.bfloat16, sharding=sharding_for(config, world))
+    policy = build_model(spec.model, facts, 1, torch.bfloat16, Part(sharding=sharding_for(config, world)))
     attend_per_segment(policy.causal_lm, "auto", TOKENS, world.device)
     engine, counting = build_engine(policy, spec, config, world, next_token()), Counting()
     trainer = PlainTrainer(next_token(), world, lambda record: None, watch=watch_hosts(world, print))

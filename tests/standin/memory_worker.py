@@ -156,7 +156,7 @@ def measure(case: Case) -> dict[str, Any]:
     meter = MemoryMeter(world.device)
     meter.enter("load")
     keep = sharding_for(config, world)
-    policy = build.build_model(spec.model, facts, 0, DTYPES[spec.train.precision], sharding=keep)
+    policy = build.build_model(spec.model, facts, 0, DTYPES[spec.train.precision], build.Part(sharding=keep))
     attend_per_segment(policy.causal_lm, spec.model.attention, spec.data.max_length)
     task = task_of(spec)
     engine = build_engine(policy, spec, config, world, task.objective(spec))

@@ -26,7 +26,7 @@ from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
 from dsft.engine.replicas import Replicas
 from dsft.model.attention import attend_per_segment
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
 from dsft.objective.answers import answer_logps
@@ -113,7 +113,7 @@ def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[st
         train={"accumulation_steps": MICRO_BATCHES, "precision": "bf16", "max_steps": 1},
     )
     config = deepspeed_config(spec, batch_sizes(spec.train, 1))
-    policy = build_model(spec.model, FACTS, 1, torch.bfloat16, sharding=sharding_for(config, world))
+    policy = build_model(spec.model, FACTS, 1, torch.bfloat16, Part(sharding=sharding_for(config, world)))
     attend_per_segment(policy.causal_lm, "auto", LENGTH)
     objective = preference(Dpo(loss_type="hinge")) if task == "dpo" else next_token()
     engine = build_engine(policy, spec, config, world, objective)

@@ -331,17 +331,17 @@ class Dataset:
     def rows_of(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], Mapping[str, NDArray[Any]]]:
         """Return the example's number, and `values`, of each of the examples `ids`; of each row of those that
         join rows."""
-        joined = [(part, own) for part, own in map(self._place, ids.tolist()) if part.segments is not None]
+        joined = [
+            (part.rows, part.row[slice(*part.segments[own : own + 2].tolist())])
+            for part, own in map(self._place, ids.tolist())
+            if part.segments is not None
+        ]
         if not joined:
             return ids, {name: column[ids] for name, column in self.values.items()}
-        rows = [part.row[range(*part.segments[own : own + 2])] for part, own in joined]
         values = {
-            name: np.concatenate(
-                [part.rows.values[name][row] for (part, _), row in zip(joined, rows, strict=True)]
-            )
-            for name in self.values
+            name: np.concatenate([rows.values[name][row] for rows, row in joined]) for name in self.values
         }
-        return np.repeat(ids, [len(row) for row in rows]), values
+        return np.repeat(ids, [len(row) for _, row in joined]), values
 
     @cached_property
     def prompts(self) -> NDArray[np.int32]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsft.model.build import build_model, layers_of
+from dsft.model.build import Part, build_model, layers_of
 from dsft.plan.cut import balanced
 from dsft.spec.schema import Model
 from tests.make import logps_of
@@ -59,6 +59,6 @@ def test_stage_checkpoints_the_layers_of_the_whole_model() -> None:
     model = Model(from_config=KEYS, gradient_checkpointing=0.75)
     found = []
     for stage in range(2):
-        policy = build_model(model, FACTS, 3, torch.float32, stage, balanced([1] * LAYERS, 2))
+        policy = build_model(model, FACTS, 3, torch.float32, Part(stage, balanced([1] * LAYERS, 2)))
         found += [layer.gradient_checkpointing for layer in layers_of(policy.causal_lm)]
     assert found == [True, True, True, False]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsft.errors import MissingInputError, SpecError
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts, resolve_config
 from dsft.plan.cut import Cut, balanced
@@ -91,7 +91,7 @@ def test_a_vocabulary_smaller_than_a_pretrained_models_is_fine() -> None:
 ])  # fmt: skip
 def test_what_cannot_be_cut_is_refused(keys: dict[str, object], stages: int, words: str) -> None:
     with pytest.raises(SpecError, match=words):
-        build_model(Model(from_config=keys), FACTS, 0, torch.float32, 0, balanced([1] * 5, stages))
+        build_model(Model(from_config=keys), FACTS, 0, torch.float32, Part(0, balanced([1] * 5, stages)))
 
 
 def test_a_pretrained_model_is_read_and_cut(tmp_path: Path) -> None:
@@ -99,7 +99,8 @@ def test_a_pretrained_model_is_read_and_cut(tmp_path: Path) -> None:
     fresh.causal_lm.save_pretrained(tmp_path)
     read = Model(name_or_path=str(tmp_path))
     parts = [
-        build_model(read, FACTS, 99, torch.float32, stage, Cut((2, 3))).named_trained() for stage in (0, 1)
+        build_model(read, FACTS, 99, torch.float32, Part(stage, Cut((2, 3)))).named_trained()
+        for stage in (0, 1)
     ]
     for name, p in fresh.named_trained().items():
         assert sum(torch.equal(part[name], p) for part in parts if name in part) == 1, name

@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.core_model_loading import SplitModulelist
 
 from dsft.errors import SpecError
-from dsft.model.build import build_model, check_trainable
+from dsft.model.build import Part, build_model, check_trainable
 from dsft.model.config import TokenFacts, on_meta, resolve_config
 from dsft.model.init import FreshWeights, module_seed
 from dsft.model.policy import Policy
@@ -26,7 +26,7 @@ def build(
     stage: int = 0, stages: int = 1, seed: int = 3, dtype: torch.dtype = torch.float32, **keys: object
 ) -> Policy:
     cut = balanced([1] * (LLAMA | keys)["num_hidden_layers"], stages)
-    return build_model(Model(from_config=LLAMA | keys), FACTS, seed, dtype, stage, cut)
+    return build_model(Model(from_config=LLAMA | keys), FACTS, seed, dtype, Part(stage, cut))
 
 
 def weights(policy: Policy) -> dict[str, Tensor]:

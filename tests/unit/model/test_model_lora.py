@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dsft.errors import MissingInputError, SpecError
-from dsft.model.build import build_model, choose_trained, initial_values
+from dsft.model.build import Part, build_model, choose_trained, initial_values
 from dsft.model.lora import PREFIX, WEIGHTS, scale
 from dsft.model.names import plain_name
 from dsft.model.policy import Policy
@@ -63,7 +63,7 @@ def test_fresh_values_depend_only_on_seed_and_name() -> None:
     model = Model(from_config=LLAMA, lora=Lora(rank=2))
     whole = build_model(model, FACTS, 3, torch.float32).named_trained()
     for stage in (0, 1):
-        part = build_model(model, FACTS, 3, torch.float32, stage, Cut((2, 3)))
+        part = build_model(model, FACTS, 3, torch.float32, Part(stage, Cut((2, 3))))
         for name, parameter in part.named_trained().items():
             assert torch.equal(parameter, whole[name]), name
     other = build_model(model, FACTS, 4, torch.float32).named_trained()

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsft.data.steps.batch import NO_TARGET, Tokens
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.policy import Policy, add_noise, target_logps
 from dsft.plan.cut import balanced
 from dsft.spec.schema import Model
@@ -28,7 +28,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
 def stages(number: int, checkpointing: bool = False) -> list[Policy]:
     model = Model(from_config=LLAMA | {"initializer_range": 0.3}, gradient_checkpointing=checkpointing)
     cut = balanced([1] * LLAMA["num_hidden_layers"], number)
-    return [build_model(model, FACTS, 3, torch.float32, stage, cut) for stage in range(number)]
+    return [build_model(model, FACTS, 3, torch.float32, Part(stage, cut)) for stage in range(number)]
 
 
 def through(parts: list[Policy], ids: Tensor, positions: Tensor, targets: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from dsft.errors import MissingInputError
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.config import TokenFacts
 from dsft.model.conversion import write_map
 from dsft.model.files import model_files, weight_files
@@ -47,7 +47,7 @@ def save(
 
 
 def read(folder: Path, dtype: torch.dtype = torch.float32, keep: Sharding | None = None) -> Policy:
-    return build_model(Model(name_or_path=str(folder)), FACTS, 7, dtype, sharding=keep or Sharding())
+    return build_model(Model(name_or_path=str(folder)), FACTS, 7, dtype, Part(sharding=keep or Sharding()))
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -407,7 +407,7 @@ def test_stage_reads_only_its_tensors(tmp_path: Path) -> None:
     with broken.open("r+b") as file:  # the header stays
         file.seek(size - 96 * 32 * 4 // 2)
         file.write(b"\xff" * 100)
-    first = build_model(Model(name_or_path=str(tmp_path)), FACTS, 7, torch.float32, 0, Cut((1, 1)))
+    first = build_model(Model(name_or_path=str(tmp_path)), FACTS, 7, torch.float32, Part(0, Cut((1, 1))))
     assert all(torch.isfinite(p).all() for p in first.parameters())
     assert "lm_head.weight" not in first.named_trained()
 

@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoConfig
 
 from dsft.data.steps.batch import NO_TARGET
 from dsft.errors import DsftError, MissingInputError, SpecError
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.config import TokenFacts, has_scores, resolve_config
 from dsft.model.head import ScoreHead, output_layer
 from dsft.model.policy import Policy
@@ -121,7 +121,7 @@ def test_fresh_score_follows_from_the_seed_alone(causal: Path) -> None:
         span=lambda numel: (numel // 2, numel),
         take=lambda parameter, part: parts.update({parameter.numel(): part}) if part is not None else None,
     )
-    built(scored(name_or_path=str(causal)), sharding=half)
+    built(scored(name_or_path=str(causal)), part=Part(sharding=half))
     assert torch.equal(parts[len(whole)], whole[len(whole) // 2 :])
     other = built(scored(name_or_path=str(causal)), seed=4).named_trained()["score.weight"].flatten()
     assert not torch.equal(other, whole)

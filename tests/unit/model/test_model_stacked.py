@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dsft.errors import SpecError
 from dsft.model import quantize, read
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
 from dsft.model.experts import computed_alike, expert_layers, stacks
@@ -167,7 +167,8 @@ def test_the_ranges_of_ranks_are_the_same_bytes(
         made.clear()
         taken: list[Any] = []
         keep = Sharding(span, lambda parameter, part, taken=taken: taken.append((parameter, part)))
-        own = build_model(quantized(folder), FACTS, 0, torch.bfloat16, sharding=keep).get_parameter(name)
+        policy = build_model(quantized(folder), FACTS, 0, torch.bfloat16, Part(sharding=keep))
+        own = policy.get_parameter(name)
         parts += [part for parameter, part in taken if parameter is own]
         assert len(made) <= linears + stacked * (-(-experts // ranks) + 1)
     assert torch.equal(torch.cat(parts).view(torch.uint8), whole.get_parameter(name).view(torch.uint8))

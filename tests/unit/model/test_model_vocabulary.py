@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dsft.data.tokenizer.load import add_tokens, byte_level_tokenizer, num_ids
 from dsft.errors import MissingInputError
-from dsft.model.build import build_model
+from dsft.model.build import Part, build_model
 from dsft.model.config import TokenFacts, new_rows, resolve_config
 from dsft.model.policy import Policy
 from dsft.model.weights import Sharding
@@ -25,7 +25,7 @@ LARGER = replace(FACTS, vocab_size=101)  # the folders have 96
 def built(
     folder: Path, facts: TokenFacts, dtype: torch.dtype = torch.float32, keep: Sharding | None = None
 ) -> Policy:
-    return build_model(Model(name_or_path=str(folder)), facts, 7, dtype, sharding=keep or Sharding())
+    return build_model(Model(name_or_path=str(folder)), facts, 7, dtype, Part(sharding=keep or Sharding()))
 
 
 def resized(held: Tensor, first: int, stop: int) -> Tensor:
@@ -112,7 +112,7 @@ def test_stages_hold_the_same_new_rows(tmp_path: Path, tied: bool) -> None:
     whole = built(tmp_path, LARGER).named_trained()
     model = Model(name_or_path=str(tmp_path))
     for stage in (0, 1):
-        part = build_model(model, LARGER, 7, torch.float32, stage, Cut((1, 1)))
+        part = build_model(model, LARGER, 7, torch.float32, Part(stage, Cut((1, 1))))
         assert ("model.embed_tokens.weight" in part.named_trained()) is (tied or stage == 0)
         for name, p in part.named_trained().items():
             assert torch.equal(p, whole[name]), name

@@ -101,7 +101,7 @@ def test_the_attention_of_packed_rows_is_chosen_without_dropout(
     chosen: list[float] = []
     monkeypatch.setattr(
         reference_of,
-        "attend_per_segment",
+        "attend",
         lambda causal_lm, *_: chosen.append(requirements_of(causal_lm).dropout),
     )
     monkeypatch.setattr(reference_of, "build_frozen_engine", lambda policy, config, world: None)
