@@ -108,7 +108,7 @@ def layouts(pairs: Sequence[Example]) -> Mapping[str, MicroBatch]:
 def unshared(pair: Example) -> Example:
     rows = whole_rows(pair)
     ids, trained = (np.concatenate([getattr(one, name) for one in rows]) for name in ("input_ids", "trained"))
-    return Example(ids, trained, pair.source, tuple(len(one.input_ids) for one in rows))
+    return Example(ids, trained, tuple(len(one.input_ids) for one in rows))
 
 
 def seconds(policy: Policy, batch: MicroBatch) -> float:
@@ -141,7 +141,7 @@ def random_pairs(seed: int, count: int, prompt: int, answer: int) -> list[Exampl
     for _ in range(count):
         ids = draw.integers(3, VOCABULARY, prompt + 2 * answer).astype(np.int32)
         ids = np.insert(ids, prompt + answer, ids[prompt - 1])
-        found.append(Example(ids, trained, "random", (prompt + answer, 1 + answer), (0, prompt - 1)))
+        found.append(Example(ids, trained, (prompt + answer, 1 + answer), (0, prompt - 1)))
     return found
 
 

@@ -10,22 +10,22 @@ from dsft.data.sets.dataset import Dataset, Example, Examples, Ids, digest_of
 from tests.unit.data.token_rows import FakeRows, Given
 
 
-def dataset_of(examples: Sequence[Example], *, pairs: bool = False) -> Dataset:
-    """pairs: each example is a preference pair."""
-    return Dataset((examples_of(examples, pairs=pairs),), whole=pairs)
+def dataset_of(examples: Sequence[Example], *, pairs: bool = False, file: str = "a") -> Dataset:
+    """pairs: each example is a preference pair; file: example i is its line i + 1."""
+    return Dataset((examples_of(examples, pairs=pairs, file=file),), whole=pairs)
 
 
-def examples_of(examples: Sequence[Example], *, pairs: bool = False) -> Examples:
+def examples_of(examples: Sequence[Example], *, pairs: bool = False, file: str = "a") -> Examples:
     """Each segment is a row; that of an answer which continues a shared prompt has the whole prompt."""
     given, places, starts, targets = list[Given](), list[str](), list[int](), list[int]()
-    for one in examples:
+    for line, one in enumerate(examples, start=1):
         borders = np.cumsum(one.segment_lengths)[:-1]
         ids, trained = (np.split(column, borders) for column in (one.input_ids, one.trained))
         for number, start in enumerate(one.segment_starts):
             row = np.concatenate([ids[0][:start], ids[number]])
             mask = np.concatenate([trained[0][:start], trained[number]])
             given.append((row.tolist(), mask.tolist()))
-            places.append(one.source)
+            places.append(f"{file}:{line}")
             starts.append(start)
             targets.append(int(np.count_nonzero(trained[number][1:])))
     lengths = small([length for one in examples for length in one.segment_lengths])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsft.data.steps.batch import NO_TARGET, Answers, MicroBatch, Segments, Tokens
 from dsft.dist.world import World
+from dsft.engine.api import Fragment, Kind
 from dsft.model.policy import Policy
 from dsft.rank.environment import Launched
 from dsft.setup.run import Run
@@ -82,3 +83,8 @@ def make_run(spec: Spec, world: Any, **fields: Any) -> Run:
         "launched": Launched("dsft", 0, 1, 0, "127.0.0.1", 1), "log": lambda text: None,
     }  # fmt: skip
     return Run(**{**given, **fields})
+
+
+def fragment_of(name: str, kind: Kind, start: int, data: Tensor) -> Fragment:
+    """A fragment of a tensor (n,) that is in memory."""
+    return Fragment(name, kind, start, len(data), lambda: data)

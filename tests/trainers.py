@@ -15,17 +15,21 @@ class PlainTrainer:
     """Annotates, evaluates and saves nothing, and is never asked to stop. parts: of `Recorder`."""
 
     def __init__(
-        self, objective: Objective, world: Any, report: Callable[[Record], None], **parts: Any
+        self,
+        objective: Objective,
+        world: Any,
+        report: Callable[[Record], None],
+        waits: Any = None,
+        **parts: Any,
     ) -> None:
-        self.rank = world.rank
+        self.rank, self.waits = world.rank, waits
         fields: dict[str, Any] = {"objective": objective, "world": world, "report": report}
         self.recorder = Recorder(**{**fields, "skipped": named, **parts})
 
     @contextmanager
     def step(self, done: int) -> Iterator[Callable[[], str | None]]:
-        watch = self.recorder.watch
         try:
-            with watch.counted() if watch else nullcontext():
+            with self.waits.timing() if self.waits else nullcontext():
                 yield self.ask()
         finally:
             self.recorder.read()

@@ -163,9 +163,8 @@ class TokenRows(Protocol):
     def first_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
         """Return the first token of each of the rows (k,), which are ascending and not empty."""
 
-    def read(self, row: int) -> Rendered: ...
-    def read_part(self, row: int, start: int, stop: int) -> Rendered:
-        """Return tokens `start` to `stop` of a row, without copying the others."""
+    def read(self, row: int, start: int = 0, stop: int | None = None) -> Rendered:
+        """Return tokens `start` to `stop` of a row, without copying the others; by default all."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,11 +40,6 @@ class Fragment:
         return self.read()
 
 
-def fragment_of(name: str, kind: Kind, start: int, data: Tensor) -> Fragment:
-    """Return the fragment of a tensor (n,) that is in memory."""
-    return Fragment(name, kind, start, len(data), lambda: data)
-
-
 ReadRange = Callable[[str, Kind, int, int], Tensor]
 """(name, kind, start, stop) -> (stop - start,) float32 on the CPU; raises CheckpointError where absent."""
 

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import importlib
 import io
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,12 +22,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
-from dsft.data.steps.batch import MicroBatch
+from dsft.data.steps.batch import MicroBatch, to_device
 from dsft.dist.sequence import RowSplit, exchange_of
 from dsft.dist.world import World
 from dsft.engine import state
 from dsft.engine.adamw_8bit import AdamW8bit
-from dsft.engine.api import Fragment, Kind, LossScale, ReadRange, ScoreOutput, StepResult
+from dsft.engine.api import Engine, Fragment, Kind, LossScale, ReadRange, StepResult
 from dsft.engine.first_step import (
     NOISE,
     NOISE_8_BITS,
@@ -70,11 +69,6 @@ class DeepSpeedParts:
     clip: StepClip | None
     scaler: Scaler | None = None
 
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of the step; a group of optim.groups gets its own multiple of it."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate * group[RATE]
-
     def outcome(self) -> tuple[float | Tensor, bool, LossScale | None]:
         """Return the last step's gradient norm before clipping, whether it was applied, and its loss scale;
         the same on all ranks."""
@@ -87,15 +81,15 @@ class DeepSpeedParts:
         return self.engine.get_global_grad_norm(), applied, loss_scale
 
 
-class TrainingEngine(ABC):
-    """The part of `dsft.engine.api.Engine` that both engines share."""
+class TrainingEngine(Engine):
+    """The part of an engine that both engines share."""
 
     _deepspeed: DeepSpeedParts
     _engine: Any  # DeepSpeed's
 
     def __init__(self, policy: Policy, world: World, objective: Objective) -> None:
         """Set up all but DeepSpeed, which a subclass starts with `_initialize`. A collective."""
-        self._world, self._objective = world, objective
+        self._world, self._objective, self._shards = world, objective, world.layout.shards
         self._split = RowSplit(policy.causal_lm, world)
         self._causal_lm, self._trained = policy.causal_lm, policy.named_trained()
         self._routing = policy.routing
@@ -107,11 +101,6 @@ class TrainingEngine(ABC):
         self._deepspeed = initialize_deepspeed(module, self._trained, spec, config)
         self._engine, self._max_norm = self._deepspeed.engine, spec.train.max_grad_norm
         self._settings = {name: settings_of(name, p, spec.optim) for name, p in self._trained.items()}
-
-    @abstractmethod
-    def step(
-        self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
-    ) -> StepResult: ...
 
     def first_step(
         self,
@@ -151,13 +140,8 @@ class TrainingEngine(ABC):
             [learning_rate * one.rate for one in self._settings.values()],
             [one.weight_decay for one in self._settings.values()],
             (*defaults["betas"], defaults["eps"]) if "betas" in defaults else None,
-            clip / self._world.layout.shards / (result.loss_scale.scale if result.loss_scale else 1.0),
+            clip / self._shards / (result.loss_scale.scale if result.loss_scale else 1.0),
         )
-
-    @abstractmethod
-    def score(
-        self, micro_batches: Sequence[MicroBatch], output: ScoreOutput = ..., *, training: bool = ...
-    ) -> tuple[Tensor, ...]: ...
 
     def _routed(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int]
@@ -178,12 +162,8 @@ class TrainingEngine(ABC):
                 self.score(micro_batches, training=True)
             frequencies = self._world.sum(routing.pop(device))
         scaler, kind = self._deepspeed.scaler, experts.balance
-        scale = experts.balance_weight * self._world.layout.shards * (scaler.loss_scale if scaler else 1.0)
+        scale = experts.balance_weight * self._shards * (scaler.loss_scale if scaler else 1.0)
         return routing.training(StepLoss(kind, scale if sequences else 0.0, sequences, frequencies))
-
-    def _popped(self) -> Tensor | None:
-        """Return what `_routed` has counted."""
-        return None if self._routing is None else self._routing.pop(self._world.device)
 
     def snapshot(self, parameters: Iterable[nn.Parameter]) -> Snapshot:
         return Snapshot(self._engine, parameters)
@@ -192,12 +172,10 @@ class TrainingEngine(ABC):
         return self._shapes
 
     def owned_fragments(self) -> Iterator[Fragment]:
-        return state.owned_fragments(
-            self._engine, self._trained, self._world.shard_rank, self._world.layout.shards
-        )
+        return state.owned_fragments(self._engine, self._trained, self._world.shard_rank, self._shards)
 
     def gradient_squares(self) -> AbstractContextManager[Mapping[str, float]]:
-        rank, shards = self._world.shard_rank, self._world.layout.shards
+        rank, shards = self._world.shard_rank, self._shards
         owned = tuple(state.owned_shards(self._engine, self._trained, rank, shards))
         return gradient_squares(self._deepspeed.optimizer, owned)
 
@@ -216,6 +194,23 @@ class TrainingEngine(ABC):
         nothing = {name: 0 for name in ("sequences", *(term.count for term in self._objective.terms))}
         probe(self._engine, lambda: self.step([micro_batch] * number, nothing, 0.0), self._world.device)
 
+    def _begin(
+        self, counts: Mapping[str, int], learning_rate: float, number: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Set the learning rate of a step. Return the factors of its sums in the loss, and zeros to add them
+        up in, both (n_terms,) float64 on the device. number: of micro-batches whose mean DeepSpeed takes."""
+        for group in self._deepspeed.optimizer.param_groups:  # one of optim.groups has its own multiple
+            group["lr"] = learning_rate * group[RATE]
+        # DeepSpeed takes the mean over the ranks of a stage, too; only this line undoes both.
+        scales = torch.tensor(self._objective.scales(counts), dtype=torch.float64)
+        scales = to_device(scales * (number * self._shards), self._world.device)
+        return scales, torch.zeros_like(scales)
+
+    def _result(self, total: Tensor) -> StepResult:
+        """Return the outcome of a step with these sums (n_terms,)."""
+        experts = None if self._routing is None else self._routing.pop(self._world.device)
+        return StepResult(self._split.reported(total), *self._deepspeed.outcome(), experts=experts)
+
     def _zeros(self) -> Tensor:
         return torch.zeros(len(self._objective.terms), dtype=torch.float64, device=self._world.device)
 
@@ -228,7 +223,8 @@ def initialize_deepspeed(
     import_muon()
     gather_whole_mlps(module)
     own = copy.deepcopy(dict(config))  # DeepSpeed writes into it
-    clips_here = _is_plain_fp32(own)
+    # In ZeRO 0 and fp32 DeepSpeed steps the bare optimizer, and clips wrongly over pipeline stages.
+    clips_here = not own["zero_optimization"]["stage"] and not own["bf16"]["enabled"]
     optimizer = build_optimizer(trained, spec, offloaded=_is_offloaded(own))
     with contextlib.redirect_stdout(io.StringIO()):  # it prints memory and topology at any log level
         engine, *_ = deepspeed.initialize(
@@ -331,12 +327,6 @@ def _drop_gradient(optimizer: Any) -> None:
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         for group in optimizer.averaged_gradients:
             optimizer.averaged_gradients[group] = None
-
-
-def _is_plain_fp32(config: Mapping[str, Any]) -> bool:
-    """Whether this is ZeRO 0 in fp32: DeepSpeed steps the bare optimizer, with a clipping that is wrong over
-    pipeline stages."""
-    return not config["zero_optimization"]["stage"] and not config["bf16"]["enabled"]
 
 
 def _is_offloaded(config: Mapping[str, Any]) -> bool:

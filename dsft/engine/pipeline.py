@@ -15,7 +15,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from dsft.data.steps.batch import MicroBatch
-from dsft.data.steps.copies import to_device
 from dsft.dist.world import World
 from dsft.engine.api import ScoreOutput, StepResult, log_probabilities
 from dsft.engine.initialize import TrainingEngine
@@ -41,18 +40,12 @@ class PipelineEngine(TrainingEngine):
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
     ) -> StepResult:
         """Run forward and backward on each of the micro-batches, then one optimizer step."""
-        self._deepspeed.set_learning_rate(learning_rate)
-        number, shards = len(micro_batches), self._world.layout.shards
+        number, shards = len(micro_batches), self._shards
         self._engine.set_train_batch_size(number * self._engine.train_micro_batch_size_per_gpu() * shards)
-        self._total = self._zeros()
-        # DeepSpeed takes the mean over micro-batches and the ranks of a stage; only this line undoes it.
-        scales = torch.tensor(self._objective.scales(counts), dtype=torch.float64)
-        self._scales = to_device(scales * (number * shards), self._world.device)
+        self._scales, self._total = self._begin(counts, learning_rate, number)
         with self._routed(micro_batches, counts):
             self._engine.train_batch(self._feed(micro_batches))
-        return StepResult(
-            self._split.reported(self._total), *self._deepspeed.outcome(), experts=self._popped()
-        )
+        return self._result(self._total)
 
     def probe(self, micro_batch: MicroBatch) -> None:
         """Probe with as many micro-batches as the first stage has in flight at once, or with those of a
@@ -104,7 +97,7 @@ class PipelineEngine(TrainingEngine):
         if self._record is not None:
             self._record(logps.detach(), micro_batch)
             return logps.new_zeros(())
-        sums = self._objective.term_sums(logps, micro_batch)
+        sums = torch.stack(self._objective.sums(logps, micro_batch))
         self._total += sums.detach()
         return sums.dot(self._scales)
 

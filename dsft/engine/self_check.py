@@ -141,7 +141,7 @@ def check_head(engine: Scorer, policy: Policy, dataset: Dataset, world: World, p
     if any(world.gather(policy.full_logits)):
         policy.full_logits = policy.is_last
         return "head: the model's output layer is not a plain linear one; its logits are computed whole"
-    rows = [Example(e.input_ids[:WIDE], e.trained[:WIDE], e.source) for e in real_rows(dataset)[:2]]
+    rows = [Example(e.input_ids[:WIDE], e.trained[:WIDE]) for e in real_rows(dataset)[:2]]
     batch = collate_padded(rows, pad_id)
     with own_attention(policy.causal_lm):
         found = engine.score([batch])
@@ -224,7 +224,7 @@ def real_rows(dataset: Dataset) -> list[Example]:
     by_length = sorted(pieces, key=len)
     short = [piece for piece in by_length if len(piece) >= SHORT][:3] or by_length[-3:]
     chosen = [*short[:1], by_length[-1][:LONG], *short[1:]]
-    return [Example(ids, np.arange(len(ids)) > 0, "proof") for ids in chosen]
+    return [Example(ids, np.arange(len(ids)) > 0) for ids in chosen]
 
 
 def every_second_changed(rows: Sequence[Example]) -> list[Example]:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dsft.data.steps.batch import MicroBatch
-from dsft.data.steps.copies import to_device
 from dsft.dist.world import World
 from dsft.engine.api import ScoreOutput, StepResult, log_probabilities
 from dsft.engine.initialize import TrainingEngine
@@ -31,11 +30,7 @@ class ZeroEngine(TrainingEngine):
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
     ) -> StepResult:
         """Run forward and backward on each of the micro-batches, then one optimizer step."""
-        self._deepspeed.set_learning_rate(learning_rate)
-        total = self._zeros()
-        # DeepSpeed takes the mean over the ranks; only this line undoes it.
-        scales = torch.tensor(self._objective.scales(counts), dtype=torch.float64)
-        scales = to_device(scales * self._world.layout.shards, self._world.device)
+        scales, total = self._begin(counts, learning_rate)
         with self._routed(micro_batches, counts):
             self._engine.train()
             for number, micro_batch in enumerate(micro_batches, start=1):
@@ -44,7 +39,7 @@ class ZeroEngine(TrainingEngine):
                 self._engine.backward(sums.dot(scales), scale_wrt_gas=False)
                 total += sums.detach()
         self._engine.step()
-        return StepResult(self._split.reported(total), *self._deepspeed.outcome(), experts=self._popped())
+        return self._result(total)
 
     def probe(self, micro_batch: MicroBatch) -> None:
         """Probe with two copies in one step, where steps have several micro-batches: the second has the
@@ -74,7 +69,7 @@ class ZeroEngine(TrainingEngine):
     def _sums(self, micro_batch: MicroBatch) -> Tensor:
         """Return (n_terms,) float64, differentiable."""
         batch = micro_batch.to(self._world.device)
-        return self._objective.term_sums(self._scored(batch), batch)
+        return torch.stack(self._objective.sums(self._scored(batch), batch))
 
     def _scored(self, batch: MicroBatch) -> Tensor:
         """Return the log-probabilities (B, T) of the targets."""

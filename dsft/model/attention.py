@@ -228,15 +228,17 @@ def packed_keywords(
     }
 
 
-def recurrent_keywords(
+def keywords_of(
     causal_lm: PreTrainedModel, position_ids: Tensor, segments: Segments | None
 ) -> Mapping[str, Any]:
-    """Return the keyword that gives the model's recurrent layers the segments of its one row, with which
-    `attend_per_segment` made them packable; none for padded rows, and for models without such layers. The
-    arguments are those of `packed_keywords`."""
+    """Return the keywords that give a model the segments of its one row: `packed_keywords`, and that of the
+    recurrent layers that `attend_per_segment` has made packable; none for padded rows."""
+    kind, shapes = causal_lm.config._attn_implementation, getattr(causal_lm, SHAPES, None)
+    given = packed_keywords(kind, position_ids, segments, shapes)
     if len(position_ids) > 1 or not getattr(causal_lm, RECURRENT, False):
-        return {}
-    return {SEGMENT_ROWS: segment_rows(segments or segments_of(position_ids), position_ids.device)}
+        return given
+    rows = segment_rows(segments or segments_of(position_ids), position_ids.device)
+    return {**given, SEGMENT_ROWS: rows}
 
 
 def _refuse_shared(implementation: str, segments: Segments | None) -> None:

@@ -180,20 +180,16 @@ def unsupported(
     """Return what a model asks of its attention that is not computed here; empty where there is nothing.
     has_segments: the attention got the segments; window: WINDOW_NOT_GIVEN where the model passes none;
     arguments: the other keywords."""
-    unknown = [name for name, value in arguments.items() if not _is_harmless(name, value)]
+    given = {name for name, value in arguments.items() if value is not None and value is not False}
     config = getattr(module, "config", None)
     if not has_segments:
         return "does not pass the segments to its attention"
     if attention_mask is not None:
         return "passes its own mask to its attention"
-    if unknown:
-        return f"passes {' and '.join(sorted(unknown))} to its attention, which is not supported"
+    if unknown := sorted(given - HARMLESS):
+        return f"passes {' and '.join(unknown)} to its attention, which is not supported"
     if not arguments.get("is_causal", getattr(module, "is_causal", True)):
         return "has attention that is not causal"
     if window == WINDOW_NOT_GIVEN and getattr(config, "sliding_window", None):  # 0: Qwen 2 MoE has none
         return "does not pass sliding_window to its attention"
     return ""
-
-
-def _is_harmless(name: str, value: Any) -> bool:
-    return name in HARMLESS or value is None or value is False

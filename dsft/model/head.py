@@ -107,7 +107,8 @@ class Head(nn.Linear):
         if not torch.is_grad_enabled():
             return chunks.score(hidden, self.weight, self.bias, targets)[0]
         # float16 is too coarse for gradients that are not yet multiplied by the loss scale.
-        in_forward = several is None and (self.uniform or self._is_frozen()) and hidden.dtype != torch.float16
+        is_frozen = not any(p.requires_grad for p in self.parameters(recurse=False))
+        in_forward = several is None and (self.uniform or is_frozen) and hidden.dtype != torch.float16
         function = GradientInForward if in_forward else GradientInBackward
         logps: Tensor = function.apply(hidden, self.bias, self.weight, targets, chunks)
         return logps
@@ -115,9 +116,6 @@ class Head(nn.Linear):
     def softmax_on(self, device: torch.device, smoothing: float) -> SoftmaxChoice:
         """Return what computes the softmax part of the chunks."""
         return choose_softmax(Softmax(self.shaping, smoothing), self.weight.dtype, device)
-
-    def _is_frozen(self) -> bool:
-        return not any(parameter.requires_grad for parameter in self.parameters(recurse=False))
 
 
 class Top(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dsft.data.steps.batch import Segments, Tokens
-from dsft.model.attention import SHAPES, packed_keywords, recurrent_keywords
+from dsft.model.attention import keywords_of
 from dsft.model.given_tokens import whole_values
 from dsft.model.head import Top, install_head, output_layer, plain_logps, several_tokens
 from dsft.model.names import plain_name
@@ -59,6 +59,7 @@ class Policy(nn.Module):
         head = install_head(causal_lm) if is_last else None
         self.full_logits = is_last and head is None
         self._head = (head,)  # in a tuple: as a second submodule ZeRO 3 would gather it twice
+        self._output: tuple[Any] = (output_layer(causal_lm) if is_last else None,)
         self._entry = [m for m in causal_lm.modules() if isinstance(m, StageInput)]  # a list: the same reason
         self._exit = [m for m in causal_lm.modules() if isinstance(m, StageOutput)]
         self._label_smoothing, self._temperature = 0.0, 1.0
@@ -107,10 +108,8 @@ class Policy(nn.Module):
         if self._entry:
             self._entry[0].received = inputs
             given = {"inputs_embeds": inputs.detach()}  # for their shape and type: masks, rotary tables
-        kind, shapes = self.causal_lm.config._attn_implementation, getattr(self.causal_lm, SHAPES, None)
-        given |= packed_keywords(kind, position_ids, segments, shapes)
         given |= {"position_ids": position_ids, "use_cache": False}
-        given |= recurrent_keywords(self.causal_lm, position_ids, segments)
+        given |= keywords_of(self.causal_lm, position_ids, segments)
         with with_noise(self.causal_lm, tokens.noise_scale if self.training and self.is_first else None):
             output = (self.causal_lm if self.full_logits else self.causal_lm.base_model)(**given)
         if self.full_logits:
@@ -118,7 +117,7 @@ class Policy(nn.Module):
         if self._exit:
             return self._exit[0].pop()
         hidden: Tensor = output.last_hidden_state
-        layer = output_layer(self.causal_lm)
+        (layer,) = self._output
         return PolicyOutput(layer(hidden, tokens.targets, num_targets, tokens.others))
 
     def _of_logits(self, logits: Tensor, targets: Tensor, others: Tensor | None) -> Tensor:

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dsft.data.steps.batch import Segments, borders_of
-from dsft.data.steps.copies import to_device
+from dsft.data.steps.batch import Segments, borders_of, to_device
 
 SEGMENT_ROWS = "segment_rows"
 """Keyword of a model's forward that brings the `SegmentRows` to the recurrent layers."""

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from dsft.data.steps.batch import Answers, MicroBatch
@@ -55,10 +54,6 @@ class Objective:
     label_smoothing: float = 0.0
     temperature: float = 1.0
     of_answers: Callable[[Tensor, Answers], tuple[Tensor, ...]] | None = None
-
-    def term_sums(self, logps: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """Return (n_terms,) float64, differentiable, from what the policy returns for a micro-batch."""
-        return torch.stack(self.sums(logps, micro_batch))
 
     def scales(self, counts: Mapping[str, int]) -> tuple[float, ...]:
         """Return weight ÷ global count, per term; 0 for a count of 0, which has only zero sums."""

@@ -114,7 +114,7 @@ class PreviewData:
         parts = zip(np.split(example.input_ids, borders), np.split(example.trained, borders), strict=True)
         return RowView(
             index + 1,
-            example.source,
+            self.train.source(index),
             tuple(token for part in parts for token in tokens_of(*part, self.tokenizer)),
             example.segment_lengths,
             self.train.extent(index),

@@ -46,6 +46,7 @@ class Console:
         self._lock = threading.Lock()  # other threads, such as W&B's, print too; keeps lines whole
         self._terminal = terminal or Terminal()
         self._shown = first_step, -math.inf  # the last step that was printed, and when
+        self._every = is_verbose() or is_set(EVERY_STEP)
         self._bar = Progress(TextColumn("{task.description}", markup=False), console=self._terminal)
         self._task = self._bar.add_task("")
 
@@ -78,7 +79,7 @@ class Console:
         before, printed = self._shown
         tenth = step // STEPS_PER_LINE > before // STEPS_PER_LINE
         late = time.monotonic() - printed > STEP_SECONDS  # true for the first
-        is_due = tenth or late or step >= self._total or is_verbose() or is_set(EVERY_STEP)
+        is_due = tenth or late or step >= self._total or self._every
         if is_due:
             self._shown = step, time.monotonic()
         return is_due

@@ -11,16 +11,15 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import add
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import psutil
 import torch
 from torch import Tensor
 
-from dsft.data.steps.copies import to_device
+from dsft.data.steps.batch import to_device
 from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import resident
 
@@ -74,39 +73,29 @@ WIDTH = len(RankWindow._fields)
 NOTHING = RankWindow(*[0.0] * WIDTH)
 
 
-class WaitTimer(Protocol):
-    """The part of `dsft.engine.comm_timer.CommunicationTimer` that is used here."""
-
-    def timing(self) -> AbstractContextManager[None]: ...
-    def pop_seconds(self) -> float: ...
-
-
 class HostWatch:
     """A watch over the speed and memory of all hosts, with warnings about stragglers. locations: of every
-    rank; log: takes one line. Only rank 0 gets a record and prints."""
+    rank; waited: `CommunicationTimer.pop_seconds`; log: takes one line. Only rank 0 gets a record and
+    prints."""
 
     def __init__(
         self,
         locations: Sequence[RankLocation],
         rank: int,
-        waits: WaitTimer,
+        waited: Callable[[], float],
         device: torch.device,
         log: Callable[[str], None],
     ) -> None:
-        self._locations, self._rank, self._waits, self._device = locations, rank, waits, device
+        self._locations, self._rank, self._waited, self._device = locations, rank, waited, device
         self._names = host_names(locations)
         self._detector = StragglerDetector(locations, self._names)
         self._log = log
-
-    def counted(self) -> AbstractContextManager[None]:
-        """Time the waiting within a step, including its data."""
-        return self._waits.timing()
 
     def mine(self, steps: int, began: float, data: float, tokens: int) -> Tensor:
         """Return this rank's row in a (ranks · WIDTH,) float64 tensor on the device; the others' rows are 0.
         Describes the window since `began`, a value of time.perf_counter; data: seconds of waiting for data;
         tokens: positions computed. Does not synchronize with the device."""
-        waiting = self._waits.pop_seconds()
+        waiting = self._waited()
         seconds = time.perf_counter() - began
         allocated = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
         used = psutil.virtual_memory().used if self._locations[self._rank].local_rank == 0 else 0

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from dsft.data.steps.batch import GlobalStep, MicroBatch
-from dsft.data.steps.copies import to_host
 from dsft.dist.world import World
 from dsft.engine.api import Engine, StepResult
 from dsft.engine.replicas import Replicas
@@ -150,7 +149,7 @@ class Window:
         self.counts.update(batch.counts)
         self.num_tokens += batch.num_tokens
         self.squared += batch.squared
-        self.computed += sum(micro_batch.shape.numel() for micro_batch in batch.micro_batches)
+        self.computed += sum(one.tokens.input_ids.numel() for one in batch.micro_batches)
         self.steps += 1
         self.data_wait += waited
         for name, share in batch.sources.items():
@@ -338,6 +337,22 @@ class Recorder:
             )
 
         return read, can_wait
+
+
+def to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start to copy `tensor` to pinned memory of the host. Return a function that waits for the
+    copy and then returns it."""
+    if tensor.device.type != "cuda":
+        return lambda: tensor
+    copy = tensor.to("cpu", non_blocking=True)
+    is_there = torch.Event(tensor.device)
+    is_there.record(torch.cuda.current_stream(tensor.device))
+
+    def wait() -> Tensor:
+        is_there.synchronize()
+        return copy
+
+    return wait
 
 
 def on_gpu(sums: Tensor) -> bool:

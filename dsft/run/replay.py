@@ -188,7 +188,7 @@ class Replay:
             """Return (n, n_terms) of the n examples of a micro-batch."""
             lengths = data.lengths[list(micro_batch.ids)].tolist()
             parts = micro_batch.examples(lengths)
-            found = [objective.term_sums(logps[rows, columns], one) for rows, columns, one in parts]
+            found = [torch.stack(objective.sums(logps[rows, columns], one)) for rows, columns, one in parts]
             return torch.stack(found) if found else logps.new_zeros(0)
 
         mine: dict[int, float] = {}

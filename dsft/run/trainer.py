@@ -59,13 +59,13 @@ class Trainer:
         self.evaluation = task.evaluation(run, inputs, model) if inputs.held_out else None
         traces = run.profile is not None and world.rank == 0
         self.trace = StepTrace(run.folder, run.profile or 0, self.report.line) if traces else None
-        self.watch = watch_hosts(world, self.report.line)
+        self.waits = CommunicationTimer(world.device)
         self.recorder = Recorder(
             objective=model.objective,
             world=world,
             report=self._report,
             skipped=self._skipped,
-            watch=self.watch,
+            watch=watch_hosts(world, self.waits, self.report.line),
             replicas=Replicas(model.engine.replicated, world, spec.train.compare_ranks_every),
             routing=model.policy.routing,
             mfu=mfu_of(run, inputs, model.plan.counted),
@@ -99,7 +99,7 @@ class Trainer:
         """See `dsft.run.loop.Trainer.step`. At its end the record of the step before is reported."""
         agree_on_stop = self._agree_on_stop()
         try:
-            with self.trace(done + 1) if self.trace else nullcontext(), self.watch.counted():
+            with self.trace(done + 1) if self.trace else nullcontext(), self.waits.timing():
                 self.run.heartbeat.mark("data", done)
                 yield agree_on_stop
         finally:
@@ -225,10 +225,10 @@ def schedule(spec: Spec, batch: BatchSizes, total_steps: int, *, evaluates: bool
     )
 
 
-def watch_hosts(world: World, log: Log) -> HostWatch:
+def watch_hosts(world: World, waits: CommunicationTimer, log: Log) -> HostWatch:
     """Gather the host of every rank, to watch for stragglers. A collective."""
     places = world.gather(RankLocation(socket.gethostname(), world.local_rank, world.stage))
-    return HostWatch(places, world.rank, CommunicationTimer(world.device), world.device, log)
+    return HostWatch(places, world.rank, waits.pop_seconds, world.device, log)
 
 
 def mfu_of(run: Run, inputs: Inputs, counted: Census) -> Callable[[int, int, float], float] | None:

@@ -52,12 +52,6 @@ def load_spec(path: Path | str, overrides: Sequence[str] = (), *, check_files: b
     return spec
 
 
-def refusals(spec: Spec) -> list[Finding]:
-    """Return why a valid instance of the schema would be refused, without checking the files that it
-    names."""
-    return _findings(spec, False)
-
-
 def dump_spec(spec: Spec) -> str:
     """Return the spec with all defaults as YAML; `load_spec` reads it back to an equal spec."""
     return yaml.dump(
@@ -108,16 +102,16 @@ def _validate(document: Document, check_files: bool) -> Spec | None:
         wrong_keys |= meant_keys
     if spec is not None:
         spec, adapter_findings = with_saved_adapter(spec)
-        for found in (*adapter_findings, *_findings(spec, check_files)):
+        for found in (*adapter_findings, *refusals(spec, check_files)):
             reads = found.reads or (key_of(found.path),)
             if not any(_overlap(read, key) for read in reads for key in wrong_keys):
                 document.problems.append(document.problem(found.path, found.message))
     return None if errors else spec
 
 
-def _findings(spec: Spec, check_files: bool) -> list[Finding]:
-    """Return findings on more than single values: combinations, the cluster, files on the disk, the
-    model."""
+def refusals(spec: Spec, check_files: bool = False) -> list[Finding]:
+    """Return why a valid instance of the schema is refused: findings on more than single values, such as
+    combinations, the cluster, the model and, if `check_files`, the files that it names."""
     config, unreadable = model_config(spec, check_files=check_files)
     found = [
         *combinations(spec),

@@ -18,7 +18,6 @@ from dsft.checkpoint.files import read_files
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.checkpoint.tensors import write_beside, write_names
-from dsft.engine.api import fragment_of
 from dsft.engine.replicas import digest, replicated
 from dsft.errors import DsftError, SpecError
 from dsft.model.build import build_model
@@ -36,7 +35,7 @@ from tests.architectures.cases import (
     keys_of,
     small_model,
 )
-from tests.make import ALONE, logps_of
+from tests.make import ALONE, fragment_of, logps_of
 from tests.selected import tiered
 
 T = TypeVar("T")

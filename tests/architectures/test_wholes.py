@@ -17,7 +17,6 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMulti
 from dsft.checkpoint.around import files_around
 from dsft.checkpoint.export import export_checkpoint
 from dsft.checkpoint.save import CheckpointState, save
-from dsft.engine.api import fragment_of
 from dsft.errors import CheckpointError, MissingInputError, SpecError
 from dsft.model.attention import attend_per_segment
 from dsft.model.build import build_model, check_trainable
@@ -35,7 +34,7 @@ from tests.architectures.test_folders import tensors_of
 from tests.architectures.wholes import VOCABULARY, WHOLES, small_whole
 from tests.in_threads import Threads
 from tests.integration.runs import write_spec
-from tests.make import ALONE, logps_of, make_micro_batch
+from tests.make import ALONE, fragment_of, logps_of, make_micro_batch
 from tests.selected import tiered
 
 FACTS = TokenFacts(VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=None)

@@ -181,9 +181,7 @@ def pair(number: int, shared: bool, prompt_token: int = 3) -> Example:
     trained = [0] * len(prompt) + [1] * len(chosen) + [0] * len(again) + [1] * len(rejected)
     segments = (len(prompt) + len(chosen), len(again) + len(rejected))
     starts = (0, len(prompt) - 1) if shared else None
-    return Example(
-        np.array(ids, np.int32), np.array(trained, bool), f"pairs.jsonl:{number}", segments, starts
-    )
+    return Example(np.array(ids, np.int32), np.array(trained, bool), segments, starts)
 
 
 def reference_logps(case: Case, reference: Policy, pairs: Sequence[Example]) -> Tensor:

@@ -26,6 +26,7 @@ from deepspeed.utils import groups
 from dsft.data.steps.batch import GlobalStep, MicroBatch
 from dsft.dist.world import World
 from dsft.engine.build import build_engine
+from dsft.engine.comm_timer import CommunicationTimer
 from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
 from dsft.model.build import Part, build_model
@@ -145,9 +146,10 @@ def outcome(case: Case, world: World, healthy: int, slowed: int) -> dict[str, An
     engine = build_engine(policy, spec, config, world, objective)
     records: list[Record] = []
     messages: list[tuple[int, str]] = []
-    watch = watch_hosts(world, lambda line: messages.append((len(records) + 1, line)))
+    waits = CommunicationTimer(world.device)
+    watch = watch_hosts(world, waits, lambda line: messages.append((len(records) + 1, line)))
     watch._detector._seconds = SECONDS
-    trainer = PlainTrainer(objective, world, records.append, watch=watch)
+    trainer = PlainTrainer(objective, world, records.append, waits, watch=watch)
     schedule = Schedule(healthy + slowed, 1, None, None, lambda step: 1e-4, 3, seed=1)
     with ended(Steps(case, world, 4, healthy)) as steps:
         fit(engine, steps, schedule, trainer, Progress())

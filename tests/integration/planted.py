@@ -19,7 +19,6 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.data.render import masks
 from dsft.data.steps import collate, steps
 from dsft.data.steps.batch import NO_TARGET, MicroBatch, Segments
-from dsft.data.steps.copies import to_device
 from dsft.engine import frozen, optimizer, pipeline, zero
 from dsft.model import policy
 from dsft.objective import api, preference
@@ -49,7 +48,13 @@ def mean_of_micro_batches() -> None:
 
 def mean_over_ranks() -> None:
     """Leave DeepSpeed's mean over the ranks in the gradient."""
-    zero.to_device = lambda scales, device: to_device(scales / dist.get_world_size(), device)
+    begin = zero.ZeroEngine._begin
+
+    def begun(self: zero.ZeroEngine, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        scales, total = begin(self, *args)
+        return scales / dist.get_world_size(), total
+
+    zero.ZeroEngine._begin = begun  # type: ignore[method-assign]
 
 
 def mask_off_by_one() -> None:

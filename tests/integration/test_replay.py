@@ -168,8 +168,8 @@ def plain(run: Path, index: int, left_out: str = "") -> tuple[dict[str, float], 
         ids, trained_on = torch.from_numpy(row.input_ids).long(), torch.from_numpy(row.trained)
         logits = model(input_ids=ids[None]).logits[0, :-1][trained_on[1:]]
         loss = F.cross_entropy(logits, ids[1:][trained_on[1:]], reduction="sum")
-        losses[row.source] = float(loss.detach() / len(logits))
-        if row.source != left_out:
+        losses[data.source(id)] = float(loss.detach() / len(logits))
+        if data.source(id) != left_out:
             total, targets = total + loss, targets + len(logits)
     (total / targets).backward()
     squares: dict[str, float] = {}

@@ -680,7 +680,7 @@ def share(step: plain.Step, world: World, case: Case) -> list[MicroBatch]:
 
 def proof_rows(steps: list[plain.Step]) -> Dataset:
     rows = [row for step in steps for row in plain.rows_of(step)]
-    examples = [Example(np.array(ids, np.int32), np.array(trained), "parity") for ids, trained in rows]
+    examples = [Example(np.array(ids, np.int32), np.array(trained)) for ids, trained in rows]
     return dataset_of(examples)
 
 

@@ -21,6 +21,7 @@ from transformers.models.llama import modeling_llama as llama
 from dsft.data.steps.batch import NO_TARGET, GlobalStep
 from dsft.dist.world import World
 from dsft.engine.build import build_engine
+from dsft.engine.comm_timer import CommunicationTimer
 from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
 from dsft.model.attention import attend_per_segment
@@ -86,7 +87,9 @@ def step(world: World, layers: int, micro_batches: int, segments: int, checkpoin
     policy = build_model(spec.model, facts, 1, torch.bfloat16, Part(sharding=sharding_for(config, world)))
     attend_per_segment(policy.causal_lm, "auto", TOKENS, world.device)
     engine, counting = build_engine(policy, spec, config, world, next_token()), Counting()
-    trainer = PlainTrainer(next_token(), world, lambda record: None, watch=watch_hosts(world, print))
+    waits = CommunicationTimer(world.device)
+    watch = watch_hosts(world, waits, print)
+    trainer = PlainTrainer(next_token(), world, lambda record: None, waits, watch=watch)
     trainer.ask = counting.ask  # type: ignore[method-assign]
     rows = Rows(world.device, micro_batches, segments)
     schedule = Schedule(LAST, 1, None, None, lambda step: 1e-3, 3, seed=1)

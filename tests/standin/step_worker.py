@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from dsft.data.steps.batch import NO_TARGET, Answers, GlobalStep, MicroBatch
 from dsft.dist.world import World
 from dsft.engine.build import build_engine
+from dsft.engine.comm_timer import CommunicationTimer
 from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
 from dsft.engine.replicas import Replicas
@@ -119,8 +120,9 @@ def trained(world: World, task: str, zero_stage: int, log_every: int) -> dict[st
     engine = build_engine(policy, spec, config, world, objective)
     counting = Counting()
     records: list[Record] = []
-    watch, replicas = watch_hosts(world, lambda line: None), Replicas(engine.replicated, world, NEVER)
-    trainer = PlainTrainer(objective, world, records.append, watch=watch, replicas=replicas)
+    waits, replicas = CommunicationTimer(world.device), Replicas(engine.replicated, world, NEVER)
+    watch = watch_hosts(world, waits, lambda line: None)
+    trainer = PlainTrainer(objective, world, records.append, waits, watch=watch, replicas=replicas)
     trainer.ask = counting.ask  # type: ignore[method-assign]
     schedule = Schedule(LAST, log_every, None, None, lambda step: 1e-3, 3, seed=1)
     steps = Steps(world.device, task == "dpo")

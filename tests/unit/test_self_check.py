@@ -29,8 +29,7 @@ from dsft.engine.self_check import (
     whole_rows,
 )
 from dsft.errors import SpecError
-from dsft.model import kernels
-from dsft.model import policy as policies
+from dsft.model import attention, kernels
 from dsft.model.attention import attend_per_segment, own_attention, use
 from dsft.model.attention_choice import VARLEN
 from dsft.model.attention_loop import KEYWORD, SEGMENTS
@@ -66,10 +65,10 @@ class Scores:
 def rows(*lengths: int, segments: bool = False) -> Dataset:
     draw = np.random.default_rng(5)
     ids = [draw.integers(3, 128, length).astype(np.int32) for length in lengths]
-    examples = [Example(i, np.zeros(len(i), dtype=bool), "a:1") for i in ids]
+    examples = [Example(i, np.zeros(len(i), dtype=bool)) for i in ids]
     if segments:
         joined = np.concatenate(ids)
-        examples = [Example(joined, np.zeros(len(joined), dtype=bool), "a:1", lengths)]
+        examples = [Example(joined, np.zeros(len(joined), dtype=bool), lengths)]
     return dataset_of(examples)
 
 
@@ -97,9 +96,9 @@ def test_exact_packing_passes(lengths: tuple[int, ...], precision: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_attention_over_a_border_is_found(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     """The mutation: the row is attended as if it were one segment."""
-    of = policies.packed_keywords
+    of = attention.packed_keywords
     monkeypatch.setattr(
-        policies,
+        attention,
         "packed_keywords",
         lambda kind, at, *_: of(kind, at, Segments((at.shape[1],)) if len(at) == 1 else None),
     )
@@ -113,20 +112,20 @@ def test_state_crossing_a_border_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     """Attention has the segments, the recurrent layers do not."""
     config = SHAPES["qwen3_5"] | {"initializer_range": 0.3}
     prove(scores(config=config), rows(20, 30, 17, 25, 60))
-    monkeypatch.setattr(policies, "recurrent_keywords", lambda *_: {})
+    monkeypatch.setattr(attention, "segment_rows", lambda *_: None)
     with pytest.raises(SpecError, match="changes with another row of its pack"):
         prove(scores(config=config), rows(20, 30, 17, 25, 60))
 
 
 def test_one_row_attending_to_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the last two segments are one."""
-    of = policies.packed_keywords
+    of = attention.packed_keywords
 
     def joined(kind: str, at: Tensor, segments: Segments | None, *_: Any) -> Any:
         lengths = segments.lengths if segments else ()
         return of(kind, at, Segments((*lengths[:-2], sum(lengths[-2:]))) if len(lengths) > 2 else segments)
 
-    monkeypatch.setattr(policies, "packed_keywords", joined)
+    monkeypatch.setattr(attention, "packed_keywords", joined)
     with pytest.raises(SpecError, match="changes with another row of its pack"):
         prove(scores(), rows(20, 30, 17, 25, 60))
 
@@ -143,7 +142,7 @@ def test_row_that_differs_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def shifted(example: Example) -> Example:
-    return Example(np.roll(example.input_ids, 1), example.trained, example.source)
+    return Example(np.roll(example.input_ids, 1), example.trained)
 
 
 def test_the_rows_are_real_and_short() -> None:
@@ -184,7 +183,7 @@ def pairs(*tokens: tuple[int, int, int]) -> Dataset:
         ids = np.insert(ids, border, ids[prompt - 1])
         trained = (np.arange(len(ids)) >= prompt) & (np.arange(len(ids)) != border)
         lengths, starts = (border, 1 + rejected), (0, prompt - 1)
-        examples.append(Example(ids, trained, "a:1", lengths, starts))
+        examples.append(Example(ids, trained, lengths, starts))
     return dataset_of(examples, pairs=True)
 
 
@@ -211,7 +210,7 @@ def test_wrong_prompt_is_found(
     monkeypatch: pytest.MonkeyPatch, mutation: Any, message: str, precision: str
 ) -> None:
     monkeypatch.setitem(LLAMA, "initializer_range", 0.5)  # a fresh model's answers hardly depend on anything
-    of = policies.packed_keywords
+    of = attention.packed_keywords
 
     def mutated(*given: Any) -> Any:
         return {
@@ -219,7 +218,7 @@ def test_wrong_prompt_is_found(
             for name, segments in of(*given).items()
         }
 
-    monkeypatch.setattr(policies, "packed_keywords", mutated)
+    monkeypatch.setattr(attention, "packed_keywords", mutated)
     with pytest.raises(SpecError, match=f"share_prompts: .*{message}.*; set it to false"):
         prove(scores(precision), pairs(*REAL), precision)
 
@@ -365,12 +364,12 @@ def test_wrong_border_of_varlen_attention_is_found(
     monkeypatch: pytest.MonkeyPatch, key: str, mutation: Any, shared: bool, message: str
 ) -> None:
     monkeypatch.setitem(LLAMA, "initializer_range", 0.5)
-    of = policies.packed_keywords
+    of = attention.packed_keywords
 
     def mutated(*given: Any) -> Any:
         return {n: mutation(tensor) if n.startswith(key) else tensor for n, tensor in of(*given).items()}
 
-    monkeypatch.setattr(policies, "packed_keywords", mutated)
+    monkeypatch.setattr(attention, "packed_keywords", mutated)
     with pytest.raises(SpecError, match=f"({message}).*set it to false, or model.attention to sdpa"):
         prove(scores(attention=VARLEN), pairs(*REAL) if shared else rows(20, 30, 17, 25, 60))
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,8 @@ def tokenize_block(job: BlockJob, renderer: Renderer, dtype: str) -> TokenBlock:
         mistakes += _render(batch, renderer, builder, spelled)
         bad_rows += len(mistakes)
         bad += sorted(mistakes)[: MAX_BAD - len(bad)]
-    found = BlockAccount(lines, blank, bad_rows, tuple(bad), len(spelled), tuple(spelled[:MAX_BAD]))
-    found = replace(found, absent=tuple(sorted(absent)))
-    return builder.block(found)
+    places = tuple(spelled[:MAX_BAD]), tuple(sorted(absent))
+    return builder.block(BlockAccount(lines, blank, bad_rows, tuple(bad), len(spelled), *places))
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,11 +70,7 @@ class StoredRows:
             mine = rows[borders[which] : borders[which + 1]].astype(np.int64)
             yield self._find(int(mine[0]))[1], mine - self.starts[which]
 
-    def read(self, row: int) -> Rendered:
-        _, block, inside = self._find(row)
-        return block.read(inside)
-
-    def read_part(self, row: int, start: int, stop: int) -> Rendered:
+    def read(self, row: int, start: int = 0, stop: int | None = None) -> Rendered:
         _, block, inside = self._find(row)
         return block.read(inside, start, stop)
 

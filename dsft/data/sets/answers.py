@@ -49,7 +49,7 @@ def cut_answers(records: Records, ids: Ids, options: CutOptions) -> CutRows:
     same = is_cut & (short == short[:, :1]).all(axis=1) & (each > 1)
     for record in np.flatnonzero(same).tolist():
         start, stop = int(prompts[record]), int(stops[record, 0])
-        first, *others = (rows.read_part(one, start, stop).input_ids for one in row[record].tolist())
+        first, *others = (rows.read(one, start, stop).input_ids for one in row[record].tolist())
         same[record] = all(np.array_equal(first, other) for other in others)
     columns = [ids, small(prompts - kept + headed), small(kept), headed, small(short), small(targets)]
     columns += used_values(rows, each * ids, options)

@@ -69,7 +69,7 @@ def _whole(rows: TokenRows, ids: Ids, options: CutOptions) -> CutRows:
     too_long = rows.lengths[ids] > options.max_length
     dropped, ids = ids[too_long], ids[~too_long]
     start = np.broadcast_to(np.int32(0), (len(ids),))  # takes no memory
-    examples = _pieces(rows, ids, start, small(rows.lengths[ids]), small(rows.trained[ids]), options)
+    examples = _pieces(rows, ids, start, small(rows.lengths[ids]), small(rows.trained[ids]), options, None)
     return CutRows(examples, {"dropped": dropped}, {"without_end": ids[~rows.ended[ids]]})
 
 
@@ -116,7 +116,7 @@ def _split(rows: TokenRows, ids: Ids, options: CutOptions) -> CutRows:
         targets = small(stream.between(places, places + sizes))
     kept = targets > 0
     return CutRows(
-        _pieces(rows, ids[of_row[kept]], start[kept], sizes[kept], targets[kept], options),
+        _pieces(rows, ids[of_row[kept]], start[kept], sizes[kept], targets[kept], options, None),
         noted={"without_end": ids[~rows.ended[ids]], "split": ids[numbers > 1]},
         truncated_tokens=int(sizes[~kept].sum(dtype=np.int64)),
     )
@@ -151,13 +151,7 @@ def _filled(rows: TokenRows, ids: Ids, options: CutOptions) -> CutRows:
 
 
 def _pieces(
-    rows: TokenRows,
-    ids: Ids,
-    start: Ids,
-    length: Ids,
-    targets: Ids,
-    options: CutOptions,
-    headed: Mask | None = None,
+    rows: TokenRows, ids: Ids, start: Ids, length: Ids, targets: Ids, options: CutOptions, headed: Mask | None
 ) -> Examples:
     """Return examples of one segment each: see `spans_of`."""
     digest = digest_of(rows, ids, start, length, headed, None, *used_values(rows, ids, options))
@@ -167,9 +161,11 @@ def _pieces(
 def used_values(rows: TokenRows, ids: Ids, options: CutOptions) -> list[NDArray[Any]]:
     """Return the numbers of the rows `ids` that the task uses, for `digest_of`: their labels, and each other
     field that one of them has."""
-    labels = [rows.values["label"][ids].astype(np.min_scalar_type(options.labels - 1))] * (options.labels > 0)
     fields = {name: rows.values[name][ids] for name in options.fields}
-    return [*labels, *(one for name, one in fields.items() if (one != FIELDS[name].missing).any())]
+    used = [one for name, one in fields.items() if (one != FIELDS[name].missing).any()]
+    if options.labels:  # first, in the bytes of earlier versions
+        used.insert(0, rows.values["label"][ids].astype(np.min_scalar_type(options.labels - 1)))
+    return used
 
 
 def spans_of(row: Ids, start: Ids, length: Ids, headed: Mask | None) -> tuple[Ids, Ids, Ids, Ids | None]:

@@ -26,7 +26,6 @@ class Example:
 
     input_ids  (T,) int32
     trained    (T,) bool: the mask. Token 0 is never a target
-    source     "file:line"
     segments   length of each segment, which attends only to itself: the documents of a joined example (whose
                first tokens are no targets), or the two answers of a pair (chosen, rejected); None: one
                segment
@@ -36,7 +35,6 @@ class Example:
 
     input_ids: NDArray[np.int32]
     trained: NDArray[np.bool_]
-    source: str
     segments: tuple[int, ...] | None = None
     starts: tuple[int, ...] | None = None
     scored: bool = False
@@ -189,8 +187,7 @@ class Examples:
             before = size
             for span in spans:
                 row, start, length = (int(column[span]) for column in (self.row, self.start, self.length))
-                is_part = length < self.rows.lengths[row]
-                read = self.rows.read_part(row, start, start + length) if is_part else self.rows.read(row)
+                read = self.rows.read(row, start, start + length)
                 ids.append(read.input_ids)
                 masks.append(read.trained)
                 firsts.append(size)
@@ -205,9 +202,7 @@ class Examples:
                 trained[end - 1 - padding] = True
         segments = None if self.segments is None and len(sizes) == 1 else tuple(sizes)
         positions = None if self.positions is None else tuple(self.positions[index].tolist())
-        return Example(
-            tokens, trained, self.source(index), segments, positions, scored=self.pad_id is not None
-        )
+        return Example(tokens, trained, segments, positions, self.pad_id is not None)
 
 
 def digest_of(rows: TokenRows, *columns: NDArray[Any] | None) -> str:
@@ -331,13 +326,13 @@ class Dataset:
     def rows_of(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], Mapping[str, NDArray[Any]]]:
         """Return the example's number, and `values`, of each of the examples `ids`; of each row of those that
         join rows."""
+        if not len(ids) or all(part.segments is None for part in self.parts):
+            return ids, {name: column[ids] for name, column in self.values.items()}
         joined = [
             (part.rows, part.row[slice(*part.segments[own : own + 2].tolist())])
             for part, own in map(self._place, ids.tolist())
             if part.segments is not None
         ]
-        if not joined:
-            return ids, {name: column[ids] for name, column in self.values.items()}
         values = {
             name: np.concatenate([rows.values[name][row] for rows, row in joined]) for name in self.values
         }

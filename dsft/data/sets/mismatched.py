@@ -48,7 +48,7 @@ class Mismatched(Dataset):
             np.concatenate([one[:stop], other[start:]])[: self.max_length]
             for one, other in ((first.input_ids, second.input_ids), (first.trained, second.trained))
         )
-        return Example(ids, trained, self.source(index))
+        return Example(ids, trained)
 
     def source(self, index: int) -> str:
         """Return the place of the prompt, "file:line", and that of the answer."""

@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dsft.data.steps.copies import to_device
 from dsft.errors import DsftError
 
 NO_TARGET = -100  # as in torch.nn.functional.cross_entropy
@@ -127,10 +126,8 @@ class Answers:
     def of(self, first: int, last: int, columns: slice) -> Answers:
         """Return the answers of one example: its segments, or rows, from `first` to before `last`. columns:
         its tokens in the packed row, whose segments have been counted."""
-        segments, each = (
-            None if self.segments is None else self.segments[columns] - first,
-            self.num_targets.shape[1],
-        )
+        segments = None if self.segments is None else self.segments[columns] - first
+        each = self.num_targets.shape[1]
         return replace(self.map(itemgetter(slice(first // each, last // each))), segments=segments)
 
 
@@ -174,11 +171,12 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy to `device`, to a GPU asynchronously through pinned memory. Compute borders, the number of
-        targets and the answers' segments."""
-        before = self.targets_before
-        if before is None:
-            is_target = (self.tokens.targets != NO_TARGET).flatten().numpy()
-            before = np.cumsum(np.concatenate(([0], is_target)), dtype=np.int64)
+        targets and the answers' segments. What has been copied is returned as it is: what is filled in
+        later has to be there."""
+        if self.targets_before is not None and self.tokens.input_ids.device == device:
+            return self
+        is_target = (self.tokens.targets != NO_TARGET).flatten().numpy()
+        before = np.cumsum(np.concatenate(([0], is_target)), dtype=np.int64)
         return replace(
             self.map(lambda tensor: to_device(tensor, device)),
             segments=self.segments and self.segments.to(device),
@@ -236,6 +234,13 @@ def borders_of(lengths: Sequence[int], starts: Sequence[int] | None = None) -> B
         ends.append(ends[-1] + start + length)
     keys = np.array(ends, dtype=np.int32), np.concatenate(index)
     return tuple(map(torch.from_numpy, (begins, *keys)))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return `tensor` on `device`; a copy from the host to a GPU goes through pinned memory."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class LazyMicroBatches(Sequence[MicroBatch]):

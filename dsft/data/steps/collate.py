@@ -114,7 +114,7 @@ def _segments(example: Example) -> Iterator[Example]:
     ends = np.cumsum(example.segment_lengths)
     for begin, end in zip((0, *ends), ends, strict=False):
         ids, trained = example.input_ids[begin:end], example.trained[begin:end]
-        yield Example(ids, trained, example.source, scored=example.scored)
+        yield Example(ids, trained, scored=example.scored)
 
 
 def noise_scales(lengths: Sequence[int], alpha: float) -> torch.Tensor:

@@ -19,13 +19,14 @@ from dsft.checkpoint.files import read_files
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.data.tokenizer.load import open_tokenizer
-from dsft.engine.api import Fragment, fragment_of
+from dsft.engine.api import Fragment
 from dsft.errors import DsftError
 from dsft.model.build import build_model
 from dsft.model.config import new_rows, resolve_config, token_facts
 from dsft.model.files import digests, model_files
 from dsft.spec.schema import Checkpoint, Model
 from tests.launching import LATE
+from tests.make import fragment_of
 
 T = TypeVar("T")
 

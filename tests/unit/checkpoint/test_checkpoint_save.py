@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from dsft.checkpoint.files import TensorEntry, write_tensors
 from dsft.checkpoint.read import CheckpointReader, find
 from dsft.checkpoint.retain import best_checkpoint
-from dsft.engine.api import fragment_of
 from dsft.errors import DsftError, StorageError
+from tests.make import fragment_of
 from tests.small_disk import small_disk, take_all_inodes
 
 

@@ -114,7 +114,7 @@ def test_what_is_no_fault_is_read_and_told(tmp_path: Path, monkeypatch: pytest.M
     loaded = load("b.jsonl")
     assert loaded.train.lengths.tolist() == plain.lengths.tolist()
     assert loaded.train[16].input_ids.tolist() == plain[16].input_ids.tolist()
-    assert loaded.train[16].source == "b.jsonl:19"
+    assert loaded.train.source(16) == "b.jsonl:19"
     said = "\n".join(loaded.lines)
     assert "b.jsonl: a byte order mark at the start was skipped" in said
     assert "2 blank lines" in said
@@ -163,7 +163,7 @@ def test_the_same_rows_in_any_kind_of_file_are_the_same_tokens(
     assert f"d: 1 file: {name}" in loaded.account["train"]["sources"]["d"]["notes"]
     assert f"data.train: d: 1 file: {name}" in loaded.lines
     first = 2 if name == "a.csv" else 1
-    assert loaded.train[16].source == f"d/e/{name}:{16 + first}"
+    assert loaded.train.source(16) == f"d/e/{name}:{16 + first}"
 
 
 def test_a_row_that_makes_the_tokenizer_panic_is_named_or_dropped(

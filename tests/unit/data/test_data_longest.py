@@ -14,7 +14,7 @@ from tests.examples import dataset_of
 
 
 def dataset(*lengths: int) -> Dataset:
-    examples = [Example(np.arange(n, dtype=np.int32), np.ones(n, dtype=bool), f"f:{n}") for n in lengths]
+    examples = [Example(np.arange(n, dtype=np.int32), np.ones(n, dtype=bool)) for n in lengths]
     return dataset_of(examples)
 
 

@@ -58,7 +58,7 @@ def test_each_prompt_gets_the_answer_of_the_example_before_it_in_its_step() -> N
             assert example.input_ids.tolist() == expected and made.lengths[first + place] == len(expected)
             answer_mask = [t != 1 for t in range(1 + answer % 4)]
             assert example.trained.tolist() == [False] * (1 + prompt % 3) + answer_mask
-            assert example.source.count(" with the answer of ") == 1
+            assert made.source(first + place).count(" with the answer of ") == 1
         assert sorted(made.answer[first : first + len(ids)]) == sorted(ids), "the step's own answers"
         first += len(ids)
     assert any((made.prompt < 7) != (made.answer < 7)), "of different sources too"

@@ -121,7 +121,7 @@ def dataset(*sizes: int, weights: tuple[float, ...] | None = None) -> Dataset:
     for source, count in enumerate(sizes):
         draw = np.random.default_rng(source)
         examples = [
-            Example(np.full(n, 100 * source + i + 1, np.int32), np.ones(n, np.bool_), f"{source}:{i}")
+            Example(np.full(n, 100 * source + i + 1, np.int32), np.ones(n, np.bool_))
             for i, n in enumerate(draw.integers(2, 20, count))
         ]
         parts.append(examples_of(examples))

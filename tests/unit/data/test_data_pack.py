@@ -26,7 +26,7 @@ lengths_of_a_step = st.lists(st.integers(1, 50), min_size=1, max_size=80)
 def example(first: int, length: int) -> Example:
     """Tokens that no other example has; two thirds are trained on."""
     ids = np.arange(first, first + length, dtype=np.int32)
-    return Example(ids, ids % 3 > 0, f"a:{first}")
+    return Example(ids, ids % 3 > 0)
 
 
 def dataset(lengths: list[int]) -> Dataset:
@@ -92,8 +92,8 @@ def test_the_packing_is_pinned() -> None:
 
 
 def test_tensors_of_a_packed_row() -> None:
-    one = Example(np.array([1, 2, 3, 4], np.int32), np.array([True, False, True, True]), "a:1")
-    other = Example(np.array([5, 6], np.int32), np.array([True, True]), "a:2")
+    one = Example(np.array([1, 2, 3, 4], np.int32), np.array([True, False, True, True]))
+    other = Example(np.array([5, 6], np.int32), np.array([True, True]))
     batch = collate_packed([one, other], PAD)
     no = NO_TARGET
     assert batch.segments.lengths == (4, 2)
@@ -165,7 +165,7 @@ def test_evaluation_is_packed_too() -> None:
 def test_rows_that_are_cut_otherwise_are_other_data() -> None:
     ids, trained = np.arange(8, dtype=np.int32), np.ones(8, dtype=bool)
     cuts = (None, (8,), (3, 5), (5, 3))
-    prints = {dataset_of([Example(ids, trained, "a", cut)]).fingerprint for cut in cuts}
+    prints = {dataset_of([Example(ids, trained, cut)]).fingerprint for cut in cuts}
     assert len(prints) == 4
 
 

@@ -120,9 +120,10 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_gives_one_prompt_and_two_answers(tmp_path: Path, name: str) -> None:
     row, (prompt, chosen, rejected) = FORMATS[name]
-    (example,) = load(tmp_path, row).train
+    train = load(tmp_path, row).train
+    (example,) = train
     assert shown(example) == [(prompt, chosen), (prompt, rejected)]
-    assert example.source.endswith("a.jsonl:1")
+    assert train.source(0).endswith("a.jsonl:1")
 
 
 def test_strings_that_begin_alike_are_no_prompt_and_answer_for_sft(tmp_path: Path) -> None:
@@ -497,7 +498,7 @@ def test_pairs_are_indexed_and_read_when_they_are_laid() -> None:
     _, part = part_of(source, 99, "error")
     data = Dataset((part,), whole=True)
     assert data.fingerprint and data.counts["examples"].tolist() == [1, 1, 1] and source.reads == []
-    assert data[1].source == "a:2" and source.reads == [2, 3]
+    assert len(data[1].input_ids) and data.source(1) == "a:2" and source.reads == [2, 3]
 
 
 # --- laid -------------------------------------------------------------------------------------------------

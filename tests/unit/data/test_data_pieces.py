@@ -113,8 +113,8 @@ def test_every_piece_is_that_of_a_loop_over_tokens(how: OnTooLong, given: list[G
     data = Dataset((made.examples,))
     wanted = naive(given, size, how)
     found = [
-        (example.input_ids.tolist(), example.trained.tolist(), int(example.source[2:]), example.segments)
-        for example in data
+        (example.input_ids.tolist(), example.trained.tolist(), int(data.source(i)[2:]), example.segments)
+        for i, example in enumerate(data)
     ]
     assert found == wanted
     assert data.lengths.tolist() == [len(ids) for ids, *_ in wanted]

@@ -36,7 +36,7 @@ def dataset(count: int) -> Dataset:
     for i in range(count):
         length = 2 + (i * 7) % 5
         trained = np.arange(length) >= (i % 3) * length // 3
-        examples.append(Example(np.full(length, i + 100, dtype=np.int32), trained, f"a:{i}"))
+        examples.append(Example(np.full(length, i + 100, dtype=np.int32), trained))
     return dataset_of(examples)
 
 
@@ -155,8 +155,8 @@ def test_evaluation_holds_every_example_once(count: int, layout: tuple[int, int,
 
 
 def test_tensors_of_a_micro_batch() -> None:
-    long = Example(np.array([1, 2, 3, 4], np.int32), np.array([True, False, True, True]), "a:1")
-    short = Example(np.array([5, 6], np.int32), np.array([False, True]), "a:2")
+    long = Example(np.array([1, 2, 3, 4], np.int32), np.array([True, False, True, True]))
+    short = Example(np.array([5, 6], np.int32), np.array([False, True]))
     batch = collate_padded([long, short], PAD)
     no = NO_TARGET
     assert batch.tokens.input_ids.tolist() == [[1, 2, 3, 4], [5, 6, PAD, PAD]]
@@ -189,8 +189,8 @@ def test_parts_of_a_micro_batch_know_its_padding_and_their_own() -> None:
 
 
 def test_noise_goes_by_an_examples_own_length_padded_or_packed() -> None:
-    long = Example(np.array([1, 2, 3, 4], np.int32), np.array([True, False, True, True]), "a:1")
-    short = Example(np.array([5, 6], np.int32), np.array([False, True]), "a:2")
+    long = Example(np.array([1, 2, 3, 4], np.int32), np.array([True, False, True, True]))
+    short = Example(np.array([5, 6], np.int32), np.array([False, True]))
     padded = collate_padded([long, short], PAD, 6.0).tokens.noise_scale
     packed = collate_packed([long, short], PAD, 6.0).tokens.noise_scale
     assert padded is not None and packed is not None

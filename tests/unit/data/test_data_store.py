@@ -84,7 +84,7 @@ def test_a_part_of_a_row_equals_that_of_the_whole_row(data: Path, tmp_path: Path
     for row in range(0, len(rows.lengths), 7):
         whole = rows.read(row)
         for start, stop in ((0, 3), (2, 9), (5, 400), (0, 400)):
-            part = rows.read_part(row, start, stop)
+            part = rows.read(row, start, stop)
             assert part.input_ids.tolist() == whole.input_ids[start:stop].tolist()
             assert part.trained.tolist() == whole.trained[start:stop].tolist()
 

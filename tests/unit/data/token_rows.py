@@ -85,11 +85,7 @@ class FakeRows:
     def first_tokens(self, rows: NDArray[np.int32]) -> NDArray[np.int64]:
         return np.array([self.given[int(row)][0][0] for row in rows], dtype=np.int64)
 
-    def read(self, row: int) -> Rendered:
+    def read(self, row: int, start: int = 0, stop: int | None = None) -> Rendered:
         self.reads.append(row)
-        ids, trained = self.given[row]
-        return Rendered(np.array(ids, np.int32), np.array(trained, np.bool_), row not in self.unended)
-
-    def read_part(self, row: int, start: int, stop: int) -> Rendered:
-        whole = self.read(row)
-        return Rendered(whole.input_ids[start:stop], whole.trained[start:stop], whole.ended)
+        ids, trained = (np.array(column)[start:stop] for column in self.given[row])
+        return Rendered(ids.astype(np.int32), trained.astype(np.bool_), row not in self.unended)

@@ -18,7 +18,7 @@ from dsft.model.attention import (
     attend_per_segment,
     check_can_compile,
     check_can_pack,
-    recurrent_keywords,
+    keywords_of,
     use,
 )
 from dsft.model.attention_choice import VARLEN
@@ -26,7 +26,7 @@ from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
 from dsft.model.older import checkpoint_activations
 from dsft.model.policy import Policy, target_logps
-from dsft.model.recurrence import CHUNK, recurrent_layers, segment_rows
+from dsft.model.recurrence import CHUNK, SEGMENT_ROWS, recurrent_layers, segment_rows
 from dsft.plan.census import census_from
 from dsft.plan.memory.layer import activations
 from dsft.spec.schema import Model
@@ -270,9 +270,11 @@ def test_arguments_of_recurrent_layers() -> None:
     assert shared.places.tolist() == [0, 1, 2, 3, 8, 9, 11, 12, 13]
     assert segment_rows(Segments((9,)), torch.device("cpu")) is None
     model = small("qwen3_5_text")
-    assert recurrent_keywords(model, positions(), Segments(LENGTHS)) == {}, "before it is made packable"
+    assert SEGMENT_ROWS not in keywords_of(model, positions(), Segments(LENGTHS)), (
+        "before it is made packable"
+    )
     attend_per_segment(model, "auto", max_length=256)
-    assert recurrent_keywords(model, positions().expand(2, -1), None) == {}, "padded rows"
+    assert keywords_of(model, positions().expand(2, -1), None) == {}, "padded rows"
 
 
 def test_transformers_classes_are_unchanged() -> None:

@@ -107,7 +107,7 @@ def test_any_rows_are_shown_as_they_are_trained_on(
     given = as_mapping(seen)["rows"]
     for index, row in enumerate(given):
         example = data[index]
-        assert row["source"] == example.source
+        assert row["source"] == data.source(index)
         assert row["input_ids"] == example.input_ids.tolist() and row["trained"] == example.trained.tolist()
         assert "".join(row["tokens"]) == TOKENIZER.decode(example.input_ids.tolist())
     assert len(given) == len(data)

@@ -33,7 +33,7 @@ def pair(number: int, prompt: Sequence[int] = (1, 2, 3)) -> Example:
     ids = [*prompt, *chosen, *prompt, *rejected]
     trained = [0] * len(prompt) + [1] * len(chosen) + [0] * len(prompt) + [1] * len(rejected)
     segments = (len(prompt) + len(chosen), len(prompt) + len(rejected))
-    return Example(np.array(ids, np.int32), np.array(trained, bool), f"pairs.jsonl:{number + 1}", segments)
+    return Example(np.array(ids, np.int32), np.array(trained, bool), segments)
 
 
 @dataclass
@@ -99,7 +99,9 @@ def with_reference(reference: Engine, rows: Sequence[Example] | None = None, ans
         (logps,) = reference.score([scored], answer_logps)
         assert batch.answers is not None
         batches.append(replace(batch, answers=replace(batch.answers, reference=logps)))
-    return StartCheck(small.spec(Path()), 0.1, dataset_of(own, pairs=answers == 2), batches, 0)
+    return StartCheck(
+        small.spec(Path()), 0.1, dataset_of(own, pairs=answers == 2, file="pairs.jsonl"), batches, 0
+    )
 
 
 def shown(start: StartCheck, engine: Engine, world: Any = None) -> str:
@@ -244,7 +246,7 @@ def test_pairs_of_a_group_count_once(adapter: float, monkeypatch: pytest.MonkeyP
 
 def test_answers_of_a_shared_prompt_are_whole_again() -> None:
     ids, trained = np.arange(9, dtype=np.int32), np.array([0, 0, 0, 1, 1, 0, 1, 1, 1], bool)
-    shared = Example(ids, trained, "a:1", (5, 4), (0, 2))  # prompt 0 1 2, chosen 3 4, [2] rejected 6 7 8
+    shared = Example(ids, trained, (5, 4), (0, 2))  # prompt 0 1 2, chosen 3 4, [2] rejected 6 7 8
     chosen, rejected = whole_rows(shared)
     assert chosen.input_ids.tolist() == [0, 1, 2, 3, 4]
     assert rejected.input_ids.tolist() == [0, 1, 5, 6, 7, 8]

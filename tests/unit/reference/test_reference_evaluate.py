@@ -71,7 +71,7 @@ def refer(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
 
 def pair_set(micro_batches: list[MicroBatch], name: str | None = None) -> EvaluationSet:
     ids = np.arange(3, dtype=np.int32)
-    rows = dataset_of([Example(ids, ids > 0, f"pairs.jsonl:{line}") for line in (1, 3, 4)])
+    rows = dataset_of([Example(ids, ids > 0)] * 3, file="pairs.jsonl")
     return EvaluationSet(HeldOutSet(name, rows), micro_batches, {"examples": 3, "chosen_tokens": 16}, refer)
 
 
@@ -100,7 +100,7 @@ def test_metrics_and_rows_are_of_all_pairs_whoever_scored_them(tmp_path: Path, m
 
     rows = [json.loads(line) for line in (tmp_path / "margins/step-7.jsonl").read_text().splitlines()]
     assert [row["margin"] for row in rows] == margins
-    assert [row["source"] for row in rows] == ["pairs.jsonl:1", "pairs.jsonl:3", "pairs.jsonl:4"]
+    assert [row["source"] for row in rows] == ["pairs.jsonl:1", "pairs.jsonl:2", "pairs.jsonl:3"]
     assert rows[0] == {
         "step": 7, "set": None, "source": "pairs.jsonl:1", "logps/chosen": -10.0, "logps/rejected": -12.0,
         "rewards/chosen": 0.5, "rewards/rejected": -0.25, "reference_logps/chosen": -11.0,

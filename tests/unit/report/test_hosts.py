@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -131,23 +130,11 @@ def test_names_of_hosts() -> None:
     assert host_names([At("a/b\nc$(id)", 0)]) == ["a-b-c-id-"]
 
 
-class Waits:
-    def __init__(self, waited: float) -> None:
-        self._waited = waited
-
-    def timing(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def pop_seconds(self) -> float:
-        return self._waited
-
-
 def test_every_rank_fills_its_own_row_and_rank_0_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsft.report.hosts.time.perf_counter", lambda: 110.0)
     lines: list[str] = []
-    watches = [
-        HostWatch(PAIR, rank, Waits(2.0 + rank), torch.device("cpu"), lines.append) for rank in range(2)
-    ]
+    cpu = torch.device("cpu")
+    watches = [HostWatch(PAIR, rank, [2.0, 3.0][rank].__float__, cpu, lines.append) for rank in range(2)]
     total = sum(watch.mine(5, 100.0, 1.0, 640) for watch in watches)
     assert isinstance(total, torch.Tensor) and total.dtype == torch.float64
     record = watches[0].record(total)

@@ -28,8 +28,8 @@ def dataset(pairs: bool) -> Dataset:
         lengths = (2 + i % 3, 3 + i % 2) if pairs else (3 + i % 5,)
         trained = np.arange(sum(lengths)) > 0
         ids = np.full(sum(lengths), 100 + i, dtype=np.int32)
-        examples.append(Example(ids, trained, f"a.jsonl:{i + 1}", lengths))
-    return dataset_of(examples, pairs=pairs)
+        examples.append(Example(ids, trained, lengths))
+    return dataset_of(examples, pairs=pairs, file="a.jsonl")
 
 
 class Scorer:
