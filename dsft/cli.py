@@ -202,14 +202,13 @@ def validate(
     from dsft.spec.summary import summary
 
     checked = load_spec(spec, overrides or (), check_files=not no_files)
-    batch = cluster_batch(checked)
+    batch, found = cluster_batch(checked), [*warnings(checked, check_files=not no_files)]
     sources = (*checked.data.train, *checked.data.eval)
-    of_rows: list[str] = []
     if not no_files and not all(source.path.startswith(BUILTIN_PREFIX) for source in sources):
         from dsft.data.cache.store import check_first_rows
 
-        of_rows = check_first_rows(checked)
-    for warning in (*warnings(checked, check_files=not no_files), *missing_packages(checked), *of_rows):
+        found += check_first_rows(checked)
+    for warning in (*found, *missing_packages(checked)):
         _print(f"warning: {warning}", error=True)
     _print(f"valid: {spec}")
     _print(summary(checked))

@@ -38,7 +38,7 @@ def make(happened: list[Any], reason: str | None = None, lock: Any = None, annot
     made.model = SimpleNamespace(memory=memory, engine=engine, files={}, annotator=annotator)
     made.report = SimpleNamespace(line=happened.append, metrics=lambda record: happened.append(record))
     made.evaluation = lambda step: {"eval/loss": 2.0}
-    made.watch = SimpleNamespace(counted=nullcontext)
+    made.waits = SimpleNamespace(timing=nullcontext)
     made.recorder = SimpleNamespace(read=lambda: happened.append("record"))
     made.agreement = SimpleNamespace(begin=lambda mine: lambda: mine)
     made.latest, made.trace = {}, None
