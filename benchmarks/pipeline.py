@@ -284,7 +284,8 @@ def dualpipev(world: Any, tokens: int) -> tuple[Step, list[Computed]]:
         module = DualPipeVModule(layers, num_stages=RANKS, loss_fn=loss, partition_method="uniform")
     trained = {name: p for policy in policies.values() for name, p in policy.named_trained().items()}
     parts = initialize_deepspeed(module, trained, spec, config_of(spec, world))
-    parts.set_learning_rate(RATE)
+    for group in parts.optimizer.param_groups:
+        group["lr"] = RATE
 
     def step(number: int) -> float:
         parts.engine.set_train_batch_size(number)
