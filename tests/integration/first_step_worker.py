@@ -113,7 +113,7 @@ def outcome(case: Case, world: World) -> tuple[str, float]:
     config = deepspeed_config(spec, batch_sizes(spec.train, world.layout.data_parallel))
     dtype = DTYPES[case.precision]
     pairs = [pair(number, case.form == "shared") for number in range(PAIRS)]
-    dataset = dataset_of(pairs, pairs=True)
+    dataset = dataset_of(pairs, pairs=True, file="pairs.jsonl")
     logps = reference_logps(case, build_model(spec.model, FACTS, SEED, dtype), pairs)
 
     keep, cut = sharding_for(config, world), balanced([1] * 4, case.stages)
