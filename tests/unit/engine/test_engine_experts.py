@@ -21,7 +21,8 @@ def test_counting_pass_uses_the_random_numbers_of_training() -> None:
     )
     engine: Any = SimpleNamespace(
         _routing=routing,
-        _world=SimpleNamespace(device=torch.device("cpu"), sum=lambda t: t, layout=SimpleNamespace(shards=1)),
+        _shards=1,
+        _world=SimpleNamespace(device=torch.device("cpu"), sum=lambda t: t),
         _deepspeed=SimpleNamespace(scaler=None),
         score=lambda batches, training: drawn.append(torch.rand(4)),
     )

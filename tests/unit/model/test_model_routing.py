@@ -323,7 +323,8 @@ def test_the_gradient_has_the_scale_of_the_engine_s_loss() -> None:
     assert routing is not None
     engine: Any = SimpleNamespace(
         _routing=Routing(routing.layers, {}, Experts(balance="sequence", balance_weight=0.25)),
-        _world=SimpleNamespace(layout=SimpleNamespace(shards=3), device=torch.device("cpu")),
+        _shards=3,
+        _world=SimpleNamespace(device=torch.device("cpu")),
         _deepspeed=SimpleNamespace(scaler=SimpleNamespace(loss_scale=1024.0)),
     )
     for sequences, scale in ((5, 0.25 * 3 * 1024), (0, 0.0)):
