@@ -120,7 +120,9 @@ def reference_line(spec: Spec) -> str:
     """Return a line for the user: which reference a run has, its layout, and the reason."""
     way = _keys(spec).reference
     how = "by the policy's own engine" if way == "adapter" else _how(spec)
-    return f"reference: {_which(spec)}, {how} ({spec.own_key('reference')} {way})"
+    form = reference_model(spec).quantize
+    which = f"{_which(spec)}, in {form}" if form else _which(spec)
+    return f"reference: {which}, {how} ({spec.own_key('reference')} {way})"
 
 
 def reference_facts(spec: Spec) -> dict[str, Any] | None:

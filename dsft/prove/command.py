@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from transformers.utils import logging
 
 from dsft.errors import printable
 from dsft.model.files import digests, model_files
+from dsft.plan.reference import reference_model
 from dsft.plan.tables import printed, table
 from dsft.prove import plain
-from dsft.prove.rows import masks
 from dsft.prove.runs import Proof, make_runs
-from dsft.prove.small import STEPS, refused
+from dsft.prove.small import PERSIST_BELOW, STEPS, refused
 from dsft.report.folder import versions
 from dsft.spec.layout import Layout
 from dsft.spec.load import load_spec
@@ -76,11 +75,10 @@ def certificate(proof: Proof) -> dict[str, Any]:
         if found is not None
         for one in _compared(name, found, expected, loop.start, bounds)
     ]
-    looked_at = masks(proof.mode[0], proof.data, tuple(chain(*proof.ids)), proof.tokenizer)
     return {
-        "holds": all(one["holds"] for one in checks) and not looked_at["different"],
+        "holds": all(one["holds"] for one in checks) and not proof.masks["different"],
         "mode": _mode(*proof.mode), "resumed_in": _mode(*proof.resumed_in), "checks": checks,
-        "masks": looked_at, "model": read_json(proof.model / "config.json"), "versions": versions(),
+        "masks": proof.masks, "model": read_json(proof.model / "config.json"), "versions": versions(),
         "digests": {"model": digests(model_files(str(proof.model))), "rows": proof.data.fingerprint},
     }  # fmt: skip
 
@@ -131,8 +129,10 @@ def _weights(
 def _mode(spec: Spec, layout: Layout) -> str:
     """Return what is trained how, in words."""
     parallel, is_copied = spec.parallel, spec.parallel.zero_hpz_partition_size > 1
+    form = reference_model(spec).quantize if spec.reference else None
     words = {
         f"{spec.task}, {spec.train.precision}, ZeRO {parallel.zero_stage}": True,
+        f"parameters of more than {PERSIST_BELOW} elements sharded": parallel.zero_stage == 3,
         f"a pipeline of {layout.pipeline_stages}": layout.pipeline_stages > 1,
         f"rows split over {layout.sequence_parallel}": layout.sequence_parallel > 1,
         f"optimizer on {parallel.offload_optimizer.device}": parallel.offload_optimizer.device != "none",
@@ -140,7 +140,8 @@ def _mode(spec: Spec, layout: Layout) -> str:
         f"a copy of the parameters on each {parallel.zero_hpz_partition_size} processes": is_copied,
         "packed": spec.data.packing,
         "LoRA": spec.model.lora is not None,
-        f"{spec.model.quantize}": spec.model.quantize is not None,
+        f"base in {spec.model.quantize}": spec.model.quantize is not None,
+        f"reference in {form}": form is not None,
         f"balance {spec.model.experts.balance}": spec.model.experts.balance != "none",
         spec.optim.name: spec.optim.name != "adamw",
         f"{layout.world_size} process{'es' * (layout.world_size > 1)}": True,

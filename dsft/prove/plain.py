@@ -103,6 +103,9 @@ def parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         name = re.sub(r"(lora_magnitude_vector)\.default\.weight$", r"\1", name)
+        wrapper, factor, rest = name.partition(".lora_")
+        own = getattr(model.get_submodule(wrapper), "parameter_name", None) if factor else None
+        name = f"{wrapper}.{own}{factor}{rest}" if own else name  # adapters of experts, one for each weight
         plain = re.sub(r"^base_model\.model\.|\.(base_layer|default|modules_to_save)(?=\.|$)", "", name)
         found |= {} if ".original_module." in name else {plain: parameter}
     return found

@@ -16,17 +16,12 @@ from dsft.data.sets.dataset import Dataset, Example
 from dsft.prove.plain import Row
 from dsft.spec.schema import Data, Spec
 
-LEAST = 10  # rows to compare, if there are as many
 
-
-def masks(spec: Spec, data: Dataset, ids: Sequence[int], tokenizer: Any) -> dict[str, Any]:
-    """Compare the rows of examples `ids` of the run, and more until there are ten. Return how many were
-    compared, the places of those that differ, and reason -> how many were left out. tokenizer: with the run's
-    template."""
+def masks(spec: Spec, data: Dataset, tokenizer: Any) -> dict[str, Any]:
+    """Compare the rows. Return how many were compared, the places of those that differ, and reason -> how
+    many were left out. tokenizer: with the run's template."""
     different, left, given, compared = list[str](), dict[str, int](), dict(_samples(spec)), 0
-    for number, id in enumerate(dict.fromkeys([*ids, *range(len(data))])):
-        if number >= len(ids) and compared >= LEAST:
-            break
+    for id in range(len(data)):
         place, own = data.source(id), rows_of(data[id])
         samples = given.get(place, ())
         alone = len(own) == 1 < len(samples)  # an answer of a pair, without the other

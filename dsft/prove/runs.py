@@ -4,6 +4,7 @@ loop takes the rows of the same steps."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import PreTrainedTokenizerBase
 
 from dsft.checkpoint.read import CheckpointReader
 from dsft.data.render.template import choose_template
@@ -25,10 +25,11 @@ from dsft.data.steps.steps import TrainSteps
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.errors import DsftError
 from dsft.model.lora import own_names
+from dsft.model.stacked import to_peft
 from dsft.plan.reference import other_model
 from dsft.prove import plain
-from dsft.prove.rows import rows_of
-from dsft.prove.small import ADAPTER, MODEL, REFERENCE, SAVED, STEPS, build, small_spec
+from dsft.prove.rows import masks, rows_of
+from dsft.prove.small import ADAPTER, MODEL, PERSIST_BELOW, REFERENCE, SAVED, STEPS, build, small_spec
 from dsft.rank.start import run_ranks
 from dsft.reference.start import SCRIPT
 from dsft.remote import without_rank_variables
@@ -51,9 +52,8 @@ class Proof:
     mode        the small spec of the run, and its layout
     resumed_in  those of the run that was resumed
     model       folder of the model that all start from
-    tokenizer   the spec's own
-    data        the rows
-    ids         the examples of each step
+    masks       the comparison of the rows' tokens and masks
+    data        the rows that are trained on
     run         the run, resumed: the one in another layout, exact: the one in fp32 where the others are not
     loop        the plain loop
     """
@@ -61,9 +61,8 @@ class Proof:
     mode: tuple[Spec, Layout]
     resumed_in: tuple[Spec, Layout]
     model: Path
-    tokenizer: PreTrainedTokenizerBase
+    masks: Mapping[str, Any]
     data: Dataset
-    ids: Sequence[Sequence[int]]
     run: plain.Outcome
     resumed: plain.Outcome
     exact: plain.Outcome | None
@@ -83,22 +82,27 @@ def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
     choose_template(tokenizer, spec.data.chat_template, spec.data.thinking)
     build(spec, tokenizer, folder)
     values = small_spec(spec, folder, layout.data_parallel)
-    rows = load_data(_loaded(folder, values), tokenizer)
-    widths = (one.widths.max() for one in (rows.train, *(one.data for one in rows.held_out)))
+    small = _loaded(folder, values)
+    read = load_data(small, tokenizer)
+    compared = masks(small, read.train, tokenizer)
+    widths = (one.widths.max() for one in (read.train, *(one.data for one in read.held_out)))
     values["data"]["max_length"] = max(2, *map(int, widths))  # so that more micro-batches are packed
+    for source in values["data"]["train"]:  # a reference scores all, so they are few
+        source["max_rows"] = min(source["max_rows"], 2 * STEPS * values["train"]["global_batch_size"])
     small = _loaded(folder, values)
     rows = load_data(small, tokenizer)
     data = rows.train
     order = TrainSteps(data, batch_on(small, layout), 0, small.train.seed, 0)
     ids = [order.step(number).example_ids for number in range(STEPS)]
-    run = _trained(folder, "run", layout)
+    run = _trained(small, folder, layout)
     again = _loaded(folder, values | _resumed(values, small, layout, folder))
-    resumed, exact = _trained(folder, "again", other), None
+    resumed, exact = _trained(again, folder, other), None
     if spec.train.precision != "fp32":
         train = values["train"] | {"precision": "fp32", "reduce_dtype": None}
         of_model = values["model"] | {"attention": "auto"}
-        _loaded(folder, values | {"name": "exact", "train": train, "model": of_model})
-        exact = _trained(folder, "exact", layout)
+        checkpoint = values["checkpoint"] | {"every": STEPS}
+        changed = {"name": "exact", "train": train, "model": of_model, "checkpoint": checkpoint}
+        exact = _trained(_loaded(folder, values | changed), folder, layout)
     steps = [list(_examples(small, data, of_step, [*of_step[-1:], *of_step[:-1]])) for of_step in ids]
     held_out: list[plain.Example] = []
     for one in (one.data for one in rows.held_out):
@@ -107,9 +111,7 @@ def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
             others = of_set(one, small.data.max_length).answer.tolist()
         held_out += _examples(small, one, all_of_it, others)
     loop = plain.train(*_models(small, folder), steps, held_out, _recipe(small))
-    return Proof(
-        (small, layout), (again, other), folder / MODEL, tokenizer, data, ids, run, resumed, exact, loop
-    )
+    return Proof((small, layout), (again, other), folder / MODEL, compared, data, run, resumed, exact, loop)
 
 
 def _models(small: Spec, folder: Path) -> tuple[torch.nn.Module, torch.nn.Module | None]:
@@ -144,9 +146,16 @@ def _loaded(folder: Path, values: Mapping[str, Any]) -> Spec:
     return load_spec(path)
 
 
-def _trained(folder: Path, name: str, layout: Layout) -> plain.Outcome:
+def _trained(spec: Spec, folder: Path, layout: Layout) -> plain.Outcome:
     """Train a spec of the folder. Raises DsftError if the ranks fail, which have printed why."""
+    name, parallel = spec.name, spec.parallel
     argv = [sys.executable, str(SCRIPT), str(folder / f"{name}.yaml"), "--any_ranks"]
+    if parallel.zero_stage == 3:
+        keys: dict[str, Any] = {"stage3_param_persistence_threshold": PERSIST_BELOW}
+        for key, one in (("optimizer", parallel.offload_optimizer), ("param", parallel.offload_parameters)):
+            keys[f"offload_{key}"] = {"device": one.device, "nvme_path": one.nvme_path}
+        (folder / "zero3.json").write_text(json.dumps({"zero_optimization": keys}), encoding="utf-8")
+        argv += ["--deepspeed_config", str(folder / "zero3.json")]
     with (folder / f"{name}.log").open("wb") as log:
         code = run(argv, without_rank_variables(os.environ), layout.world_size, log.fileno())
     if code:
@@ -161,7 +170,8 @@ def _trained(folder: Path, name: str, layout: Layout) -> plain.Outcome:
             found.losses.append(one["train/loss"])
             found.norms.append(one["train/grad_norm"])
     for name, shape in reader.shapes.items():
-        found.weights[name] = reader.read(name, "value", 0, torch.Size(shape).numel()).view(shape)
+        value = reader.read(name, "value", 0, torch.Size(shape).numel()).view(shape)
+        found.weights[name] = to_peft(name, value)
     return found
 
 

@@ -15,6 +15,7 @@ from dsft.data.sets.load import on_too_long
 from dsft.errors import Problem, SpecError, brief
 from dsft.model.config import from_config, resolve_config, token_facts
 from dsft.model.lora import own_names
+from dsft.model.lora_targets import adapted_modules, saved_modules
 from dsft.model.quantize import load_bitsandbytes
 from dsft.model.weights import DTYPES
 from dsft.plan.reference import other_model, reference_model
@@ -25,6 +26,8 @@ STEPS, SAVED = 3, 2
 ROWS, HELD_OUT, LENGTH, EPS = 64, 8, 512, 1e-4
 """Most rows of a source, of held-out ones, and tokens of a row; least `eps` of AdamW, so that it does not
 amplify the rounding of gradients near 0."""
+PERSIST_BELOW = 200
+"""ZeRO 3 keeps parameters with fewer elements whole on each rank: the norms, as in the real size."""
 NOISE = 0.05
 """Standard deviation of what is added to every weight, so that no bias is 0 and no norm 1."""
 
@@ -36,7 +39,7 @@ _KEPT = {
 """Keys that the small run has from the spec; those that are not here have their defaults."""
 _WIDTH, _WIDEST = 64, 256
 _LARGEST = {
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 128),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 160),
     **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), 32),
     **dict.fromkeys(("moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "sliding_window"), 32),
     "word_embed_proj_dim": _WIDTH, "hidden_size_per_layer_input": 16, "laurel_rank": 8,
@@ -74,11 +77,11 @@ def small_spec(spec: Spec, folder: Path, ranks: int) -> dict[str, Any]:
     }  # fmt: skip
     if spec.task == "kto":
         del values["data"]["eval"][1:]  # each set has an estimate of its own
+    several = 3 if spec.data.packing and spec.task_kind.rows == 1 else 2  # micro-batches, also packed
+    size = several * ranks * micro
     for name, most in (("train", ROWS), ("eval", HELD_OUT)):
         for source in values["data"][name]:
             source["max_rows"] = min(source["max_rows"] or most, most)
-    several = 3 if spec.data.packing and spec.task_kind.rows == 1 else 2  # micro-batches, also packed
-    size = several * ranks * micro
     values["train"] |= {"global_batch_size": size, "micro_batch_size": micro, "max_steps": STEPS}
     rate = 0.1 if spec.optim.name == "sgd" else 1e-3  # so that the weights change by more than their rounding
     values["optim"]["learning_rate"] = rate
@@ -122,19 +125,22 @@ def _write_adapter(model: Model, lora: Lora, causal_lm: PreTrainedModel, folder:
     """Write an adapter with the spec's settings and random values, as peft makes it."""
     from peft import LoraConfig, get_peft_model
 
+    saved, problems = saved_modules(causal_lm, lora, str)
+    linears, experts, more = adapted_modules(causal_lm, lora, [one for _, one in saved], str)
+    if problems or more:
+        raise SpecError("This spec cannot be proved.", [*problems, *more])
     targets = lora.target_modules
+    if not isinstance(targets, str):
+        targets = [one for one in targets if any(f".{name}".endswith(f".{one}") for name in linears)]
     config = LoraConfig(
         task_type="SEQ_CLS" if model.head == "score" else "CAUSAL_LM", r=lora.rank,
         lora_alpha=lora.alpha, use_rslora=lora.use_rslora, use_dora=lora.use_dora,  # type: ignore[arg-type]
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=targets,
+        target_parameters=[f"{name}.{one}" for name, own in experts.items() for one in own] or None,
         modules_to_save=list(lora.modules_to_save) or None,
     )  # fmt: skip
-    try:
-        with own_names():
-            adapted: Any = get_peft_model(copy.deepcopy(causal_lm), config)
-    except ValueError as error:
-        message = f"peft cannot make these adapters: {brief(error)}; leave them out for the comparison"
-        raise refused("model.lora", message) from None
+    with own_names():
+        adapted: Any = get_peft_model(copy.deepcopy(causal_lm), config)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if ".lora_B." in name:

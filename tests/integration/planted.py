@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3 as Stage3
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -19,7 +20,7 @@ from dsft.checkpoint.read import CheckpointReader
 from dsft.data.render import masks
 from dsft.data.steps import collate, steps
 from dsft.data.steps.batch import NO_TARGET, MicroBatch, Segments
-from dsft.engine import frozen, optimizer, pipeline, zero
+from dsft.engine import frozen, initialize, optimizer, pipeline, zero
 from dsft.model import policy
 from dsft.objective import api, preference
 from dsft.reference import model
@@ -166,12 +167,38 @@ def moments_are_lost() -> None:
     CheckpointReader.read = forgetful  # type: ignore[method-assign]
 
 
+def shards_out_of_order() -> None:
+    """Reverse each rank's shard of the gradient of a layer's parameter that ZeRO 3 does not keep whole, after
+    the first step, in which dsft itself would find it."""
+    build, partition, of_layers = initialize.build_optimizer, Stage3.partition_grads, set[int]()
+    step, steps = zero.ZeroEngine.step, list[int]()
+
+    def stepped(self: zero.ZeroEngine, batches: Any, counts: Any, rate: float) -> Any:
+        steps.extend([1] * (rate > 0))  # not the probe of the memory
+        return step(self, batches, counts, rate)
+
+    def built(trained: Mapping[str, torch.nn.Parameter], *args: Any, **keys: Any) -> torch.optim.Optimizer:
+        of_layers.update(id(one) for name, one in trained.items() if ".layers." in name)
+        return build(trained, *args, **keys)
+
+    def partitioned(self: Any, parameters: Iterable[Any], shards: Iterable[torch.Tensor]) -> None:
+        parameters, shards = list(parameters), list(shards)
+        for parameter, shard in zip(parameters, shards, strict=True):
+            if len(steps) > 1 and id(parameter) in of_layers and not parameter.ds_persist:
+                shard.copy_(shard.flip(0))
+        partition(self, parameters, shards)
+
+    initialize.build_optimizer, Stage3.partition_grads = built, partitioned
+    zero.ZeroEngine.step = stepped  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     one.__name__: one
     for one in (
         mean_over_ranks, mask_off_by_one, no_end_of_turn, mean_of_micro_batches, rate_one_step_early,
         packing_leak, positions_run_on, tie_of_one_stage, reference_with_dropout, beta_squared,
         decay_of_norms, mean_of_set_means, smoothing_in_evaluation, ipo_by_tokens_of_both, moments_are_lost,
+        shards_out_of_order,
     )
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import named_template
 from dsft.data.tokenizer.load import byte_level_tokenizer, num_ids
 from dsft.errors import DsftError, SpecError
+from dsft.plan import ds_config
 from dsft.prove import command, runs
 from dsft.prove.rows import expected_row
 from dsft.prove.small import small_model
@@ -99,6 +100,7 @@ MODES: dict[str, tuple[str, ...]] = {
     ),
     "dora": (*PAIRS, "model.lora={rank: 4, use_dora: true, modules_to_save: [lm_head]}"),
     "mixture": (MIXTURE, "model.lora={rank: 4}", "parallel.zero_stage=3"),
+    "experts": (MIXTURE, "model.lora={rank: 4, target_modules: [q_proj, experts]}", "parallel.zero_stage=3"),
     "kto": (*PAIRS[1:], "task=kto", "kto.undesirable_weight=0.5", HELD_OUT, "parallel.zero_stage=2"),
     "kto-bf16": (*PAIRS[1:], "task=kto", "data.packing=true", "model.lora={rank: 4}", "train.precision=bf16"),
     "classify": (
@@ -175,6 +177,7 @@ FAULTS: dict[str, tuple[set[str], tuple[str, ...]]] = {
     "smoothing_in_evaluation": ({"held-out loss"}, ("train.label_smoothing=0.1",)),
     "ipo_by_tokens_of_both": (WHOLE_STEP, (*PAIRS, "dpo.loss_type=ipo")),
     "moments_are_lost": ({"resumed: weights"}, ()),
+    "shards_out_of_order": ({"loss", "weights"}, ("parallel.zero_stage=3",)),
 }
 """The faults of `planted.py`: the lines that find each, and the mode."""
 
@@ -210,13 +213,16 @@ def test_a_planted_fault_is_found(fault: str, spec: Path, monkeypatch: pytest.Mo
         return
     code, certificate = proved(spec, monkeypatch, *overrides, fault=fault)
     assert code == 1 and lines <= failing(certificate), failing(certificate)
+    if fault == "shards_out_of_order":  # this model's layers are whole at the threshold of the real size
+        monkeypatch.setattr(runs, "PERSIST_BELOW", ds_config.PERSIST_BELOW)
+        assert proved(spec, monkeypatch, *overrides, fault=fault)[0] == 0
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         (["train.precision=fp16"], "train.precision: dsft prove does not know fp16 yet"),
-        ([MIXTURE, "model.lora={target_modules: [experts]}"], "model.lora: peft cannot make these adapters"),
+        ([MIXTURE, "model.lora={target_modules: [experts], use_dora: true}"], "experts cannot have use_dora"),
         (["optim.lr=1"], "optim.lr"),
     ],
 )
