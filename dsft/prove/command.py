@@ -13,18 +13,13 @@ import torch
 from transformers.utils import logging
 
 from dsft.errors import printable
-from dsft.model.files import digests, model_files
-from dsft.plan.reference import reference_model
 from dsft.plan.tables import printed, table
 from dsft.prove import plain
-from dsft.prove.runs import Proof, make_runs
-from dsft.prove.small import PERSIST_BELOW, STEPS, refused
-from dsft.report.folder import versions
-from dsft.spec.layout import Layout
+from dsft.prove.runs import make_runs
+from dsft.prove.small import STEPS, refused
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 from dsft.system.files import temporary_folder
-from dsft.system.json_file import read_json
 
 BOUNDS = {
     "fp32": {"loss": 1e-5, "gradient norm": 1e-4, "weights": 1e-3, "least": 0.01},
@@ -53,34 +48,23 @@ def prove(path: Path, overrides: Sequence[str], processes: int | None, *, as_jso
     result = Path(spec.output_dir, f"{spec.name}-certificate.json")
     folder = Path(spec.output_dir, f"prove-{secrets.token_hex(4)}").absolute()
     with temporary_folder(folder):
-        proof = make_runs(spec, folder, processes)
-        found = {"spec": str(path), "overrides": list(overrides), **certificate(proof)}
-        result.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        facts, outcomes = make_runs(spec, folder, processes)
+    checks = list(compared(spec, outcomes))
+    holds = all(one["holds"] for one in checks) and not facts["masks"]["different"]
+    found = {"spec": str(path), "overrides": list(overrides), "holds": holds, **facts, "checks": checks}
+    result.write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(json.dumps(found, indent=1) if as_json else report(found, result), flush=True)
     return 0 if found["holds"] else 1
 
 
-def certificate(proof: Proof) -> dict[str, Any]:
-    """Return the certificate: each comparison with its bound, and what was compared."""
-    precision, loop = proof.mode[0].train.precision, proof.loop
-    of_answers = OF_ANSWERS if proof.data.whole and precision == "bf16" else {}
-    compared = {
-        "": (proof.run, loop, BOUNDS[precision] | of_answers),
-        "resumed: ": (proof.resumed, proof.run, RESUMED[precision]),
-        "in fp32: ": (proof.exact, loop, BOUNDS["fp32"]),
-    }
-    checks = [
-        one
-        for name, (found, expected, bounds) in compared.items()
-        if found is not None
-        for one in _compared(name, found, expected, loop.start, bounds)
-    ]
-    return {
-        "holds": all(one["holds"] for one in checks) and not proof.masks["different"],
-        "mode": _mode(*proof.mode), "resumed_in": _mode(*proof.resumed_in), "checks": checks,
-        "masks": proof.masks, "model": read_json(proof.model / "config.json"), "versions": versions(),
-        "digests": {"model": digests(model_files(str(proof.model))), "rows": proof.data.fingerprint},
-    }  # fmt: skip
+def compared(spec: Spec, outcomes: Mapping[str, plain.Outcome]) -> Iterator[Check]:
+    """Compare the outcomes of `make_runs`."""
+    precision, run, loop = spec.train.precision, outcomes["run"], outcomes["loop"]
+    of_answers = OF_ANSWERS if spec.task_kind.whole and precision == "bf16" else {}
+    yield from _compared("", run, loop, loop.start, BOUNDS[precision] | of_answers)
+    yield from _compared("resumed: ", outcomes["again"], run, loop.start, RESUMED[precision])
+    if "exact" in outcomes:
+        yield from _compared("in fp32: ", outcomes["exact"], loop, loop.start, BOUNDS["fp32"])
 
 
 def _compared(
@@ -124,29 +108,6 @@ def _weights(
         off[name] = difference / max(change[name], least * start[name].numel() ** 0.5, 1e-30)
     worst = max(off, key=lambda name: off[name])
     return _check(f"{what}, largest in {worst}", None, None, off[worst], bounds["weights"])
-
-
-def _mode(spec: Spec, layout: Layout) -> str:
-    """Return what is trained how, in words."""
-    parallel, is_copied = spec.parallel, spec.parallel.zero_hpz_partition_size > 1
-    form = reference_model(spec).quantize if spec.reference else None
-    words = {
-        f"{spec.task}, {spec.train.precision}, ZeRO {parallel.zero_stage}": True,
-        f"parameters of more than {PERSIST_BELOW} elements sharded": parallel.zero_stage == 3,
-        f"a pipeline of {layout.pipeline_stages}": layout.pipeline_stages > 1,
-        f"rows split over {layout.sequence_parallel}": layout.sequence_parallel > 1,
-        f"optimizer on {parallel.offload_optimizer.device}": parallel.offload_optimizer.device != "none",
-        f"parameters on {parallel.offload_parameters.device}": parallel.offload_parameters.device != "none",
-        f"a copy of the parameters on each {parallel.zero_hpz_partition_size} processes": is_copied,
-        "packed": spec.data.packing,
-        "LoRA": spec.model.lora is not None,
-        f"base in {spec.model.quantize}": spec.model.quantize is not None,
-        f"reference in {form}": form is not None,
-        f"balance {spec.model.experts.balance}": spec.model.experts.balance != "none",
-        spec.optim.name: spec.optim.name != "adamw",
-        f"{layout.world_size} process{'es' * (layout.world_size > 1)}": True,
-    }
-    return ", ".join(word for word, is_so in words.items() if is_so)
 
 
 def report(found: Mapping[str, Any], path: Path) -> str:

@@ -33,9 +33,9 @@ class Example:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is minimized and how. loss: "next_token", "reward", "classify", "distill" or a loss_type of DPO or
-    KTO; keys: those of the task's section; optim, experts: those of a spec's `optim` and `model.experts`;
-    rates: of each step; trainable: patterns of names."""
+    """What is minimized and how. loss: the task, of DPO and KTO its loss_type; keys: those of the task's
+    section; optim, experts: those of a spec's `optim` and `model.experts`; rates: of each step; trainable:
+    patterns of names."""
 
     loss: str
     keys: Mapping[str, Any]
@@ -290,7 +290,7 @@ def losses(
             ratios = [_logp(model, other) - _logp(reference, other) for other in others]
             kl = torch.stack(ratios).mean().clamp(min=0)
     for one in step:
-        if kind in ("next_token", "distill"):
+        if kind in ("sft", "pretrain", "distill"):
             logits, ids = _logits(model, one.rows[0])
             loss = F.cross_entropy(logits, ids, reduction="none", label_smoothing=smoothing).double().sum()
             if kind == "distill":

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,54 +23,32 @@ from dsft.data.sets.mismatched import of_set
 from dsft.data.steps.steps import TrainSteps
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.errors import DsftError
+from dsft.model.files import digests, model_files
 from dsft.model.lora import own_names
 from dsft.model.stacked import to_peft
 from dsft.plan.reference import other_model
 from dsft.prove import plain
 from dsft.prove.rows import masks, rows_of
-from dsft.prove.small import ADAPTER, MODEL, PERSIST_BELOW, REFERENCE, SAVED, STEPS, build, small_spec
+from dsft.prove.small import ADAPTER, LENGTH, MODEL, REFERENCE, SAVED, STEPS, build, mode, small_spec, zero3
 from dsft.rank.start import run_ranks
 from dsft.reference.start import SCRIPT
 from dsft.remote import without_rank_variables
+from dsft.report.folder import versions
 from dsft.report.jsonl import read_metrics
 from dsft.spec.layout import Layout, batch_on, fewest_ranks, layout_of
 from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
+from dsft.system.json_file import read_json
 from dsft.system.run_folder import step_folder
 
-LOSSES = {"sft": "next_token", "pretrain": "next_token"} | {
-    task: task for task in ("reward", "classify", "distill")
-}
-"""Task -> `Recipe.loss`, where that is not the loss_type of the task's section."""
 
-
-@dataclass(frozen=True)
-class Proof:
-    """What is to be compared.
-
-    mode        the small spec of the run, and its layout
-    resumed_in  those of the run that was resumed
-    model       folder of the model that all start from
-    masks       the comparison of the rows' tokens and masks
-    data        the rows that are trained on
-    run         the run, resumed: the one in another layout, exact: the one in fp32 where the others are not
-    loop        the plain loop
-    """
-
-    mode: tuple[Spec, Layout]
-    resumed_in: tuple[Spec, Layout]
-    model: Path
-    masks: Mapping[str, Any]
-    data: Dataset
-    run: plain.Outcome
-    resumed: plain.Outcome
-    exact: plain.Outcome | None
-    loop: plain.Outcome
-
-
-def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
-    """Make the model, the runs and the loop. processes: by default 2, or the fewest of the layout. Raises
-    DsftError, of a run that fails with its exit code."""
+def make_runs(
+    spec: Spec, folder: Path, processes: int | None
+) -> tuple[dict[str, Any], dict[str, plain.Outcome]]:
+    """Make the model, the runs and the loop. Return what the certificate says of them, and the outcomes of
+    the "run", of the one that is resumed "again" in another layout, of the "exact" one in fp32 where the
+    others are not, and of the "loop". processes: by default 2, or the fewest of the layout. Raises DsftError,
+    of a run that fails with its exit code."""
     copied = min(spec.parallel.zero_hpz_partition_size, 2)  # else two times as many processes as a host has
     parallel = spec.parallel.model_copy(update={"zero_hpz_partition_size": copied})
     spec = spec.model_copy(update={"parallel": parallel})
@@ -84,9 +61,9 @@ def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
     values = small_spec(spec, folder, layout.data_parallel)
     small = _loaded(folder, values)
     read = load_data(small, tokenizer)
-    compared = masks(small, read.train, tokenizer)
+    facts: dict[str, Any] = {"masks": masks(small, read.train, tokenizer)}
     widths = (one.widths.max() for one in (read.train, *(one.data for one in read.held_out)))
-    values["data"]["max_length"] = max(2, *map(int, widths))  # so that more micro-batches are packed
+    values["data"]["max_length"] = max(2, min(LENGTH, *map(int, widths)))  # no longer than the longest row
     for source in values["data"]["train"]:  # a reference scores all, so they are few
         source["max_rows"] = min(source["max_rows"], 2 * STEPS * values["train"]["global_batch_size"])
     small = _loaded(folder, values)
@@ -94,15 +71,14 @@ def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
     data = rows.train
     order = TrainSteps(data, batch_on(small, layout), 0, small.train.seed, 0)
     ids = [order.step(number).example_ids for number in range(STEPS)]
-    run = _trained(small, folder, layout)
+    outcomes = {"run": _trained(small, folder, layout)}
     again = _loaded(folder, values | _resumed(values, small, layout, folder))
-    resumed, exact = _trained(again, folder, other), None
+    outcomes["again"] = _trained(again, folder, other)
     if spec.train.precision != "fp32":
         train = values["train"] | {"precision": "fp32", "reduce_dtype": None}
         of_model = values["model"] | {"attention": "auto"}
-        checkpoint = values["checkpoint"] | {"every": STEPS}
-        changed = {"name": "exact", "train": train, "model": of_model, "checkpoint": checkpoint}
-        exact = _trained(_loaded(folder, values | changed), folder, layout)
+        exact = _loaded(folder, values | {"name": "exact", "train": train, "model": of_model})
+        outcomes["exact"] = _trained(exact, folder, layout)
     steps = [list(_examples(small, data, of_step, [*of_step[-1:], *of_step[:-1]])) for of_step in ids]
     held_out: list[plain.Example] = []
     for one in (one.data for one in rows.held_out):
@@ -110,8 +86,11 @@ def make_runs(spec: Spec, folder: Path, processes: int | None) -> Proof:
         if small.task == "kto":
             others = of_set(one, small.data.max_length).answer.tolist()
         held_out += _examples(small, one, all_of_it, others)
-    loop = plain.train(*_models(small, folder), steps, held_out, _recipe(small))
-    return Proof((small, layout), (again, other), folder / MODEL, compared, data, run, resumed, exact, loop)
+    outcomes["loop"] = plain.train(*_models(small, folder), steps, held_out, _recipe(small))
+    facts |= {"mode": mode(small, layout), "resumed_in": mode(again, other), "versions": versions()}
+    model = {"model": digests(model_files(str(folder / MODEL))), "rows": data.fingerprint}
+    facts |= {"model": read_json(folder / MODEL / "config.json"), "digests": model}
+    return facts, outcomes
 
 
 def _models(small: Spec, folder: Path) -> tuple[torch.nn.Module, torch.nn.Module | None]:
@@ -148,13 +127,11 @@ def _loaded(folder: Path, values: Mapping[str, Any]) -> Spec:
 
 def _trained(spec: Spec, folder: Path, layout: Layout) -> plain.Outcome:
     """Train a spec of the folder. Raises DsftError if the ranks fail, which have printed why."""
-    name, parallel = spec.name, spec.parallel
+    name = spec.name
     argv = [sys.executable, str(SCRIPT), str(folder / f"{name}.yaml"), "--any_ranks"]
-    if parallel.zero_stage == 3:
-        keys: dict[str, Any] = {"stage3_param_persistence_threshold": PERSIST_BELOW}
-        for key, one in (("optimizer", parallel.offload_optimizer), ("param", parallel.offload_parameters)):
-            keys[f"offload_{key}"] = {"device": one.device, "nvme_path": one.nvme_path}
-        (folder / "zero3.json").write_text(json.dumps({"zero_optimization": keys}), encoding="utf-8")
+    if spec.parallel.zero_stage == 3:
+        keys = {"zero_optimization": zero3(spec.parallel)}
+        (folder / "zero3.json").write_text(json.dumps(keys), encoding="utf-8")
         argv += ["--deepspeed_config", str(folder / "zero3.json")]
     with (folder / f"{name}.log").open("wb") as log:
         code = run(argv, without_rank_variables(os.environ), layout.world_size, log.fileno())
@@ -204,7 +181,8 @@ def _recipe(small: Spec) -> plain.Recipe:
     keys = small.of_task.model_dump(mode="json") if small.of_task else {}
     optim, rate, train = small.optim.model_dump(mode="json"), small.optim.learning_rate, small.train
     rates = [rate * (1 - step / STEPS) for step in range(STEPS)]
-    loss, patterns = LOSSES.get(small.task) or keys["loss_type"], small.model.trainable or ("*",)
+    loss = keys["loss_type"] if small.task in ("dpo", "kto") else small.task
+    patterns = small.model.trainable or ("*",)
     experts = small.model.experts.model_dump(mode="json")
     return plain.Recipe(
         loss, keys, train.label_smoothing, optim, experts, train.max_grad_norm, rates, patterns

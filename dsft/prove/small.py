@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from dsft.data.sets.load import on_too_long
 from dsft.errors import Problem, SpecError, brief
 from dsft.model.config import from_config, resolve_config, token_facts
 from dsft.model.lora import own_names
@@ -19,13 +18,14 @@ from dsft.model.lora_targets import adapted_modules, saved_modules
 from dsft.model.quantize import load_bitsandbytes
 from dsft.model.weights import DTYPES
 from dsft.plan.reference import other_model, reference_model
-from dsft.spec.schema import Lora, Model, Reference, Spec
+from dsft.spec.layout import Layout
+from dsft.spec.schema import Lora, Model, Parallel, Reference, Spec
 
 STEPS, SAVED = 3, 2
 """Steps of the run, and the step after which it saves a checkpoint to resume from."""
-ROWS, HELD_OUT, LENGTH, EPS = 64, 8, 512, 1e-4
-"""Most rows of a source, of held-out ones, and tokens of a row; least `eps` of AdamW, so that it does not
-amplify the rounding of gradients near 0."""
+ROWS, HELD_OUT, LENGTH, EPS = 64, 8, 256, 1e-4
+"""Most rows of a source, of held-out ones, and tokens of a row that is trained on; least `eps` of AdamW, so
+that it does not amplify the rounding of gradients near 0."""
 PERSIST_BELOW = 200
 """ZeRO 3 keeps parameters with fewer elements whole on each rank: the norms, as in the real size."""
 NOISE = 0.05
@@ -72,8 +72,8 @@ def small_spec(spec: Spec, folder: Path, ranks: int) -> dict[str, Any]:
     if lora is not None:
         values["model"]["lora"] |= {"path": str(folder / ADAPTER), "dropout": 0.0}
     values["data"] |= {
-        "max_length": min(spec.data.max_length, LENGTH), "num_workers": 0, "cache_dir": str(folder / "data"),
-        "on_too_long": "truncate" if on_too_long(spec) == "error" else spec.data.on_too_long,
+        "max_length": spec.data.max_length, "num_workers": 0, "cache_dir": str(folder / "data"),
+        "on_too_long": "split" if spec.data.on_too_long == "split" else "truncate",
     }  # fmt: skip
     if spec.task == "kto":
         del values["data"]["eval"][1:]  # each set has an estimate of its own
@@ -96,6 +96,38 @@ def small_spec(spec: Spec, folder: Path, ranks: int) -> dict[str, Any]:
             other = spec.reference and own.reference_model and str(folder / REFERENCE)
             keys |= {"reference_model": other, "reference_store": None}
     return values
+
+
+def zero3(parallel: Parallel) -> dict[str, Any]:
+    """Return DeepSpeed's keys by which ZeRO 3 shards the small layers too, and the spec's offload, which
+    would be off without its keys."""
+    keys: dict[str, Any] = {"stage3_param_persistence_threshold": PERSIST_BELOW}
+    for key, one in (("optimizer", parallel.offload_optimizer), ("param", parallel.offload_parameters)):
+        keys[f"offload_{key}"] = {"device": one.device, "nvme_path": one.nvme_path}
+    return keys
+
+
+def mode(spec: Spec, layout: Layout) -> str:
+    """Return what is trained how, in words."""
+    parallel, is_copied = spec.parallel, spec.parallel.zero_hpz_partition_size > 1
+    form = reference_model(spec).quantize if spec.reference else None
+    words = {
+        f"{spec.task}, {spec.train.precision}, ZeRO {parallel.zero_stage}": True,
+        f"parameters of more than {PERSIST_BELOW} elements sharded": parallel.zero_stage == 3,
+        f"a pipeline of {layout.pipeline_stages}": layout.pipeline_stages > 1,
+        f"rows split over {layout.sequence_parallel}": layout.sequence_parallel > 1,
+        f"optimizer on {parallel.offload_optimizer.device}": parallel.offload_optimizer.device != "none",
+        f"parameters on {parallel.offload_parameters.device}": parallel.offload_parameters.device != "none",
+        f"a copy of the parameters on each {parallel.zero_hpz_partition_size} processes": is_copied,
+        "packed": spec.data.packing,
+        "LoRA": spec.model.lora is not None,
+        f"base in {spec.model.quantize}": spec.model.quantize is not None,
+        f"reference in {form}": form is not None,
+        f"balance {spec.model.experts.balance}": spec.model.experts.balance != "none",
+        spec.optim.name: spec.optim.name != "adamw",
+        f"{layout.world_size} process{'es' * (layout.world_size > 1)}": True,
+    }
+    return ", ".join(word for word, is_so in words.items() if is_so)
 
 
 def build(spec: Spec, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -129,7 +161,7 @@ def _write_adapter(model: Model, lora: Lora, causal_lm: PreTrainedModel, folder:
     linears, experts, more = adapted_modules(causal_lm, lora, [one for _, one in saved], str)
     if problems or more:
         raise SpecError("This spec cannot be proved.", [*problems, *more])
-    targets = lora.target_modules
+    targets: Any = lora.target_modules
     if not isinstance(targets, str):
         targets = [one for one in targets if any(f".{name}".endswith(f".{one}") for name in linears)]
     config = LoraConfig(
@@ -181,7 +213,7 @@ def _narrow(config: PreTrainedConfig, stages: int, is_free: bool, drops: bool) -
     keys = [key for key in ("num_key_value_heads", "num_kv_heads") if values.get(key)]
     shared = heads // values[keys[0]] if keys else 1
     few = min(heads // shared, 2)
-    size = values.get("head_dim") or width // heads
+    size = whole = values.get("head_dim") or width // heads
     is_free = is_free and "head_dim" in values
     if not is_free:
         size = max(16, min(size, _WIDEST // (few * shared)) // 8 * 8)
@@ -189,6 +221,9 @@ def _narrow(config: PreTrainedConfig, stages: int, is_free: bool, drops: bool) -
     values |= {name("num_attention_heads"): few * shared, **dict.fromkeys(keys, few)}
     values[name("hidden_size")] = -(-_WIDTH // step) * step if is_free else few * shared * size
     values |= {"head_dim": size} if "head_dim" in values else {}
+    if section := (values.get("rope_parameters") or {}).get("mrope_section"):  # of a head's rotated half
+        parts = [part * size // whole for part in section[1:]]
+        values["rope_parameters"]["mrope_section"] = [sum(section) * size // whole - sum(parts), *parts]
     if values.get("linear_num_key_heads"):
         times = values["linear_num_value_heads"] // values["linear_num_key_heads"]
         values["linear_num_value_heads"] = 2 * times

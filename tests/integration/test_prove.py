@@ -15,11 +15,13 @@ from dsft.data.render.renderer import Renderer
 from dsft.data.render.template import named_template
 from dsft.data.tokenizer.load import byte_level_tokenizer, num_ids
 from dsft.errors import DsftError, SpecError
+from dsft.model.config import resolve_config, token_facts
 from dsft.plan import ds_config
-from dsft.prove import command, runs
+from dsft.prove import command, runs, small
 from dsft.prove.rows import expected_row
 from dsft.prove.small import small_model
 from dsft.spec.files import CHAT_TEMPLATES
+from dsft.spec.schema import Model
 from tests.architectures.cases import ARCHITECTURES
 from tests.architectures.wholes import WHOLES, small_whole
 from tests.integration import planted
@@ -214,7 +216,7 @@ def test_a_planted_fault_is_found(fault: str, spec: Path, monkeypatch: pytest.Mo
     code, certificate = proved(spec, monkeypatch, *overrides, fault=fault)
     assert code == 1 and lines <= failing(certificate), failing(certificate)
     if fault == "shards_out_of_order":  # this model's layers are whole at the threshold of the real size
-        monkeypatch.setattr(runs, "PERSIST_BELOW", ds_config.PERSIST_BELOW)
+        monkeypatch.setattr(small, "PERSIST_BELOW", ds_config.PERSIST_BELOW)
         assert proved(spec, monkeypatch, *overrides, fault=fault)[0] == 0
 
 
@@ -257,6 +259,14 @@ def test_each_architecture_at_its_real_size_gets_a_small_model() -> None:
             assert model.config.num_hidden_layers >= 4, kind
             assert sum(one.numel() for one in model.parameters()) < 2e7, kind
     assert refused.keys() == {"cohere_compass_text", "deepseek_v2", "dots1", "nemotron"}, refused
+
+
+def test_sections_of_rotary_positions_of_a_multimodal_model_fit_into_its_narrow_heads(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    text = {"vocab_size": 512, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+    CONFIG_MAPPING["qwen2_5_vl"](text_config=text | {"rope_parameters": rope}).save_pretrained(tmp_path)
+    config = resolve_config(Model(name_or_path=str(tmp_path)), token_facts(byte_level_tokenizer()))
+    assert small_model(config, 1).config.rope_parameters["mrope_section"] == [2, 3, 3]
 
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
