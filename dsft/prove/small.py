@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 from dsft.errors import Problem, SpecError, brief
 from dsft.model.config import from_config, resolve_config, token_facts
@@ -184,8 +185,10 @@ def small_model(config: PreTrainedConfig, stages: int, *, drops: bool = False) -
     """Return a model of the same class with random weights and narrow layers: two for each of `stages` and
     one of each kind. The heads that share keys stay, and where the hidden size need not follow from it the
     size of a head. drops: its dropout stays too. Raises SpecError where the class refuses it."""
-    reason = ""
-    for is_free in (True, False):
+    kind, reason = config.model_type, ""
+    if kind not in CAUSAL:
+        reason = "transformers has this text model only inside a multimodal one"
+    for is_free in () if reason else (True, False):
         try:
             causal_lm = from_config(
                 type(config).from_dict(_narrow(config, stages, is_free, drops)), dtype=torch.float32
@@ -198,7 +201,6 @@ def small_model(config: PreTrainedConfig, stages: int, *, drops: bool = False) -
             reason = brief(error)
         else:
             return causal_lm
-    kind = config.model_type
     message = f"a small {kind} model cannot be made ({reason}); use dsft prove with another model"
     raise refused("model", message)
 
@@ -213,7 +215,7 @@ def _narrow(config: PreTrainedConfig, stages: int, is_free: bool, drops: bool) -
     keys = [key for key in ("num_key_value_heads", "num_kv_heads") if values.get(key)]
     shared = heads // values[keys[0]] if keys else 1
     few = min(heads // shared, 2)
-    size = whole = values.get("head_dim") or width // heads
+    size = values.get("head_dim") or width // heads
     is_free = is_free and "head_dim" in values
     if not is_free:
         size = max(16, min(size, _WIDEST // (few * shared)) // 8 * 8)
@@ -221,9 +223,6 @@ def _narrow(config: PreTrainedConfig, stages: int, is_free: bool, drops: bool) -
     values |= {name("num_attention_heads"): few * shared, **dict.fromkeys(keys, few)}
     values[name("hidden_size")] = -(-_WIDTH // step) * step if is_free else few * shared * size
     values |= {"head_dim": size} if "head_dim" in values else {}
-    if section := (values.get("rope_parameters") or {}).get("mrope_section"):  # of a head's rotated half
-        parts = [part * size // whole for part in section[1:]]
-        values["rope_parameters"]["mrope_section"] = [sum(section) * size // whole - sum(parts), *parts]
     if values.get("linear_num_key_heads"):
         times = values["linear_num_value_heads"] // values["linear_num_key_heads"]
         values["linear_num_value_heads"] = 2 * times

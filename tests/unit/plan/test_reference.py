@@ -82,6 +82,8 @@ def test_the_reference_has_the_policys_stages_by_default() -> None:
      "sharded over all ranks (ZeRO 3), in host memory (dpo.reference live)"),
     (spec(parallel={"pipeline_stages": 2}), "in the policy's 2 pipeline stages"),
     (spec(reference_model="other"), "other, another checkpoint than the policy's start"),
+    (spec(reference_model="other", reference_quantize="fp4"), "(dpo.reference_model), in fp4, whole"),
+    (spec({"quantize": "nf4", "lora": {}}), "the model without its adapter, in nf4, whole on every rank"),
     (spec({"lora": {}}, reference="adapter"), "without its adapter, by the policy's own engine"),
     (spec({"lora": {"path": "a"}}), "a frozen copy of the adapter that training starts from"),
 ])  # fmt: skip
