@@ -58,7 +58,7 @@ def prove(path: Path, overrides: Sequence[str], processes: int | None, *, as_jso
 
 
 def compared(spec: Spec, outcomes: Mapping[str, plain.Outcome]) -> Iterator[Check]:
-    """Compare the outcomes of `make_runs`."""
+    """Yield the comparisons of the outcomes of `make_runs`."""
     precision, run, loop = spec.train.precision, outcomes["run"], outcomes["loop"]
     of_answers = OF_ANSWERS if spec.task_kind.whole and precision == "bf16" else {}
     yield from _compared("", run, loop, loop.start, BOUNDS[precision] | of_answers)

@@ -28,7 +28,7 @@ ROWS, HELD_OUT, LENGTH, EPS = 64, 8, 256, 1e-4
 """Most rows of a source, of held-out ones, and tokens of a row that is trained on; least `eps` of AdamW, so
 that it does not amplify the rounding of gradients near 0."""
 PERSIST_BELOW = 200
-"""ZeRO 3 keeps parameters with fewer elements whole on each rank: the norms, as in the real size."""
+"""ZeRO 3 keeps parameters of at most 200 elements whole on each rank: the norms, as in the real size."""
 NOISE = 0.05
 """Standard deviation of what is added to every weight, so that no bias is 0 and no norm 1."""
 
@@ -78,11 +78,11 @@ def small_spec(spec: Spec, folder: Path, ranks: int) -> dict[str, Any]:
     }  # fmt: skip
     if spec.task == "kto":
         del values["data"]["eval"][1:]  # each set has an estimate of its own
-    several = 3 if spec.data.packing and spec.task_kind.rows == 1 else 2  # micro-batches, also packed
-    size = several * ranks * micro
     for name, most in (("train", ROWS), ("eval", HELD_OUT)):
         for source in values["data"][name]:
             source["max_rows"] = min(source["max_rows"] or most, most)
+    several = 3 if spec.data.packing and spec.task_kind.rows == 1 else 2  # micro-batches, also packed
+    size = several * ranks * micro
     values["train"] |= {"global_batch_size": size, "micro_batch_size": micro, "max_steps": STEPS}
     rate = 0.1 if spec.optim.name == "sgd" else 1e-3  # so that the weights change by more than their rounding
     values["optim"]["learning_rate"] = rate
