@@ -37,19 +37,18 @@ def test_flags_and_variables_become_torchruns_options(arguments: list[str], envi
     assert argv == [sys.executable, "-m", "torch.distributed.run", *OPTIONS, "train.py", *BEHIND]
 
 
-def test_one_host_needs_only_its_processes() -> None:
-    for arguments, environ in ((["--num_gpus=2"], {}), ([], {"NPROC_PER_NODE": "2"})):
-        argv = torchrun_argv(arguments, environ, "train.py")
-        assert argv is not None
-        standalone = ["--standalone", "--local_addr", "127.0.0.1"]
-        assert argv[3:] == [SIGNALS, "--nnodes", "1", "--nproc_per_node", "2", *standalone, "train.py"]
-
-
-def test_one_host_with_a_port_listens_there() -> None:
-    argv = torchrun_argv(["--num_gpus=2", "--master_port=7"], {}, "train.py")
-    assert argv is not None and argv[8:-1] == [
-        "--node_rank", "0", "--master_addr", "127.0.0.1", "--master_port", "7",
-    ]  # fmt: skip
+@pytest.mark.parametrize(("arguments", "environ", "meeting"), [
+    (["--num_gpus=2"], {}, ["--standalone", "--local_addr", "127.0.0.1"]),
+    ([], {"NPROC_PER_NODE": "2"}, ["--standalone", "--local_addr", "127.0.0.1"]),
+    (["--num_gpus=2", "--master_port=7"], {},
+     ["--node_rank", "0", "--master_addr", "127.0.0.1", "--master_port", "7"]),
+])  # fmt: skip
+def test_one_host_needs_only_its_processes(
+    arguments: list[str], environ: dict[str, str], meeting: list[str]
+) -> None:
+    argv = torchrun_argv(arguments, environ, "train.py")
+    assert argv is not None
+    assert argv[3:] == [SIGNALS, "--nnodes", "1", "--nproc_per_node", "2", *meeting, "train.py"]
 
 
 @pytest.mark.parametrize("environ", [{}, {"PORT": "80", "ADDR": "here"}, VARIABLES | {"RANK": "0"}])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from dsft.spec.adapter import _saved
 from dsft.spec.load import load_spec
 from tests.unit.spec.conftest import Write
 from tests.unit.spec.test_load import messages
@@ -55,9 +54,10 @@ def test_pefts_target_parameters_are_experts_among_target_modules(write: Write) 
     assert "[q_proj] differs" in " ".join(
         messages(write(), mixture, path, "model.lora.target_modules=[q_proj]")
     )
-    path = f"model.lora.path={save(target_modules=[], target_parameters=wanted)}"
-    lora = load_spec(write(), [mixture, path]).model.lora
-    assert lora and lora.target_modules == tuple(wanted)
+    for none in ([], None):
+        path = f"model.lora.path={save(target_modules=none, target_parameters=wanted)}"
+        lora = load_spec(write(), [mixture, path]).model.lora
+        assert lora and lora.target_modules == tuple(wanted)
 
 
 def test_a_contradiction_is_reported_with_both_values(write: Write) -> None:
@@ -73,6 +73,7 @@ def test_a_contradiction_is_reported_with_both_values(write: Write) -> None:
     ({"bias": "all"}, "has bias 'all'"),
     ({"rank_pattern": {"q_proj": 4}}, "has rank_pattern {'q_proj': 4}"),
     ({"r": "eight"}, "is not the config of a saved adapter"),
+    ({"target_modules": "all-linear", "target_parameters": ["experts.down_proj"]}, "is not the config of a"),
 ])  # fmt: skip
 def test_an_adapter_of_another_kind_is_refused(write: Write, changed: Any, message: str) -> None:
     assert message in " ".join(messages(write(), f"model.lora={{path: {save(**changed)}}}"))
@@ -89,14 +90,3 @@ def test_a_folder_without_an_adapter_is_refused(write: Write) -> None:
 def test_an_adapter_in_the_models_place_is_refused(write: Write) -> None:
     [found] = messages(write(), f"model={{name_or_path: {save()}}}")
     assert "give its base model here, and this folder in model.lora.path" in found
-
-
-def test_experts_of_a_saved_adapter_are_its_targets() -> None:
-    """peft names them apart from its modules, of which there may be none."""
-    assert _saved({"target_modules": None, "target_parameters": ["experts.down_proj"]})["target_modules"] == (
-        "experts.down_proj",
-    )
-    both = {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
-    assert _saved(both)["target_modules"] == ("experts.down_proj", "q_proj")
-    with pytest.raises(ValueError, match="no list"):
-        _saved({"target_modules": "all-linear", "target_parameters": ["experts.down_proj"]})

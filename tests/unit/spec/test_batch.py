@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import pytest
@@ -27,19 +28,21 @@ def test_the_third_size_follows_from_two(micro: int, steps: int, ranks: int, lef
     assert batch_sizes(train, ranks) == BatchSizes(micro * steps * ranks, micro, steps, ranks)
 
 
-def refusal(ranks: int, **values: Any) -> str:
-    with pytest.raises(SpecError) as error:
-        batch_sizes(Train(**values), ranks)
-    return str(error.value)
-
-
-def test_a_batch_that_does_not_divide_shows_the_whole_equation_and_the_nearest() -> None:
-    message = refusal(16, global_batch_size=100, micro_batch_size=3)
-    assert (
-        "global_batch_size 100 = micro_batch_size 3 × accumulation_steps ? × data-parallel ranks 16"
-        in message
-    )
-    assert "96 and 144" in message
+@pytest.mark.parametrize(("ranks", "total", "micro", "steps", "message"), [
+    (16, 100, 3, None, "100 = micro_batch_size 3 × accumulation_steps ? × data-parallel ranks 16"),
+    (16, 100, 3, None, "96 and 144"),
+    (16, 10, 3, None, "the nearest value of global_batch_size that works is 48"),
+    (8, 64, 3, None, "micro_batch_size 2 or 4 with 64"),
+    (8, 64, None, 5, "accumulation_steps 4 or 8 with 64"),
+    (4, 64, 2, 2, "the product is 16"),
+    (4, None, 2, None, "two of the three"),
+])  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused_with_the_nearest_that_do(
+    ranks: int, total: int | None, micro: int | None, steps: int | None, message: str
+) -> None:
+    train = Train(global_batch_size=total, micro_batch_size=micro, accumulation_steps=steps)
+    with pytest.raises(SpecError, match=re.escape(message)):
+        batch_sizes(train, ranks)
 
 
 def test_groups_of_ranks_are_named_where_they_split_rows() -> None:
@@ -50,25 +53,3 @@ def test_groups_of_ranks_are_named_where_they_split_rows() -> None:
     packed = batch_sizes(Train(global_batch_size=100, micro_batch_size=5), 4, data, "sft", 2)
     assert packed.equation().endswith("as possible, equally many in every group")
     assert packed.accumulation_steps == 5
-
-
-def test_a_batch_below_one_micro_batch_has_one_nearest() -> None:
-    assert "the nearest value of global_batch_size that works is 48" in refusal(
-        16, global_batch_size=10, micro_batch_size=3
-    )
-
-
-def test_the_ways_out_name_the_size_that_could_change() -> None:
-    message = refusal(8, global_batch_size=64, micro_batch_size=3)
-    assert "micro_batch_size 2 or 4 with 64" in message
-    message = refusal(8, global_batch_size=64, accumulation_steps=5)
-    assert "accumulation_steps 4 or 8 with 64" in message
-
-
-def test_three_sizes_that_contradict_are_refused() -> None:
-    message = refusal(4, global_batch_size=64, micro_batch_size=2, accumulation_steps=2)
-    assert "the product is 16" in message
-
-
-def test_one_size_is_not_enough() -> None:
-    assert "two of the three" in refusal(4, micro_batch_size=2)

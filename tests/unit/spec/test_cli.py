@@ -92,12 +92,6 @@ def test_validate_prints_mistakes_on_standard_error(dsft, write: Write) -> None:
     assert err.startswith("error: spec.yaml: 2 problems\n") and "did you mean train.seed?" in err
 
 
-def test_a_batch_that_the_cluster_cannot_hold(dsft, write: Write) -> None:  # noqa: ANN001
-    path = write(train="{global_batch_size: 10, micro_batch_size: 2}", cluster="{hosts: {a: 3}}")
-    code, _, err = dsft("validate", str(path))
-    assert code == 2 and "global_batch_size 10 = micro_batch_size 2" in err and "12" in err
-
-
 def test_exit_codes_and_words_for_wrong_command_lines(dsft, write: Write) -> None:  # noqa: ANN001
     assert dsft("validate", "none.yaml")[0] == 66
     assert "validate" in dsft("validat")[2]
@@ -326,16 +320,6 @@ def test_folders_that_a_run_cannot_write(dsft, write: Write) -> None:  # noqa: A
     before = set(Path().iterdir())
     assert dsft("validate", str(write()), "output_dir=runs/a/b")[0] == 0
     assert set(Path().iterdir()) == before, "validate leaves nothing behind"
-
-
-def test_config_of_another_tool_is_one_sentence(dsft, write: Write) -> None:  # noqa: ANN001
-    config = (
-        '{"zero_optimization": {"stage": 2}, "train_batch_size": 8, "gradient_clipping": 1.0, "bf16": {}}'
-    )
-    code, _, err = dsft("plan", str(write(config)))
-    assert code == 2
-    assert err.startswith("error: spec.yaml: 1 problem\n  file: this is a config of another tool")
-    assert "dsft convert spec.yaml writes a spec from it" in err
 
 
 def test_argument_that_the_shell_divided(dsft, write: Write) -> None:  # noqa: ANN001

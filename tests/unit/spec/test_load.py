@@ -46,25 +46,15 @@ def test_a_file_that_is_not_there(write: Write) -> None:
         load_spec("a\0b")
 
 
-def test_a_file_that_is_no_text(write: Write) -> None:
+@pytest.mark.parametrize(("content", "message"), [
+    (b"name: x\ntask: \xff\n", "line 2, file: this is not UTF-8; save the file as UTF-8"),
+    (b"#" * (MAX_BYTES + 1),
+     f"file: it has more than {MAX_BYTES} bytes, which is too long for a spec; give another file"),
+], ids=["no text", "too large"])  # fmt: skip
+def test_a_file_that_is_no_spec(write: Write, content: bytes, message: str) -> None:
     path = write()
-    path.write_bytes(b"name: x\ntask: \xff\n")
-    assert messages(path) == ["line 2, file: this is not UTF-8; save the file as UTF-8"]
-
-
-def test_a_file_that_is_too_large(write: Write) -> None:
-    path = write()
-    path.write_text("#" * (MAX_BYTES + 1), encoding="utf-8")
-    assert messages(path) == [
-        f"file: it has more than {MAX_BYTES} bytes, which is too long for a spec; give another file"
-    ]
-
-
-def test_files_are_looked_for_unless_switched_off(write: Write) -> None:
-    path = write()
-    Path("rows.jsonl").unlink()
-    assert len(messages(path)) == 1
-    assert load_spec(path, check_files=False).name == "small"
+    path.write_bytes(content)
+    assert messages(path) == [message]
 
 
 def test_a_wrong_key_silences_only_what_follows_from_it(write: Write) -> None:
@@ -104,20 +94,14 @@ def test_a_models_config_that_cannot_be_read(write: Write, content: str) -> None
     assert "repair the model's folder" in message
 
 
-def test_builtin_rows_need_no_file_and_are_conversations(write: Write) -> None:
-    path = write()
-    assert load_spec(
-        path, ["data.train.0.path=builtin:quickstart", "data.eval=[{path: 'builtin:quickstart-heldout'}]"]
-    )
-    (message,) = messages(path, "data.train.0.path=builtin:quickstart", "task=pretrain")
+def test_builtin_rows_need_no_file_and_have_a_kind(write: Write) -> None:
+    path, rows = write(), "data.train.0.path=builtin:quickstart"
+    assert load_spec(path, [rows, "data.eval=[{path: 'builtin:quickstart-heldout'}]"])
+    assert load_spec(path, [f"{rows}-pairs"])
+    assert load_spec(path, [f"{rows}-pairs", "task=dpo"])
+    (message,) = messages(path, rows, "task=pretrain")
     assert "has messages rows, but task pretrain takes text; give a file of such rows" in message
-
-
-def test_pairs_are_learned_from_builtin_pairs(write: Write) -> None:
-    path = write()
-    assert load_spec(path, ["data.train.0.path=builtin:quickstart-pairs"])
-    assert load_spec(path, ["data.train.0.path=builtin:quickstart-pairs", "task=dpo"])
-    (message,) = messages(path, "data.train.0.path=builtin:quickstart", "task=dpo")
+    (message,) = messages(path, rows, "task=dpo")
     assert "has messages rows, but task dpo takes preference; use builtin:quickstart-pairs" in message
 
 
@@ -199,13 +183,6 @@ def test_what_a_launcher_sets_is_refused(write: Write, name: str) -> None:
 def test_a_text_that_is_no_number_without_quotes_either(write: Write, text: str) -> None:
     (message,) = messages(write(), f"optim.learning_rate='{text}'")
     assert f"'{text}' is a string, but a number is needed; write one, such as 0.1" in message
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "JSONL", "ndjson", "json"])
-def test_names_of_data_files(write: Write, ending: str) -> None:
-    path = write()
-    Path(f"other.{ending}").touch()
-    assert load_spec(path, [f"data.train.0.path=other.{ending}"])
 
 
 def test_keys_of_adamw_that_sgd_does_not_read(write: Write) -> None:

@@ -279,10 +279,3 @@ def test_what_is_no_number_of_layers(value: str, tmp_path: Path, monkeypatch: py
 
 def test_no_golden_is_left_over() -> None:
     assert {file.stem for file in GOLDEN.glob("*.txt")} == set(CASES)
-
-
-def test_the_spec_that_the_cases_spoil_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").touch()
-    Path("spec.yaml").write_text(GOOD, encoding="utf-8")
-    assert load_spec("spec.yaml").name == "small"

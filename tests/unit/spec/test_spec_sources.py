@@ -51,15 +51,9 @@ def test_a_name_that_no_file_can_have() -> None:
 @pytest.mark.parametrize("path", [
     "d/a.jsonl", "d", "d/", ".", "d/*.jsonl", "**/*.parquet", "d/[a-b]*", "x.jsonl.gz", "builtin:quickstart",
     "builtin:quickstart-pairs",
+    "org/data", "org/data:test", "org/data@v1.0:sub:train", "o/d@refs/convert/parquet",  # not looked up
 ])  # fmt: skip
 def test_what_is_there_is_taken(path: str) -> None:
-    assert messages(path) == []
-
-
-@pytest.mark.parametrize(
-    "path", ["org/data", "org/data:test", "org/data@v1.0:sub:train", "o/d@refs/convert/parquet"]
-)
-def test_a_hub_id_is_not_looked_up(path: str) -> None:
     assert messages(path) == []
 
 
