@@ -30,15 +30,11 @@ def test_plan_shows_the_world_that_is_asked_for(monkeypatch: pytest.MonkeyPatch)
     assert "global_batch_size 12 = micro_batch_size 4 × accumulation_steps 1 × data-parallel ranks 3" in out
 
 
-def test_plan_for_programs_is_json_alone() -> None:
-    code, out = run("plan", QUICKSTART, "--json")
-    assert code == 0 and json.loads(out)["batch"]["global_batch_size"] == 8
-
-
-def test_plan_for_a_given_world_has_all_of_its_keys() -> None:
-    arguments = ("plan", QUICKSTART, "--json", "--processes", "4")
-    assert json.loads(run(*arguments)[1])["deepspeed"]["train_batch_size"] == 32
-    assert "train_batch_size" not in json.loads(run(*arguments[:3])[1])["deepspeed"]
+def test_plan_for_programs_is_json_alone_with_all_keys_of_a_given_world() -> None:
+    plain, given = (run("plan", QUICKSTART, "--json", *words) for words in ((), ("--processes", "4")))
+    assert plain[0] == 0 and json.loads(plain[1])["batch"]["global_batch_size"] == 8
+    assert "train_batch_size" not in json.loads(plain[1])["deepspeed"]
+    assert json.loads(given[1])["deepspeed"]["train_batch_size"] == 32
 
 
 def test_plan_explains_keys_when_asked() -> None:

@@ -5,7 +5,6 @@ import pytest
 
 from dsft.errors import StorageError
 from dsft.generate.files import drift, files, generate_files, write
-from dsft.generate.hostfile import parse
 from dsft.plan.config_file import merge_config_file
 from dsft.plan.ds_config import LARGEST_BUCKET, deepspeed_config
 from dsft.plan.ds_keys import problems
@@ -41,10 +40,6 @@ def test_nothing_generated_is_left_over() -> None:
     }
     found |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "scripts" / "launch").iterdir()}
     assert found == expected
-
-
-def test_hostfiles_hold_the_clusters_slots() -> None:
-    assert parse((ROOT / "hostfiles/two_nodes").read_text(), "two_nodes") == {"node1": 8, "node2": 8}
 
 
 def test_check_finds_drift_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,6 @@
-import json
 import os
 import shlex
 import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 
 from dsft.generate.scripts import deepspeed_argv, deepspeed_script, environment, environment_text
 from dsft.spec.schema import Cluster
+from tests.unit.plan.recording import Stage
 
 TWO = Cluster(hosts={"node1": 8, "node2": 8})
 
@@ -41,34 +40,18 @@ def test_the_interface_is_named_for_both_backends_and_the_spec_has_the_last_word
 
 
 def run_script(root: Path, script: str, *arguments: str) -> dict[str, Any]:
-    """Runs the script with a `deepspeed` that prints its folder, arguments and variables."""
-    (root / "scripts" / "launch").mkdir(parents=True)
-    path = root / "scripts" / "launch" / "x.deepspeed.sh"
-    path.write_text(script)
-    fake = root / "bin" / "deepspeed"
-    fake.parent.mkdir()
-    fake.write_text(
-        "#!/usr/bin/env python3\nimport json, os, sys\n"
-        "print(json.dumps({'argv': sys.argv[1:], 'cwd': os.getcwd(), 'env': dict(os.environ)}))\n"
-    )
-    fake.chmod(0o755)
-    environ = {"PATH": f"{fake.parent}:/usr/local/bin:/usr/bin:/bin"}
-    environ |= {name: value for name, value in os.environ.items() if name == "MASTER_PORT"}
-    done = subprocess.run(
-        ["bash", str(path), *arguments],
-        cwd="/",
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    """Run the script; return the folder, arguments and variables of its `deepspeed`."""
+    stage = Stage(root, {"deepspeed": f"pwd > {shlex.quote(str(root))}/cwd; env -0 > asked/env"})
+    given = {name: value for name, value in os.environ.items() if name == "MASTER_PORT"}
+    done = stage.run("x.deepspeed.sh", script, arguments, given)
+    assert done.returncode == 0, done.stderr
+    env = dict(entry.decode().split("=", 1) for entry in stage.asked("env") or [])
+    argv = [word.decode() for word in stage.asked("deepspeed") or []]
+    return {"argv": argv, "cwd": (root / "cwd").read_text().strip(), "env": env}
 
 
 def test_the_script_runs_from_the_root_and_passes_what_the_user_adds(tmp_path: Path) -> None:
     root = tmp_path / "a root's folder"
-    root.mkdir()
     hostile = "it's $HOME; `id`"
     cluster = Cluster(hosts={"localhost": 2}, interface="lo", env={"GREETING": "two words; echo"})
     script = deepspeed_script(cluster, "x", "dsft/train.py", f"specs/{hostile}.yaml")
@@ -89,13 +72,6 @@ def test_a_script_fails_with_its_run(tmp_path: Path) -> None:
     script = deepspeed_script(None, "x", "dsft/train.py", "specs/x.yaml")
     assert "set -euo pipefail" in script.splitlines()
     assert shlex.split(script.splitlines()[-1])[0] == "exec"
-
-
-def test_a_script_trains_what_its_overrides_say(tmp_path: Path) -> None:
-    overrides = ["parallel.zero_stage=3", "name=two\nlines"]
-    script = deepspeed_script(None, "x", "dsft/train.py", "specs/x.yaml", overrides)
-    seen = run_script(tmp_path, script, "train.seed=1")
-    assert seen["argv"][1:] == ["dsft/train.py", "specs/x.yaml", *overrides, "train.seed=1"]
 
 
 @pytest.mark.parametrize("cluster", [None, Cluster(hosts={"localhost": 2})])

@@ -71,16 +71,17 @@ def test_a_host_without_a_number_is_asked_for_it(tmp_path: Path) -> None:
     assert not (tmp_path / "hit").exists()
 
 
-def test_this_machine_alone_needs_no_place(tmp_path: Path) -> None:
-    asked = torchrun(Stage(tmp_path, {"hostname": "exit 1"}), Cluster(hosts={"localhost": 2}))
-    standalone = ["--standalone", "--local-addr=127.0.0.1"]
-    assert asked[1:6] == ["--nnodes=1", "--nproc-per-node=2", *standalone, "dsft/train.py"]
-
-
-def test_this_machine_alone_listens_at_master_port_where_it_is_set(tmp_path: Path) -> None:
-    stage, script = Stage(tmp_path), torchrun_script(Cluster(hosts={"localhost": 2}), *RUN)
-    stage.run("x.torchrun.sh", script, (), {"MASTER_PORT": "7"})
-    assert words(stage, "torchrun")[3:6] == ["--master-addr=127.0.0.1", "--master-port=7", "dsft/train.py"]
+@pytest.mark.parametrize(("environ", "meeting"), [
+    ({}, ["--standalone", "--local-addr=127.0.0.1"]),
+    ({"MASTER_PORT": "7"}, ["--master-addr=127.0.0.1", "--master-port=7"]),
+])  # fmt: skip
+def test_this_machine_alone_needs_no_place(
+    tmp_path: Path, environ: dict[str, str], meeting: list[str]
+) -> None:
+    stage = Stage(tmp_path, {"hostname": "exit 1"})
+    stage.run("x.torchrun.sh", torchrun_script(Cluster(hosts={"localhost": 2}), *RUN), (), environ)
+    asked = words(stage, "torchrun")
+    assert asked[1:6] == ["--nnodes=1", "--nproc-per-node=2", *meeting, "dsft/train.py"]
 
 
 def test_an_elastic_run_meets_at_the_first_host(tmp_path: Path) -> None:
