@@ -161,22 +161,21 @@ def test_other_rows_are_named_by_those_that_are_the_same() -> None:
     assert "pairs.jsonl:5" in text and "pairs.jsonl:6" in text and "pairs.jsonl:1 " not in text
 
 
-def test_an_adapter_that_the_reference_lacks_is_named() -> None:
-    engine = Engine(adapter=0.1)
-    start = replace(with_reference(Engine()), without_adapter=engine.without_adapter)
-    assert "the policy without its adapter" in refused(start, engine)
-
-
-def test_an_adapter_left_on_the_reference_is_named() -> None:
-    engine = Engine()
-    start = replace(with_reference(Engine(adapter=0.1)), without_adapter=engine.without_adapter)
-    assert "or an adapter" in refused(start, engine)
-
-
-def test_the_adapter_that_both_have_passes() -> None:
-    engine = Engine(adapter=0.1)
-    start = replace(with_reference(Engine(adapter=0.1)), without_adapter=engine.without_adapter)
-    assert "equals its reference" in shown(start, engine)
+@pytest.mark.parametrize(("of_reference", "of_policy", "message"), [
+    (0.0, 0.1, "the policy without its adapter"),
+    (0.1, 0.0, "or an adapter"),
+    (0.1, 0.1, None),
+])  # fmt: skip
+def test_an_adapter_that_one_of_both_has_is_named(
+    of_reference: float, of_policy: float, message: str | None
+) -> None:
+    engine = Engine(adapter=of_policy)
+    start = with_reference(Engine(adapter=of_reference))
+    start = replace(start, without_adapter=engine.without_adapter)
+    if message:
+        assert message in refused(start, engine)
+    else:
+        assert "equals its reference" in shown(start, engine)
 
 
 def test_rounding_is_measured_and_more_than_that_refused() -> None:
@@ -193,7 +192,6 @@ def test_a_difference_over_the_bound_of_fp32_is_refused() -> None:
     """A reward of 2e-5, where 1e-5 is allowed, and a margin of 1.6e-5 between two rewards of 0.8e-5."""
     start = with_reference(Engine())
     (first, second) = start.micro_batches
-    assert first.answers is not None and first.answers.reference is not None
     for nats, passes in (((0.8e-4, 0.0), True), ((2e-4, 0.0), False), ((0.8e-4, -0.8e-4), False)):
         moved = first.answers.reference.clone()
         moved[1] += torch.tensor(nats)

@@ -25,20 +25,18 @@ from dsft.reference.refer import refer_to_engine
 from dsft.reference.store import Store
 from dsft.setup.inputs import Inputs, read_inputs
 from dsft.spec.schema import Spec
-from tests.unit.reference.small import ALONE, model, rows, spec
+from tests.unit.reference.small import ALONE, model, spec
 
 PAIRS = 5
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(folder: Path) -> Path:
+    model(folder / "other")
     for name in ("model", "other"):
-        model(tmp_path / name)
-        config = tmp_path / name / "config.json"
+        config = folder / name / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"attention_dropout": 0.5}))
-    rows(tmp_path / "a.jsonl", PAIRS)
-    rows(tmp_path / "b.jsonl", 1, "held out")
-    return tmp_path
+    return folder
 
 
 def opened(asked: Spec, inputs: Inputs) -> tuple[Policy, FrozenEngine]:

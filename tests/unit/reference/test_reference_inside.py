@@ -51,7 +51,6 @@ class Alone:
         self.policy = policy
 
     def score(self, micro_batches: Sequence[MicroBatch], kept: Any, *, training: bool = False) -> Any:
-        assert self.policy is not None
         with torch.no_grad():
             self.policy.train(training)
             return tuple(kept(self.policy(b.tokens.input_ids, b.tokens).logps, b) for b in micro_batches)

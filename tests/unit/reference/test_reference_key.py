@@ -14,15 +14,7 @@ from dsft.reference.check import check_weights
 from dsft.reference.key import Key, differences, key_of, paths_of
 from dsft.setup.inputs import read_inputs
 from dsft.system import digest
-from tests.unit.reference.small import TINY, model, rows, spec
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    model(tmp_path / "model")
-    rows(tmp_path / "a.jsonl", 5)
-    rows(tmp_path / "b.jsonl", 2, "held out")
-    return tmp_path
+from tests.unit.reference.small import TINY, spec
 
 
 def key(folder: Path, changed: dict[str, Any] | None = None) -> Key:
@@ -155,7 +147,6 @@ def test_another_model_is_not_quantized(folder: Path) -> None:
     named = {"name_or_path": str(folder / "model"), "lora": {"rank": 2}, "quantize": "nf4"}
     mine = spec(folder, {"model": named | {"quantize_skip": ["*.up_proj.weight"]}})
     assert reference_model(mine).quantize_skip == ("*.up_proj.weight",)
-    assert mine.dpo is not None
     other = mine.model_copy(update={"dpo": mine.dpo.model_copy(update={"reference_model": "owner/other"})})
     assert (reference_model(other).quantize, reference_model(other).quantize_skip) == (None, ())
     asked = other.dpo.model_copy(update={"reference_quantize": "fp4"}) if other.dpo else None

@@ -23,7 +23,7 @@ from dsft.setup.inputs import Inputs, read_inputs
 from dsft.system.lock import lock_folder
 from dsft.tasks.referenced import check_same_reference, record_reference
 from tests.launching import LATE
-from tests.unit.reference.small import ALONE, model, rows, spec
+from tests.unit.reference.small import ALONE, rows, spec
 
 SIZES = (5, 2)
 SHAPES = ((5, 2), (2, 2))
@@ -35,14 +35,6 @@ def same(one: Any, other: Any) -> bool:
 
 def values(dataset: int, pairs: Any) -> Any:
     return np.stack([-1.0 - dataset - pairs, -100.5 - pairs], axis=1)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    model(tmp_path / "model")
-    rows(tmp_path / "a.jsonl", SIZES[0])
-    rows(tmp_path / "b.jsonl", SIZES[1], "held out")
-    return tmp_path
 
 
 @pytest.fixture

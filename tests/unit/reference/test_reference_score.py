@@ -18,20 +18,12 @@ from dsft.reference.precomputed import AnswerScorer, ScoringPass, score
 from dsft.reference.store import Store, StoreContents
 from dsft.setup.inputs import read_inputs
 from dsft.spec.layout import Layout
-from tests.unit.reference.small import ALONE, Alone, model, rows, spec
+from tests.unit.reference.small import ALONE, Alone, spec
 
 PAIRS = 5
 ADVICE = (
     "set dpo.reference_zero_stage to 3, dpo.reference_offload to cpu, or a smaller train.micro_batch_size"
 )
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    model(tmp_path / "model")
-    rows(tmp_path / "a.jsonl", PAIRS)
-    rows(tmp_path / "b.jsonl", 1, "held out")
-    return tmp_path
 
 
 def scored(folder: Path, values: Callable[[Any], Any], world: World = ALONE) -> None:

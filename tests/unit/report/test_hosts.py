@@ -31,15 +31,27 @@ FOUR = [At("node1", 0), At("node1", 1), At("node2", 0), At("node2", 1)]
 
 
 def test_a_slow_rank_is_named_once() -> None:
-    slow, well = [spent(0.5), spent(0.9)], [spent(0.5), spent(0.5)]
-    [(number, line)] = lines_of(PAIR, [well] * 10 + [slow] * 10 + [well] * 10 + [slow] * 10)
+    [(number, line)] = lines_of(PAIR, [WELL] * 10 + [ONE] * 10 + [WELL] * 10 + [ONE] * 10)
     assert number == 15  # five records are judged together
     assert line.startswith("warning: rank 1 (node2, local rank 0) lags: over 50 steps its own work took 1.80")
 
 
-def test_ranks_that_are_slow_in_turn_are_not_named() -> None:
-    one, other = [spent(0.5), spent(0.9)], [spent(0.9), spent(0.5)]
-    assert lines_of(PAIR, [one, one, one, other, other] * 10) == []
+WELL, ONE, OTHER = ([spent(first), spent(second)] for first, second in ((0.5, 0.5), (0.5, 0.9), (0.9, 0.5)))
+
+
+@pytest.mark.parametrize(("places", "windows"), [
+    (PAIR, [ONE, ONE, ONE, OTHER, OTHER] * 10),
+    ([At("node1", 0)], [[spent(1.0)]] * 20),
+    (PAIR, [[spent(0.8, tokens=2000), spent(0.4, tokens=1000)]] * 20),
+    (PAIR, [[spent(0.4, tokens=1000), spent(0.4, tokens=200)]] * 20),
+    (PAIR, [[spent(0.01), spent(0.05)]] * 20),  # five times as long, 4 % of the step
+    (PAIR, [WELL] * 10 + [[spent(0.5), spent(5.0, seconds=5.2)]] + [WELL] * 10),
+    (PAIR, [[spent(0.01, 0.02), spent(0.02, 0.02)]] * 20),  # 4 s in all
+    ([At("node1", 0, 0), At("node2", 0, 1)], [[spent(0.3), spent(0.9)]] * 10),
+], ids=["slow in turn", "a single process", "longer rows", "fewer tokens in equal time", "a small share",
+        "a disturbance", "a short one", "a stage of one rank"])  # fmt: skip
+def test_who_is_not_named(places: list[At], windows: list[list[RankWindow]]) -> None:
+    assert lines_of(places, windows) == []
 
 
 def test_the_line_of_a_straggler() -> None:
@@ -51,33 +63,9 @@ def test_the_line_of_a_straggler() -> None:
     )
 
 
-def test_a_single_process_never_lags() -> None:
-    assert lines_of([At("node1", 0)], [[spent(1.0)]] * 20) == []
-
-
-def test_ranks_with_longer_rows_do_not_lag() -> None:
-    long, short = spent(0.8, tokens=2000), spent(0.4, tokens=1000)
-    assert lines_of(PAIR, [[long, short]] * 20) == []
-
-
-def test_ranks_with_fewer_tokens_do_not_lag_for_equal_time() -> None:
-    """Nor does a rank with few tokens lag because its step is mostly the optimizer's."""
-    assert lines_of(PAIR, [[spent(0.4, tokens=1000), spent(0.4, tokens=200)]] * 20) == []
-
-
 def test_ranks_that_wait_for_a_slow_one_are_not_named() -> None:
     [(_, line)] = lines_of(FOUR, [[spent(0.1), spent(0.1), spent(0.9), spent(0.1)]] * 8)
     assert "rank 2 (node2, local rank 0)" in line
-
-
-def test_a_small_share_of_the_step_gives_no_line() -> None:
-    assert lines_of(PAIR, [[spent(0.01), spent(0.05)]] * 20) == []  # five times as long, 4 % of the step
-
-
-def test_a_short_disturbance_gives_no_line() -> None:
-    well, slow = [spent(0.5), spent(0.5)], [spent(0.5), spent(5.0, seconds=5.2)]
-    assert lines_of(PAIR, [well] * 10 + [slow] + [well] * 10) == []
-    assert lines_of(PAIR, [[spent(0.01, 0.02), spent(0.02, 0.02)]] * 20) == []  # 4 s in all
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -100,12 +88,6 @@ def test_stages_differ_by_nature_and_are_compared_with_their_peers() -> None:
     [(number, line)] = lines_of(places, [well] * 10 + [slow] * 10)
     assert number > 10
     assert "rank 3" in line
-
-
-def test_a_stage_of_one_rank_is_compared_with_nothing() -> None:
-    places = [At("node1", 0, 0), At("node2", 0, 1)]
-    assert lines_of(places, [[spent(0.3), spent(0.9)]] * 10) == []
-    assert StragglerDetector(places, ["node1", "node2"]).add([spent(0.3), spent(0.9)]) == ({}, [])
 
 
 def test_the_record() -> None:
