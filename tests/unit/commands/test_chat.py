@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dsft.commands.chat import ChatModel, Sampling, converse, load
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.errors import MissingInputError
+from tests.unit.conftest import Dsft
 
 GREEDY = Sampling(temperature=0.0, max_new_tokens=8)
 
@@ -95,26 +94,23 @@ def test_greedy_answers_equal_generate_and_come_in_pieces(talker: ChatModel) -> 
     assert "".join(pieces) == answer
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_conversation(talker: ChatModel, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("written", "interrupted", "answer"), [
+    (b"hi", True, "hi"),  # Ctrl-C ends the answer, and not the conversation
+    (b"a\x1b[2Jb\n", False, "a[2Jb\n"),  # what steers a terminal is left out
+])  # fmt: skip
+def test_answers_as_they_come(
+    talker: ChatModel, monkeypatch: Any, written: bytes, interrupted: bool, answer: str
+) -> None:
     def generate(streamer: Any, **_: Any) -> None:
         streamer.put(torch.tensor([[1]]))
-        streamer.put(torch.tensor([104]))
-        streamer.put(torch.tensor([105]))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(talker.model, "generate", generate)
-    assert talker.answer([{"role": "user", "content": "x"}], lambda piece: None) == "hi"
-
-
-def test_characters_that_steer_a_terminal_are_left_out(talker: ChatModel, monkeypatch: Any) -> None:
-    def generate(streamer: Any, **_: Any) -> None:
-        streamer.put(torch.tensor([[1]]))
-        for byte in b"a\x1b[2Jb\n":
+        for byte in written:
             streamer.put(torch.tensor([byte]))
+        if interrupted:
+            raise KeyboardInterrupt
         streamer.end()
 
     monkeypatch.setattr(talker.model, "generate", generate)
-    assert talker.answer([{"role": "user", "content": "x"}], lambda piece: None) == "a[2Jb\n"
+    assert talker.answer([{"role": "user", "content": "x"}], lambda piece: None) == answer
 
 
 def test_a_turn_that_fills_the_model_is_refused_and_dropped(talker: ChatModel) -> None:
@@ -266,14 +262,11 @@ def test_quantization_config_that_dsft_does_not_write_is_named(
         load(tmp_path, GREEDY)
 
 
-def test_the_command_answers_a_pipe_line_by_line(export: Path) -> None:
-    code = "from dsft.cli import main; main()"
-    words = [sys.executable, "-c", code, "chat", str(export), "--seed", "3", "--max-new-tokens", "4"]
-    lines = "hi\n/reset\nyou\n/exit\nnever\n"
-    answer = subprocess.run(words, input=lines, capture_output=True, text=True)
-    assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.count("\n") == 2
-    assert "Traceback" not in answer.stderr
+def test_the_command_answers_a_pipe_line_by_line(export: Path, dsft: Dsft) -> None:
+    words = ("chat", str(export), "--seed", "3", "--max-new-tokens", "4")
+    code, out, err = dsft(*words, typed="hi\n/reset\nyou\n/exit\nnever\n")
+    assert code == 0, err
+    assert out.count("\n") == 2
 
 
 @pytest.mark.parametrize(("file", "keys", "reason"), [

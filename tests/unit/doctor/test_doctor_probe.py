@@ -23,6 +23,7 @@ from dsft.rank.process_setup import has_ninja
 from dsft.remote import Channel
 from dsft.system.software import version_of
 from tests.launching import allowed
+from tests.unit.conftest import Dsft
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -256,14 +257,12 @@ def test_ninja_beside_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not has_ninja({"PATH": "/nowhere"})
 
 
-def test_json_of_the_command(tmp_path: Path) -> None:
+def test_json_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dsft: Dsft) -> None:
     """Exit code 69 and one object, where a host is not there."""
-    code = "from dsft.cli import main; main()"
+    monkeypatch.chdir(tmp_path)
     spec = str(ROOT / "specs" / "two_nodes.yaml")
-    words = ["doctor", spec, "--json", "cluster.hosts={no-such-host.invalid: 16}"]
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=tmp_path,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
-    printed = json.loads(done.stdout)
-    assert done.returncode == printed["exit_code"] == 69
+    code, out, err = dsft("doctor", spec, "--json", "cluster.hosts={no-such-host.invalid: 16}")
+    printed = json.loads(out)
+    assert code == printed["exit_code"] == 69
     assert [each["level"] for each in printed["findings"]][:1] == ["failure"]
-    assert "could not start: 1 check(s) failed (reach)" in done.stderr
+    assert "could not start: 1 check(s) failed (reach)" in err

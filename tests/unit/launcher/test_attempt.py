@@ -116,27 +116,6 @@ def test_rank_without_heartbeat_is_reported_with_its_output(start: Start) -> Non
     assert outcome.failure.kind == "rank" and (outcome.failure.message or "").startswith("ValueError: ")
 
 
-def test_only_ranks_and_agents_run(start: Start) -> None:
-    job = start("600")
-    until(lambda: all_send_heartbeats(job.attempt))
-    assert sorted(job.left()) == sorted(rank.pid for rank in job.attempt.ranks.values() if rank.pid)
-    job.requests.take(signal.SIGTERM)
-    assert job.outcome().code == 75
-
-
-def test_secret_reaches_only_the_ranks(start: Start) -> None:
-    job = start("600")
-    until(lambda: all_send_heartbeats(job.attempt))
-    ranks = [rank.pid for rank in job.attempt.ranks.values()]
-    assert all(pid is not None and b"CANARY_TOKEN=s3cr3t-s3cr3t" in environment_of(pid) for pid in ranks)
-    lines = [content(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
-    assert len(lines) > 5 and not any(b"s3cr3t-s3cr3t" in line for line in lines)
-    job.requests.take(signal.SIGTERM)
-    job.outcome()
-    kept = [path.read_bytes() for path in Path(job.plan.logs).rglob("*") if path.is_file()]
-    assert kept and not any(b"s3cr3t" in text for text in (*kept, *map(str.encode, job.lines)))
-
-
 def content(path: Path) -> bytes:
     try:
         return path.read_bytes()
@@ -145,13 +124,21 @@ def content(path: Path) -> bytes:
 
 
 def test_stop_signal_makes_all_save_and_end(start: Start) -> None:
+    """Until then only ranks and agents run, and only the ranks have the secret."""
     job = start("600")
     until(lambda: all_send_heartbeats(job.attempt))
+    ranks = [rank.pid for rank in job.attempt.ranks.values() if rank.pid]
+    assert len(ranks) == 3 and sorted(job.left()) == sorted(ranks)
+    assert all(b"CANARY_TOKEN=s3cr3t-s3cr3t" in environment_of(pid) for pid in ranks)
+    lines = [content(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
+    assert len(lines) > 5 and not any(b"s3cr3t-s3cr3t" in line for line in lines)
     job.requests.take(signal.SIGINT)
     outcome = job.outcome()
     assert outcome.code == 75 and outcome.failure is None
     assert any(line.startswith("Ctrl-C: saving at the end of this step") for line in job.lines)
     assert "asked by SIGINT" in job.lines and "saved" in job.lines
+    kept = [path.read_bytes() for path in Path(job.plan.logs).rglob("*") if path.is_file()]
+    assert kept and not any(b"s3cr3t" in text for text in (*kept, *map(str.encode, job.lines)))
 
 
 def test_signal_after_sigusr1_is_the_first_stop() -> None:
@@ -229,7 +216,6 @@ def test_killed_agent_is_reported_and_its_ranks_end(start: Start) -> None:
     job = start("600")
     until(lambda: all_send_heartbeats(job.attempt))
     agent = job.attempt._hosts["two"].channel
-    assert agent is not None
     os.kill(agent.pid, signal.SIGKILL)
     outcome = job.outcome()
     assert outcome.code == 69 and outcome.lost == ("two",)

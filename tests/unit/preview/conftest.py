@@ -1,14 +1,13 @@
 """The command on rows of a test's own, in this process."""
 
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dsft import cli
+from tests.unit.conftest import Dsft
 
 SPEC = """\
 name: small
@@ -29,7 +28,7 @@ ROWS = [talk("1+1?", answer) for answer in ("two", "a  b\tc", "2")]
 
 
 @pytest.fixture
-def preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Preview:
+def preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dsft: Dsft) -> Preview:
     """Exit code, standard output and standard error of `dsft preview` on rows."""
     monkeypatch.chdir(tmp_path)
 
@@ -43,11 +42,6 @@ def preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         text = rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows)
         Path("rows.jsonl").write_text(text, encoding="utf-8")
         Path("spec.yaml").write_text(SPEC.format(task=task, data=data, train=train), encoding="utf-8")
-        monkeypatch.setattr(sys, "argv", ["dsft", "preview", "spec.yaml", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return int(ended.value.code or 0), captured.out, captured.err
+        return dsft("preview", "spec.yaml", *arguments)
 
     return run

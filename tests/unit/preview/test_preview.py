@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -235,11 +233,6 @@ def test_worst_rows(preview: Preview) -> None:
 
 
 # --- what it needs ----------------------------------------------------------------------------------------
-
-
-def test_no_torch() -> None:
-    code = "import dsft.preview.command, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_what_is_not_there(preview: Preview) -> None:

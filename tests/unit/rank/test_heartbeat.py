@@ -95,7 +95,6 @@ def test_heading_and_stacks_of_a_rank(tmp_path: Path) -> None:
         return "waits_in_a_collective" in stack.read_text()
 
     with start(DSFT_LOGS=str(stack.parent)) as rank:
-        assert rank.stdout is not None
         heading = rank.stdout.readline()
         wait_for(has_stack)
         rank.communicate("go on\n")

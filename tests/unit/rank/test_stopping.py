@@ -53,7 +53,6 @@ def start() -> object:
             text=True, cwd=Path.cwd(), preexec_fn=before,
         )  # fmt: skip
         begun.append(process)
-        assert process.stdout is not None
         return process, process.stdout.readline()
 
     yield started

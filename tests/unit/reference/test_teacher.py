@@ -94,6 +94,7 @@ def test_rows_are_filled_in_at_the_targets_of_a_micro_batch(folder: Path) -> Non
     batch = padded([([5, 6, 7, 8, 9], [False, True, True, False, True]), ([1, 2, 3], [True] * 3)])
     (filled,) = look_up_rows(table)([replace(batch, ids=(0, 2))])
     is_target = batch.tokens.targets != NO_TARGET
+    assert filled.tokens.others is not None and filled.teacher is not None
     assert filled.tokens.others[is_target].tolist() == rows_of(0, 2)[:, :TOP_K].astype(int).tolist()
     assert filled.teacher[is_target].tolist() == rows_of(0, 2)[:, TOP_K:].tolist()
     assert not filled.teacher[~is_target].any() and filled.tokens.others.dtype == torch.int32

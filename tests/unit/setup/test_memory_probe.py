@@ -1,9 +1,11 @@
 """The advice for a run that does not fit: an engine takes memory by the token, under a real limit."""
 
+import os
 import re
-from collections.abc import Callable
+import resource
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,13 @@ from dsft.data.steps.batch import Answers, MicroBatch
 from dsft.errors import OutOfMemoryError
 from dsft.plan.memory.sizes import GIB
 from dsft.report.memory import MemoryMeter, Phase, is_out_of_memory
-from dsft.setup.memory_probe import PeakMemory, advice, explain_out_of_memory, tokens_that_fit
-from tests.launching import alone
+from dsft.setup.memory_probe import (
+    PeakMemory,
+    advice,
+    explain_out_of_memory,
+    probe_memory,
+    tokens_that_fit,
+)
 from tests.make import make_micro_batch
 
 
@@ -102,56 +109,59 @@ def test_other_faults_stay_what_they_are() -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 
-WORKER = """
-import resource, sys
-import torch
-from tests.make import make_micro_batch
-from dsft.errors import OutOfMemoryError
-from dsft.setup.memory_probe import probe_memory
-from dsft.report.memory import MemoryMeter
+ROOM = 250 * 2**20
 
-BYTES_PER_TOKEN, ROOM = 2**17, 250 * 2**20
 
 class Engine:
-    def probe(self, micro_batch):
-        torch.ones(micro_batch.shape.numel() * BYTES_PER_TOKEN // 4)
-    def evaluate(self, micro_batches):
-        torch.ones(int(sys.argv[2]) * BYTES_PER_TOKEN // 4)
+    """Takes 128 KiB for each token of a step. evaluated: the tokens for which an evaluation takes memory."""
 
-size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, -1))
-tokens = torch.zeros(4, int(sys.argv[1]), dtype=torch.int64)
-batch = make_micro_batch(tokens, tokens, tokens)
-try:
-    probe_memory(Engine(), batch, batch if len(sys.argv) > 2 else None, MemoryMeter(torch.device('cpu')))
-except OutOfMemoryError as error:
-    print(error)
-"""
+    def __init__(self, evaluated: int | None) -> None:
+        self.evaluated = evaluated
+
+    def probe(self, batch: MicroBatch) -> None:
+        torch.ones(batch.shape.numel() * 2**15)
+
+    def evaluate(self, batches: Any) -> None:
+        torch.ones((self.evaluated or 0) * 2**15)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Callable[..., str]:
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
+def refusal(length: int, evaluated: int | None = None) -> str:
+    """Return what the probe of 4 rows says in a child of this process that may take ROOM bytes more."""
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        code = 1
+        try:
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, -1))
+            torch.set_num_threads(1)  # OpenMP's threads are not in a fork
+            engine: Any = Engine(evaluated)
+            batch, meter = micro_batch(4, length), MemoryMeter(torch.device("cpu"))
+            try:
+                probe_memory(engine, batch, batch if evaluated else None, meter)
+            except OutOfMemoryError as error:
+                os.write(writing, str(error).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        found = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    return found
 
-    def printed(*arguments: str) -> str:
-        done = alone(script, arguments)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
-    return printed
-
-
-def test_under_a_limit_the_size_that_fits_is_found_from_two_smaller_ones(run: Callable[..., str]) -> None:
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_under_a_limit_the_size_that_fits_is_found_from_two_smaller_ones() -> None:
     """250 MiB hold 2,000 tokens of 128 KiB: 4 rows of 600 are too many, 4 × 300 are not."""
-    text = run("600")
+    text = refusal(600)
     assert "4 × 600 tokens, does not fit" in text and "DefaultCPUAllocator" in text
     fit = int(re.findall(r"about ([\d,]+) tokens would fit", text)[0].replace(",", ""))
     assert 1700 <= fit <= 2000
     assert "set train.micro_batch_size to 3 or less" in text or "set train.micro_batch_size to 2 or" in text
-    assert run("400") == ""
+    assert refusal(400) == ""
 
 
-def test_evaluation_that_does_not_fit_is_refused_too(run: Callable[..., str]) -> None:
-    assert "does not fit" in run("100", "2400")
-    assert run("100", "400") == ""
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_evaluation_that_does_not_fit_is_refused_too() -> None:
+    assert "does not fit" in refusal(100, 2400)
+    assert refusal(100, 400) == ""

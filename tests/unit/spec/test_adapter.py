@@ -28,7 +28,6 @@ def test_what_is_left_out_is_taken_from_the_saved_adapter(write: Write) -> None:
         write(), [f"model.lora={{path: {save()}, dropout: 0.5, target_modules: [q_proj, v_proj]}}"]
     )
     lora = spec.model.lora
-    assert lora is not None
     assert (lora.rank, lora.alpha, lora.use_rslora, lora.modules_to_save) == (8, 12.0, True, ())
     assert (lora.dropout, lora.target_modules) == (0.5, ("q_proj", "v_proj"))  # of the training; in any order
     full = {

@@ -13,27 +13,13 @@ from dsft import __version__, cli
 from dsft.errors import MissingInputError
 from dsft.spec.load import load_spec
 from dsft.spec.summary import summary
+from tests.unit.conftest import Dsft
 from tests.unit.spec.conftest import Write
 
 REPOSITORY = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def dsft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # noqa: ANN201
-    """Runs the command in this process: exit code, standard output, standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dsft", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
-
-
-def test_help_and_version(dsft) -> None:  # noqa: ANN001
+def test_help_and_version(dsft: Dsft) -> None:
     assert dsft("--version") == (0, f"dsft {__version__}\n", "")
     code, out, _ = dsft("--help")
     assert code == 0 and "validate" in out and "init" in out
@@ -61,7 +47,7 @@ def test_an_error_holds_no_secret_and_nothing_that_a_terminal_obeys(
             assert printed == "error: (hidden) \\x1b]0;x\\x07 wandb.api_key: no such key\n"
 
 
-def test_validate(dsft, write: Write) -> None:  # noqa: ANN001
+def test_validate(dsft: Dsft, write: Write) -> None:
     code, out, err = dsft("validate", str(write()))
     assert (code, err) == (0, "")
     assert out.startswith("valid: spec.yaml\n") and "ZeRO 2" in out
@@ -71,14 +57,16 @@ def test_validate(dsft, write: Write) -> None:  # noqa: ANN001
     assert "; evaluated on 1 held-out row; " in dsft("validate", str(write()), "data.eval_count=1")[1]
 
 
-def test_validate_prints_warnings_and_the_batch_of_a_cluster(dsft, write: Write) -> None:  # noqa: ANN001
+def test_validate_prints_warnings_and_the_batch_of_a_cluster(dsft: Dsft, write: Write) -> None:
     code, out, err = dsft("validate", str(write()), "parallel.zero_stage=0", "cluster={hosts: {a: 2, b: 1}}")
     assert code == 0
     assert err.startswith("warning: train.precision: 'bf16' with parallel.zero_stage 0")
     assert "global_batch_size 24 = micro_batch_size 2 × accumulation_steps 4 × data-parallel ranks 3" in out
 
 
-def test_validate_warns_of_an_absent_package(dsft, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+def test_validate_warns_of_an_absent_package(
+    dsft: Dsft, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dsft.report.packages.find_spec", lambda name: None)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     assert dsft("validate", str(write()), "--no-files")[2] == ""
@@ -86,13 +74,13 @@ def test_validate_warns_of_an_absent_package(dsft, write: Write, monkeypatch: py
     assert code == 0 and err.startswith("warning: wandb is set in the spec, but the package wandb is not")
 
 
-def test_validate_prints_mistakes_on_standard_error(dsft, write: Write) -> None:  # noqa: ANN001
+def test_validate_prints_mistakes_on_standard_error(dsft: Dsft, write: Write) -> None:
     code, out, err = dsft("validate", str(write()), "train.sede=1", "train.seed=x")
     assert (code, out) == (2, "")
     assert err.startswith("error: spec.yaml: 2 problems\n") and "did you mean train.seed?" in err
 
 
-def test_exit_codes_and_words_for_wrong_command_lines(dsft, write: Write) -> None:  # noqa: ANN001
+def test_exit_codes_and_words_for_wrong_command_lines(dsft: Dsft, write: Write) -> None:
     assert dsft("validate", "none.yaml")[0] == 66
     assert "validate" in dsft("validat")[2]
     for arguments in (["validate"], ["validate", str(write()), "--no-file"], ["init"]):
@@ -100,7 +88,7 @@ def test_exit_codes_and_words_for_wrong_command_lines(dsft, write: Write) -> Non
         assert code == 2 and "Error" in err
 
 
-def test_no_files(dsft, write: Write) -> None:  # noqa: ANN001
+def test_no_files(dsft: Dsft, write: Write) -> None:
     path = str(write())
     Path("rows.jsonl").unlink()
     assert dsft("validate", path)[0] == 2
@@ -108,7 +96,7 @@ def test_no_files(dsft, write: Write) -> None:  # noqa: ANN001
 
 
 @pytest.mark.parametrize("task", ["sft", "pretrain", "dpo", "kto", "classify", "distill"])
-def test_what_init_writes_is_valid_and_has_its_schema_beside_it(dsft, write: Write, task: str) -> None:  # noqa: ANN001
+def test_what_init_writes_is_valid_and_has_its_schema_beside_it(dsft: Dsft, write: Write, task: str) -> None:
     write()
     code, out, _ = dsft("init", "fresh", "--task", task)
     assert code == 0 and "wrote specs/fresh.yaml" in out
@@ -122,7 +110,7 @@ def test_what_init_writes_is_valid_and_has_its_schema_beside_it(dsft, write: Wri
     assert max(map(len, text.splitlines())) <= 110
 
 
-def test_init_keeps_a_schema_that_is_not_its_own(dsft, write: Write) -> None:  # noqa: ANN001
+def test_init_keeps_a_schema_that_is_not_its_own(dsft: Dsft, write: Write) -> None:
     write()
     Path("specs").mkdir()
     Path("specs/dsft.schema.json").symlink_to(Path("rows.jsonl").absolute())
@@ -142,7 +130,9 @@ def test_init_keeps_a_schema_that_is_not_its_own(dsft, write: Write) -> None:  #
         (["--task", "classify"], 1e-5), (["--task", "distill"], 1e-5),
     ],
 )  # fmt: skip
-def test_init_for_the_users_own_model_and_data(dsft, write: Write, words: list[str], rate: float) -> None:  # noqa: ANN001
+def test_init_for_the_users_own_model_and_data(
+    dsft: Dsft, write: Write, words: list[str], rate: float
+) -> None:
     write()
     task, name = words[1], "my, mödel: 1"
     Path(name).mkdir()
@@ -163,7 +153,7 @@ def test_init_for_the_users_own_model_and_data(dsft, write: Write, words: list[s
     assert max(map(len, text.splitlines())) <= 110
 
 
-def test_init_writes_nothing_that_is_not_valid(dsft, write: Write) -> None:  # noqa: ANN001
+def test_init_writes_nothing_that_is_not_valid(dsft: Dsft, write: Write) -> None:
     write()
     code, _, err = dsft("init", "mine", "--model", "owner/name", "--data", "no.jsonl")
     assert code == 2 and "data.train.0.path: 'no.jsonl' does not exist" in err and "line" not in err
@@ -171,13 +161,15 @@ def test_init_writes_nothing_that_is_not_valid(dsft, write: Write) -> None:  # n
 
 
 @pytest.mark.parametrize("name", ["123", "null", "1e5", "true", "0x1F"])
-def test_init_writes_a_name_that_yaml_would_take_for_something_else(dsft, write: Write, name: str) -> None:  # noqa: ANN001
+def test_init_writes_a_name_that_yaml_would_take_for_something_else(
+    dsft: Dsft, write: Write, name: str
+) -> None:
     write()
     assert dsft("init", name)[0] == 0
     assert load_spec(f"specs/{name}.yaml").name == name
 
 
-def test_init_overwrites_nothing(dsft, write: Write) -> None:  # noqa: ANN001
+def test_init_overwrites_nothing(dsft: Dsft, write: Write) -> None:
     write()
     assert dsft("init", "fresh")[0] == 0
     Path("specs/fresh.yaml").write_text("mine", encoding="utf-8")
@@ -195,7 +187,7 @@ def test_init_overwrites_nothing(dsft, write: Write) -> None:  # noqa: ANN001
     ["x", "--data", "rows.jsonl"],
     ["x", "--lora"],
 ])  # fmt: skip
-def test_init_refuses(dsft, write: Write, arguments: Sequence[str]) -> None:  # noqa: ANN001
+def test_init_refuses(dsft: Dsft, write: Write, arguments: Sequence[str]) -> None:
     write()
     before = set(Path().rglob("*"))
     code, _, err = dsft("init", *arguments)
@@ -203,13 +195,13 @@ def test_init_refuses(dsft, write: Write, arguments: Sequence[str]) -> None:  # 
     assert set(Path().rglob("*")) == before
 
 
-def test_init_where_nothing_can_be_written(dsft, write: Write) -> None:  # noqa: ANN001
+def test_init_where_nothing_can_be_written(dsft: Dsft, write: Write) -> None:
     write()
     code, _, err = dsft("init", "x", "--out", "rows.jsonl/x.yaml")
     assert code == 74 and "cannot be written" in err
 
 
-def test_the_schema_of_editors_agrees_with_the_models(dsft) -> None:  # noqa: ANN001
+def test_the_schema_of_editors_agrees_with_the_models(dsft: Dsft) -> None:
     code, out, _ = dsft("schema")
     schema = json.loads(out)
     assert code == 0 and schema["additionalProperties"] is False
@@ -287,7 +279,7 @@ def test_output_to_a_full_disk_is_an_error() -> None:
     )
 
 
-def test_what_validate_finds_without_reading_everything(dsft, write: Write) -> None:  # noqa: ANN001
+def test_what_validate_finds_without_reading_everything(dsft: Dsft, write: Write) -> None:
     path = str(write())
     Path("empty.jsonl").write_text("\n")
     code, _, err = dsft("validate", path, "data.train=[{path: rows.jsonl}, {path: empty.jsonl}]")
@@ -309,7 +301,7 @@ def test_what_validate_finds_without_reading_everything(dsft, write: Write) -> N
     assert code == 2 and "10000000000000" in err
 
 
-def test_folders_that_a_run_cannot_write(dsft, write: Write) -> None:  # noqa: ANN001
+def test_folders_that_a_run_cannot_write(dsft: Dsft, write: Write) -> None:
     nvme = "parallel={zero_stage: 3, offload_optimizer: {device: nvme, nvme_path: rows.jsonl/nvme}}"
     code, _, err = dsft("validate", str(write()), "output_dir=rows.jsonl/runs", nvme)
     assert code == 2 and err.count("/rows.jsonl, which is a file, but a folder is needed") == 2
@@ -322,6 +314,6 @@ def test_folders_that_a_run_cannot_write(dsft, write: Write) -> None:  # noqa: A
     assert set(Path().iterdir()) == before, "validate leaves nothing behind"
 
 
-def test_argument_that_the_shell_divided(dsft, write: Write) -> None:  # noqa: ANN001
+def test_argument_that_the_shell_divided(dsft: Dsft, write: Write) -> None:
     _, _, err = dsft("validate", str(write()), "model.lora={rank:", "8}")
     assert "quote the argument for the shell: 'model.lora=…'" in err

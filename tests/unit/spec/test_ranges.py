@@ -81,7 +81,6 @@ def test_a_spec_may_have_ranges_for_keys(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(SPEC + "    node[09-11]: 8\n    head: 2\n")
     cluster = load_spec(path).cluster
-    assert cluster is not None
     assert list(cluster.hosts.items()) == [("node09", 8), ("node10", 8), ("node11", 8), ("head", 2)]
     cluster = load_spec(path, ["cluster.hosts={'n[1-2]': 1}"]).cluster
     assert cluster is not None and cluster.hosts == {"n1": 1, "n2": 1}
