@@ -17,17 +17,14 @@ from dsft.errors import SpecError, WorldError
 from tests.specs import llama, minimal_spec
 
 
-@pytest.mark.parametrize(
-    ("ranks", "sections", "words"),
-    [
-        (0, {}, "0 is not between 1 and 512"),
-        (513, {}, "513 is not between 1 and 512"),
-        (9, {"parallel": {"pipeline_stages": 2, "zero_stage": 1}}, "2 does not divide the 9 processes"),
-        (3, {"train": {"global_batch_size": 8}}, "does not hold"),
-        (2, {"parallel": {"zero_stage": 2, "offload_optimizer": {"device": "cpu"}}}, "does not know"),
-        (2, {"optim": {"name": "muon"}}, "know 'muon' yet"),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "sections", "words"), [
+    (0, {}, "0 is not between 1 and 512"),
+    (513, {}, "513 is not between 1 and 512"),
+    (9, {"parallel": {"pipeline_stages": 2, "zero_stage": 1}}, "2 does not divide the 9 processes"),
+    (3, {"train": {"global_batch_size": 8}}, "does not hold"),
+    (2, {"parallel": {"zero_stage": 2, "offload_optimizer": {"device": "cpu"}}}, "does not know"),
+    (2, {"optim": {"name": "muon"}}, "know 'muon' yet"),
+])  # fmt: skip
 def test_what_cannot_be_rehearsed_is_said_in_a_sentence(
     tmp_path: Path, ranks: int, sections: dict[str, Any], words: str
 ) -> None:
@@ -41,16 +38,13 @@ def test_what_cannot_be_rehearsed_is_said_in_a_sentence(
     assert len(str(found.value).splitlines()) == 2
 
 
-@pytest.mark.parametrize(
-    ("task", "packing", "shape", "segments"),
-    [
-        ("pretrain", True, (1, 40), (16, 16, 8)),
-        ("pretrain", False, (3, 16), None),
-        ("dpo", True, (1, 32), (16, 16)),
-        ("dpo", False, (6, 16), None),
-        ("kto", True, (1, 40), (16, 16, 8)),
-    ],
-)
+@pytest.mark.parametrize(("task", "packing", "shape", "segments"), [
+    ("pretrain", True, (1, 40), (16, 16, 8)),
+    ("pretrain", False, (3, 16), None),
+    ("dpo", True, (1, 32), (16, 16)),
+    ("dpo", False, (6, 16), None),
+    ("kto", True, (1, 40), (16, 16, 8)),
+])  # fmt: skip
 def test_the_largest_micro_batch_is_full(
     task: str, packing: bool, shape: tuple[int, int], segments: tuple[int, ...] | None
 ) -> None:

@@ -104,12 +104,6 @@ def test_sources_follow_each_other_and_an_empty_one_is_reported(tmp_path: Path) 
 # --- lengths ----------------------------------------------------------------------------------------------
 
 
-def test_drop(tmp_path: Path) -> None:
-    dataset = load(tmp_path, texts("x" * 9, "y" * 3, "z" * 4), max_length=5, on_too_long="drop")
-    assert decoded(dataset) == ["yyy<|im_end|>", "zzzz<|im_end|>"]
-    assert (ledger_of(dataset).rows, ledger_of(dataset).dropped, ledger_of(dataset).lost_tokens) == (3, 1, 10)
-
-
 def test_truncate_keeps_the_answer(tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "q" * n}, {"role": "assistant", "content": answer}]}
@@ -138,13 +132,6 @@ def test_prompts_that_are_cut_in_every_row_are_refused(tmp_path: Path) -> None:
     content = b"\n".join([json.dumps({"messages": later}).encode()] * 3)
     # windows that begin at the start of a later turn cut no prompt
     assert ledger_of(load(tmp_path, content, max_length=48, on_too_long="truncate")).prompt_cut == 0
-
-
-def test_split_gives_every_token_once_as_a_target(tmp_path: Path) -> None:
-    dataset = load(tmp_path, texts("abcdefg", "hi"), task="pretrain", max_length=4, on_too_long="split")
-    assert decoded(dataset) == ["abcd", "defg", "g<|im_end|>", "hi<|im_end|>"]
-    assert (ledger_of(dataset).rows, ledger_of(dataset).examples, ledger_of(dataset).split) == (2, 4, 1)
-    assert ledger_of(dataset).trained_tokens == (8 - 1) + (3 - 1)
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=40), min_size=1, max_size=5), st.integers(2, 12))
@@ -236,8 +223,3 @@ def test_builtin_rows_are_the_same_everywhere() -> None:
     for one in examples:
         digest.update(one.input_ids.astype("<i4").tobytes() + one.trained.tobytes())
     assert digest.hexdigest() == "e42c685d52f3c5a503a1f6a1d50d99215525d1ef68150413568860ad2790e1ca"
-
-
-def test_pretraining_takes_no_conversations() -> None:
-    with pytest.raises(DataError, match="task pretrain takes text"):
-        load_all(Source(path="builtin:quickstart"), task="pretrain", max_length=160)

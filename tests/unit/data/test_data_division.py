@@ -421,13 +421,10 @@ def test_row_25_fewer_rows_than_a_global_batch_are_one_step() -> None:
     assert sorted(Order(found.train, 64, 0).step(5).ids.tolist()) == [0, 1]
 
 
-@pytest.mark.parametrize(
-    ("how", "examples", "figures"),
-    [
-        ("drop", ["fits"], {"dropped": 2, "used": 1}),
-        ("truncate", ["question too long", "answer too long", "fits"], {"truncated": 2, "without_end": 1}),
-    ],
-)
+@pytest.mark.parametrize(("how", "examples", "figures"), [
+    ("drop", ["fits"], {"dropped": 2, "used": 1}),
+    ("truncate", ["question too long", "answer too long", "fits"], {"truncated": 2, "without_end": 1}),
+])  # fmt: skip
 def test_row_26_long_rows_by_the_policy_that_is_asked_for(
     how: str, examples: list[str], figures: dict[str, int]
 ) -> None:

@@ -102,24 +102,6 @@ def test_a_fault_in_a_list_is_named_with_its_line(
     assert problem.message.startswith(FAULTS[name].reason)
 
 
-def test_what_is_no_fault_is_read_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A byte order mark, a blank line, another key."""
-    monkeypatch.chdir(tmp_path)
-    Path("a.jsonl").write_bytes(as_lines(ROWS))
-    plain = load("a.jsonl").train
-    other = b'{"text": "row 17", "id": {"of": [1, null]}}'
-    Path("b.jsonl").write_bytes(
-        b"\xef\xbb\xbf" + as_lines([*ROWS[:3], b"", *ROWS[3:16], b" \t ", other, *ROWS[17:]])
-    )
-    loaded = load("b.jsonl")
-    assert loaded.train.lengths.tolist() == plain.lengths.tolist()
-    assert loaded.train[16].input_ids.tolist() == plain[16].input_ids.tolist()
-    assert loaded.train.source(16) == "b.jsonl:19"
-    said = "\n".join(loaded.lines)
-    assert "b.jsonl: a byte order mark at the start was skipped" in said
-    assert "2 blank lines" in said
-
-
 def as_csv(rows: list[bytes]) -> bytes:
     out = io.StringIO()
     csv.writer(out).writerows([["text", "n"], *([json.loads(row)["text"], "1"] for row in rows)])

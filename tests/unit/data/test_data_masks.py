@@ -268,7 +268,6 @@ def test_a_prompt_keeps_the_beginning_of_text() -> None:
         texts = [Text((("ab", False), ("c", True))), Text((("<|im_start|>ab", False), ("c", True)))]
         assert tokenizer("")["input_ids"] == [257, *closed]
         for one in Renderer(tokenizer).render(texts):
-            assert isinstance(one, Rendered)
             assert one.input_ids.tolist() == [257, 97, 98, 99, 258]
             assert one.trained.tolist() == [False] * 3 + [True] * 2
 
@@ -353,7 +352,6 @@ def test_it_goes_to_another_process_after_use() -> None:
     first = renderer.render([row])[0]
     again = pickle.loads(pickle.dumps(renderer))
     second = again.render([row])[0]
-    assert isinstance(first, Rendered) and isinstance(second, Rendered)
     assert first.input_ids.tolist() == second.input_ids.tolist()
     assert first.trained.tolist() == second.trained.tolist()
     assert again.digest == renderer.digest
@@ -391,17 +389,13 @@ def test_rows_that_spell_a_token_of_the_template_are_reported(tmp_path: Path) ->
 # --- the token that ends an answer ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("template", "token"),
-    [
-        (None, END),
-        (UNMARKED, END),
-        (UNMARKED.replace(r"<|im_end|>\n", "<|im_end|><|pad|>\n"), END),
-        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", None),
-        ("{{ raise_exception('no') }}", None),
-    ],
-    ids=["marked", "unmarked", "two tokens", "no token", "refuses"],
-)
+@pytest.mark.parametrize(("template", "token"), [
+    (None, END),
+    (UNMARKED, END),
+    (UNMARKED.replace(r"<|im_end|>\n", "<|im_end|><|pad|>\n"), END),
+    ("{% for m in messages %}{{ m['content'] }}{% endfor %}", None),
+    ("{{ raise_exception('no') }}", None),
+], ids=["marked", "unmarked", "two tokens", "no token", "refuses"])  # fmt: skip
 def test_the_token_that_ends_an_answer(template: str | None, token: str | None) -> None:
     found = Renderer(BYTES, template).turn_end()
     assert found == (None if token is None else BYTES.convert_tokens_to_ids(token))

@@ -41,6 +41,10 @@ def lines(*rows: object) -> bytes:
     return b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in rows)
 
 
+def rows(*rows: object) -> dict[str, bytes]:
+    return {"a.jsonl": lines(*rows)}
+
+
 def chat(*turns: object, **more: object) -> dict[str, object]:
     return {"messages": list(turns), **more}
 
@@ -62,22 +66,17 @@ def shared(*turns: tuple[str, object], **more: object) -> dict[str, object]:
 
 TEXT = {"text": "some text"}
 CASES = (
-    Case("cut_line", {"a.jsonl": lines(TEXT, b'{"text": "ends in the midd')}),
-    Case("not_utf8", {"a.jsonl": lines(TEXT, b'{"text": "caf\xe9"}', TEXT, b'\xff\xfe{"text": 1}')}),
-    Case("nul_byte", {"a.jsonl": lines(TEXT, b"\0\0\0\0", b'{"text": "a\0b"}')}),
-    Case(
-        "wrong_type", {"a.jsonl": lines({"text": 5}, TEXT, {"text": None}, {"text": ["a"]}, {"text": True})}
-    ),
-    Case("missing_key", {"a.jsonl": lines(TEXT, {"txt": "x"}, {}, b"   ", {"label": 1, "id": 2})}),
-    Case("not_a_number", {"a.jsonl": lines(TEXT, b'{"text": "x", "score": NaN}', b'{"text": -Infinity}')}),
-    Case("not_an_object", {"a.jsonl": lines([1, 2], "text", 3, TEXT, b"null")}),
-    Case("surrogate", {"a.jsonl": lines(TEXT, b'{"text": "half \\ud83d of it"}')}),
-    Case(
-        "syntax",
-        {"a.jsonl": lines(b"{'text': 'x'}", b'{"text": "x"} {"text": "y"}', b'{"text": "x" "y"}', TEXT)},
-    ),
-    Case("repeated_key", {"a.jsonl": lines(b'{"text": "x", "text": "y"}', TEXT)}),
-    Case("nested", {"a.jsonl": lines(TEXT, b'{"text": ' + b"[" * 200_000)}),
+    Case("cut_line", rows(TEXT, b'{"text": "ends in the midd')),
+    Case("not_utf8", rows(TEXT, b'{"text": "caf\xe9"}', TEXT, b'\xff\xfe{"text": 1}')),
+    Case("nul_byte", rows(TEXT, b"\0\0\0\0", b'{"text": "a\0b"}')),
+    Case("wrong_type", rows({"text": 5}, TEXT, {"text": None}, {"text": ["a"]}, {"text": True})),
+    Case("missing_key", rows(TEXT, {"txt": "x"}, {}, b"   ", {"label": 1, "id": 2})),
+    Case("not_a_number", rows(TEXT, b'{"text": "x", "score": NaN}', b'{"text": -Infinity}')),
+    Case("not_an_object", rows([1, 2], "text", 3, TEXT, b"null")),
+    Case("surrogate", rows(TEXT, b'{"text": "half \\ud83d of it"}')),
+    Case("syntax", rows(b"{'text': 'x'}", b'{"text": "x"} {"text": "y"}', b'{"text": "x" "y"}', TEXT)),
+    Case("repeated_key", rows(b'{"text": "x", "text": "y"}', TEXT)),
+    Case("nested", rows(TEXT, b'{"text": ' + b"[" * 200_000)),
     Case(
         "several_mistakes_in_two_files",
         {
@@ -87,174 +86,156 @@ CASES = (
             "b.jsonl": lines(GOOD_CHAT, chat(turn("user", "only asked")), [1]),
         },
     ),
-    Case("more_than_are_shown", {"a.jsonl": lines(TEXT, *({"text": n} for n in range(50)))}),
-    Case(
-        "mixed_formats", {"a.jsonl": lines(GOOD_CHAT, {"instruction": "a", "output": "b"}, TEXT, GOOD_CHAT)}
-    ),
-    Case("first_row_bad", {"a.jsonl": lines({"id": 1}, TEXT, {"text": 2})}),
-    Case("no_format_fits", {"a.jsonl": lines({"prompt": "a", "label": "b"})}),
-    Case("columns_meant", {"a.jsonl": lines({"question": "a", "answer": "b"})}),
-    Case("two_formats_fit", {"a.jsonl": lines({**GOOD_CHAT, "text": "x"})}),
-    Case("format_does_not_fit", {"a.jsonl": lines(TEXT, TEXT)}, (Source(path="a.jsonl", format="messages"),)),
-    Case("column_unknown", {"a.jsonl": lines(TEXT)}, (Source(path="a.jsonl", columns={"body": "text"}),)),
+    Case("more_than_are_shown", rows(TEXT, *({"text": n} for n in range(50)))),
+    Case("mixed_formats", rows(GOOD_CHAT, {"instruction": "a", "output": "b"}, TEXT, GOOD_CHAT)),
+    Case("first_row_bad", rows({"id": 1}, TEXT, {"text": 2})),
+    Case("no_format_fits", rows({"prompt": "a", "label": "b"})),
+    Case("columns_meant", rows({"question": "a", "answer": "b"})),
+    Case("two_formats_fit", rows({**GOOD_CHAT, "text": "x"})),
+    Case("format_does_not_fit", rows(TEXT, TEXT), (Source(path="a.jsonl", format="messages"),)),
+    Case("column_unknown", rows(TEXT), (Source(path="a.jsonl", columns={"body": "text"}),)),
     Case(
         "column_missing",
-        {"a.jsonl": lines({"body": "x"}, {"text": "taken from body, which is not here"})},
+        rows({"body": "x"}, {"text": "taken from body, which is not here"}),
         (Source(path="a.jsonl", columns={"text": "body"}),),
     ),
     Case(
         "messages",
-        {
-            "a.jsonl": lines(
-                GOOD_CHAT,
-                {"messages": "hi"},
-                chat(),
-                chat("hi"),
-                chat(turn("user", "a"), {"role": "assistant"}),
-                chat(turn("human", "a"), turn("gpt", "b")),
-                chat(turn("user", [{"type": "text", "text": "a"}]), turn("assistant", "b")),
-                chat(turn("user", "a"), turn("assistant", None)),
-                chat(turn("user", "a"), turn("assistant", "b", tool_calls=[{"nam": "f"}])),
-            )
-        },
+        rows(
+            GOOD_CHAT,
+            {"messages": "hi"},
+            chat(),
+            chat("hi"),
+            chat(turn("user", "a"), {"role": "assistant"}),
+            chat(turn("human", "a"), turn("gpt", "b")),
+            chat(turn("user", [{"type": "text", "text": "a"}]), turn("assistant", "b")),
+            chat(turn("user", "a"), turn("assistant", None)),
+            chat(turn("user", "a"), turn("assistant", "b", tool_calls=[{"nam": "f"}])),
+        ),
     ),
     Case(
         "message_keys",
-        {
-            "a.jsonl": lines(
-                GOOD_CHAT,
-                chat(turn("user", "a", mood="sad", id=5, none=None, empty=[]), ANSWERED),
-                chat(turn("user", "a", reasoning_content="c"), ANSWERED),
-                chat(ASKED, turn("assistant", "b", thinking="c", reasoning="c")),
-                chat(ASKED, turn("assistant", "b", name=5)),
-                chat(turn("user", [{"type": "image_url", "image_url": {"url": "x"}}]), ANSWERED),
-                chat(turn("user", [{"type": "tool_use", "id": "x"}]), ANSWERED),
-                chat(turn("user", [{"type": "text", "text": "x", "cache": 1}]), ANSWERED),
-                chat(turn("user", ["x"]), ANSWERED),
-                chat({"from": "human", "value": "a"}),
-                chat(turn(None, "a")),
-                {**GOOD_CHAT, "messages": '[{"role": "user"'},
-                {**GOOD_CHAT, "system": ["x"]},
-                chat(turn("system", "x"), ASKED, ANSWERED) | {"system": "y"},
-                chat(ASKED, turn("system", "x"), ANSWERED),
-                chat(ASKED, turn("tool", "1"), ANSWERED),
-                chat(turn("user", "half \ud83d"), ANSWERED),
-            )
-        },
+        rows(
+            GOOD_CHAT,
+            chat(turn("user", "a", mood="sad", id=5, none=None, empty=[]), ANSWERED),
+            chat(turn("user", "a", reasoning_content="c"), ANSWERED),
+            chat(ASKED, turn("assistant", "b", thinking="c", reasoning="c")),
+            chat(ASKED, turn("assistant", "b", name=5)),
+            chat(turn("user", [{"type": "image_url", "image_url": {"url": "x"}}]), ANSWERED),
+            chat(turn("user", [{"type": "tool_use", "id": "x"}]), ANSWERED),
+            chat(turn("user", [{"type": "text", "text": "x", "cache": 1}]), ANSWERED),
+            chat(turn("user", ["x"]), ANSWERED),
+            chat({"from": "human", "value": "a"}),
+            chat(turn(None, "a")),
+            {**GOOD_CHAT, "messages": '[{"role": "user"'},
+            {**GOOD_CHAT, "system": ["x"]},
+            chat(turn("system", "x"), ASKED, ANSWERED) | {"system": "y"},
+            chat(ASKED, turn("system", "x"), ANSWERED),
+            chat(ASKED, turn("tool", "1"), ANSWERED),
+            chat(turn("user", "half \ud83d"), ANSWERED),
+        ),
     ),
     Case(
         "flags",
-        {
-            "a.jsonl": lines(
-                GOOD_CHAT,
-                chat(ASKED, turn("assistant", "b", train=False)),
-                chat(ASKED, turn("assistant", "b", weight=0), ASKED, turn("assistant", "b", train=False)),
-                chat(ASKED, turn("assistant", "b", weight=0.5)),
-                chat(ASKED, turn("assistant", "b", train="yes")),
-                chat(ASKED, turn("assistant", "b", train=True, weight=1)),
-                chat(ASKED, turn("assistant", "b", train_detail=[{"begin_offset": 0}])),
-            )
-        },
+        rows(
+            GOOD_CHAT,
+            chat(ASKED, turn("assistant", "b", train=False)),
+            chat(ASKED, turn("assistant", "b", weight=0), ASKED, turn("assistant", "b", train=False)),
+            chat(ASKED, turn("assistant", "b", weight=0.5)),
+            chat(ASKED, turn("assistant", "b", train="yes")),
+            chat(ASKED, turn("assistant", "b", train=True, weight=1)),
+            chat(ASKED, turn("assistant", "b", train_detail=[{"begin_offset": 0}])),
+        ),
     ),
     Case(
         "calls",
-        {
-            "a.jsonl": lines(
-                GOOD_CHAT,
-                chat(ASKED, turn("assistant", None, tool_calls={"name": "f"})),
-                chat(ASKED, calling(type="function", function={"arguments": "{}"})),
-                chat(ASKED, calling(type="retrieval", function={"name": "f", "arguments": "{}"})),
-                chat(ASKED, calling(function={"name": "f", "arguments": 5})),
-                chat(ASKED, calling(name="f", arguments={}, result=7)),
-                chat(turn("user", "a", tool_calls=[{"name": "f", "arguments": {}}]), ANSWERED),
-                chat(ASKED, calling(name="f", arguments={}, id="1"), turn("tool", "x", tool_call_id="2")),
-                chat(ASKED, turn("assistant", None, tool_calls=[])),
-                {**GOOD_CHAT, "tools": "no JSON"},
-                {**GOOD_CHAT, "tools": {"name": "f"}},
-                {**GOOD_CHAT, "tools": [{"type": "web_search"}]},
-                {**GOOD_CHAT, "tools": [{"type": "function", "function": {"parameters": {}}}]},
-                {**GOOD_CHAT, "tools": [5]},
-            )
-        },
+        rows(
+            GOOD_CHAT,
+            chat(ASKED, turn("assistant", None, tool_calls={"name": "f"})),
+            chat(ASKED, calling(type="function", function={"arguments": "{}"})),
+            chat(ASKED, calling(type="retrieval", function={"name": "f", "arguments": "{}"})),
+            chat(ASKED, calling(function={"name": "f", "arguments": 5})),
+            chat(ASKED, calling(name="f", arguments={}, result=7)),
+            chat(turn("user", "a", tool_calls=[{"name": "f", "arguments": {}}]), ANSWERED),
+            chat(ASKED, calling(name="f", arguments={}, id="1"), turn("tool", "x", tool_call_id="2")),
+            chat(ASKED, turn("assistant", None, tool_calls=[])),
+            {**GOOD_CHAT, "tools": "no JSON"},
+            {**GOOD_CHAT, "tools": {"name": "f"}},
+            {**GOOD_CHAT, "tools": [{"type": "web_search"}]},
+            {**GOOD_CHAT, "tools": [{"type": "function", "function": {"parameters": {}}}]},
+            {**GOOD_CHAT, "tools": [5]},
+        ),
     ),
     Case(
         "sharegpt",
-        {
-            "a.jsonl": lines(
-                shared(("human", "a"), ("gpt", "b")),
-                {"conversations": []},
-                {"conversations": [{"human": "a", "assistant": "b"}]},
-                shared(("human", "a"), ("bot", "b")),
-                shared(("human", "a")),
-                shared(("human", "a"), ("gpt", 5)),
-                shared(("human", "a"), ("function_call", "f(x)")),
-                shared(("human", "a"), ("function_call", "[]")),
-                shared(("human", "a"), ("function_call", '{"arguments": {}}')),
-                shared(("human", "a"), ("observation", "1")),
-                shared(("human", "a"), ("gpt", "b"), system=5),
-                {"conversations": [{"from": "human", "role": "user", "value": "a"}]},
-            )
-        },
+        rows(
+            shared(("human", "a"), ("gpt", "b")),
+            {"conversations": []},
+            {"conversations": [{"human": "a", "assistant": "b"}]},
+            shared(("human", "a"), ("bot", "b")),
+            shared(("human", "a")),
+            shared(("human", "a"), ("gpt", 5)),
+            shared(("human", "a"), ("function_call", "f(x)")),
+            shared(("human", "a"), ("function_call", "[]")),
+            shared(("human", "a"), ("function_call", '{"arguments": {}}')),
+            shared(("human", "a"), ("observation", "1")),
+            shared(("human", "a"), ("gpt", "b"), system=5),
+            {"conversations": [{"from": "human", "role": "user", "value": "a"}]},
+        ),
     ),
     Case(
         "prompts",
-        {
-            "a.jsonl": lines(
-                {"prompt": "a", "completion": "b"},
-                {"prompt": "a", "completion": None},
-                {"prompt": 5, "completion": "b"},
-                {"prompt": [], "completion": "b"},
-                {"prompt": [ASKED], "completion": [ASKED]},
-                {"prompt": [ASKED], "completion": {"role": "assistant"}},
-                {"prompt": "a", "completion": "b", "system": "s"},
-                {"prompt": {"messages": [ASKED], "model": "x"}, "completion": "b"},
-                {"prompt": "a"},
-            )
-        },
+        rows(
+            {"prompt": "a", "completion": "b"},
+            {"prompt": "a", "completion": None},
+            {"prompt": 5, "completion": "b"},
+            {"prompt": [], "completion": "b"},
+            {"prompt": [ASKED], "completion": [ASKED]},
+            {"prompt": [ASKED], "completion": {"role": "assistant"}},
+            {"prompt": "a", "completion": "b", "system": "s"},
+            {"prompt": {"messages": [ASKED], "model": "x"}, "completion": "b"},
+            {"prompt": "a"},
+        ),
     ),
     Case(
         "pairs",
-        {
-            "a.jsonl": lines(
-                {"prompt": "a", "chosen": "b", "rejected": "c"},
-                {"prompt": "a", "chosen": "b", "rejected": "b"},
-                {"prompt": "a", "chosen": "b", "rejected": ""},
-                {"prompt": "a", "chosen": "b", "rejected": None},
-                {"prompt": "a", "chosen": "b", "rejected": [ANSWERED]},
-                {"chosen": "ab", "rejected": "ac"},
-                {"question": "a", "chosen": "b", "rejected": "c"},
-                {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, ANSWERED]},
-                {"chosen": [ASKED, ANSWERED], "rejected": [turn("user", "c"), ANSWERED]},
-                {
-                    "chosen": [ASKED, ANSWERED, ASKED],
-                    "rejected": [ASKED, ANSWERED, turn("user", "c"), ANSWERED],
-                },
-                {"prompt": "c", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, turn("assistant", "c")]},
-                {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [turn("assistant", "")]},
-                shared(("human", "a"), chosen={"from": "human", "value": "b"}, rejected=ANSWERED),
-                chat(ASKED, rejected_response="c"),
-                chat(ASKED, ANSWERED, rejected_response="b"),
-                {"prompt": "a", "chosen": "b"},
-            )
-        },
+        rows(
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"prompt": "a", "chosen": "b", "rejected": "b"},
+            {"prompt": "a", "chosen": "b", "rejected": ""},
+            {"prompt": "a", "chosen": "b", "rejected": None},
+            {"prompt": "a", "chosen": "b", "rejected": [ANSWERED]},
+            {"chosen": "ab", "rejected": "ac"},
+            {"question": "a", "chosen": "b", "rejected": "c"},
+            {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, ANSWERED]},
+            {"chosen": [ASKED, ANSWERED], "rejected": [turn("user", "c"), ANSWERED]},
+            {
+                "chosen": [ASKED, ANSWERED, ASKED],
+                "rejected": [ASKED, ANSWERED, turn("user", "c"), ANSWERED],
+            },
+            {"prompt": "c", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, turn("assistant", "c")]},
+            {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [turn("assistant", "")]},
+            shared(("human", "a"), chosen={"from": "human", "value": "b"}, rejected=ANSWERED),
+            chat(ASKED, rejected_response="c"),
+            chat(ASKED, ANSWERED, rejected_response="b"),
+            {"prompt": "a", "chosen": "b"},
+        ),
         (Source(path="a.jsonl", format="preference"),),
     ),
     Case(
         "labels",
-        {
-            "a.jsonl": lines(
-                {"prompt": "a", "completion": "b", "label": True},
-                {"prompt": "a", "completion": "b", "label": "good"},
-                {"prompt": "a", "completion": "b", "label": 0.5},
-                {"prompt": "a", "completion": "b", "label": None},
-                chat(ASKED, ANSWERED, ASKED, label=True),
-                chat(ASKED, ANSWERED),
-                {"messages": None, "label": True},
-            )
-        },
+        rows(
+            {"prompt": "a", "completion": "b", "label": True},
+            {"prompt": "a", "completion": "b", "label": "good"},
+            {"prompt": "a", "completion": "b", "label": 0.5},
+            {"prompt": "a", "completion": "b", "label": None},
+            chat(ASKED, ANSWERED, ASKED, label=True),
+            chat(ASKED, ANSWERED),
+            {"messages": None, "label": True},
+        ),
         (Source(path="a.jsonl", format="kto"),),
     ),
-    Case("messages_and_labels", {"a.jsonl": lines({**GOOD_CHAT, "label": True})}),
+    Case("messages_and_labels", rows({**GOOD_CHAT, "label": True})),
     Case(
         "alpaca",
         {
@@ -272,19 +253,15 @@ CASES = (
             ).encode()
         },
     ),
-    Case("preference_rows", {"a.jsonl": lines({"prompt": "a", "chosen": "b", "rejected": "c"})}),
-    Case("labelled_rows", {"a.jsonl": lines({"prompt": "a", "completion": "b", "label": True})}),
+    Case("preference_rows", rows({"prompt": "a", "chosen": "b", "rejected": "c"})),
+    Case("labelled_rows", rows({"prompt": "a", "completion": "b", "label": True})),
     Case(
         "margin_not_there",
-        {"a.jsonl": lines({"prompt": "a", "chosen": "b", "rejected": "c", "by": 1})},
+        rows({"prompt": "a", "chosen": "b", "rejected": "c", "by": 1}),
         (Source(path="a.jsonl", columns={"margin": "byy"}),),
         {"task": "reward"},
     ),
-    Case(
-        "columns_not_there",
-        {"a.jsonl": lines({"body": "x"})},
-        (Source(path="a.jsonl", columns={"text": "bdy"}),),
-    ),
+    Case("columns_not_there", rows({"body": "x"}), (Source(path="a.jsonl", columns={"text": "bdy"}),)),
     Case(
         "over_several_lines",
         {"a.json": b'\n{\n "data": [{"text": "x"}]\n}', "b.jsonl": b'[\n{"text": "x"},\n{"text": "y"}\n]'},
@@ -302,8 +279,8 @@ CASES = (
     Case("empty_file", {"a.jsonl": b""}),
     Case("blank_lines_only", {"a.jsonl": b"\n  \n\n"}),
     Case("empty_list", {"a.json": b"[]"}),
-    Case("task_takes_labels", {"a.jsonl": lines(GOOD_CHAT)}, options={"task": "kto"}),
-    Case("task_takes_other_rows", {"a.jsonl": lines(GOOD_CHAT)}, options={"task": "pretrain"}),
+    Case("task_takes_labels", rows(GOOD_CHAT), options={"task": "kto"}),
+    Case("task_takes_other_rows", rows(GOOD_CHAT), options={"task": "pretrain"}),
     Case("missing_file", {}, (Source(path="nowhere.jsonl"),), error=MissingInputError),
     Case("missing_in_a_folder", {"a/b.txt": b""}, (Source(path="a/train"),), error=MissingInputError),
     Case("other_ending", {"a.xlsx": b"PK"}, error=MissingInputError),
@@ -338,34 +315,26 @@ CASES = (
             "c.tsv": b"text\t\na\tb\n",
         },
     ),
-    Case("long_line", {"a.jsonl": lines(TEXT, {"text": "x" * (64 << 20)}, {"text": 1})}),
+    Case("long_line", rows(TEXT, {"text": "x" * (64 << 20)}, {"text": 1})),
     Case("builtin_unknown", {}, (Source(path="builtin:slowstart"),), error=MissingInputError),
-    Case(
-        "too_long",
-        {"a.jsonl": lines(TEXT, {"text": "x" * 40}, {"text": "y" * 32})},
-        options={"max_length": 32},
-    ),
+    Case("too_long", rows(TEXT, {"text": "x" * 40}, {"text": "y" * 32}), options={"max_length": 32}),
     Case(
         "nothing_left",
-        {"a.jsonl": lines({"text": ""}, {"text": "x" * 40})},
+        rows({"text": ""}, {"text": "x" * 40}),
         options={"max_length": 32, "on_too_long": "drop"},
     ),
-    Case("no_chat_template", {"a.jsonl": lines(GOOD_CHAT)}, template=None),
+    Case("no_chat_template", rows(GOOD_CHAT), template=None),
     Case(
         "template_refuses",
-        {"a.jsonl": lines(GOOD_CHAT, chat(turn("system", "x"), *GOOD_CHAT["messages"]))},
+        rows(GOOD_CHAT, chat(turn("system", "x"), *GOOD_CHAT["messages"])),
         template=REFUSING,
     ),
     Case(
         "template_without_end",
-        {"a.jsonl": lines(GOOD_CHAT)},
+        rows(GOOD_CHAT),
         template="{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}",
     ),
-    Case(
-        "template_broken",
-        {"a.jsonl": lines(GOOD_CHAT)},
-        template="{% for m in messages %}{{ m['role'] }",
-    ),
+    Case("template_broken", rows(GOOD_CHAT), template="{% for m in messages %}{{ m['role'] }"),
 )
 
 

@@ -117,7 +117,6 @@ def segments(batches: tuple[MicroBatch, ...]) -> list[tuple[list[int], list[int]
     """(tokens, targets) of every segment with a token of an example, in the order of their tokens."""
     found = []
     for batch in batches:
-        assert batch.segments is not None
         ids, targets = (
             t[0].split(batch.segments.lengths) for t in (batch.tokens.input_ids, batch.tokens.targets)
         )

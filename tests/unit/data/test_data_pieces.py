@@ -285,15 +285,12 @@ def turns(*lengths: int) -> list[bool]:
     return [number % 2 == 1 for number, length in enumerate(lengths) for _ in range(length)]
 
 
-@pytest.mark.parametrize(
-    ("how", "pinned"),
-    [
-        ("drop", "2580d92c3dcf1412a3b7ac520d06aeeb6fe82ea651241643a6d97c85dd10f56d"),
-        ("truncate", "0b2ddec499816870704c1cc414993b97eba208cc8bc16fba65eb2228cb203e0a"),
-        ("split", "5670d6f954c1fa08c07965ec312aa75002e27ea12b84c50b1db94795ec225dd8"),
-        ("fill", "2c19fe20261c07a7b6afc2deb1e808aa8fc94b4cfa10cf79fe08965be5275d35"),
-    ],
-)
+@pytest.mark.parametrize(("how", "pinned"), [
+    ("drop", "2580d92c3dcf1412a3b7ac520d06aeeb6fe82ea651241643a6d97c85dd10f56d"),
+    ("truncate", "0b2ddec499816870704c1cc414993b97eba208cc8bc16fba65eb2228cb203e0a"),
+    ("split", "5670d6f954c1fa08c07965ec312aa75002e27ea12b84c50b1db94795ec225dd8"),
+    ("fill", "2c19fe20261c07a7b6afc2deb1e808aa8fc94b4cfa10cf79fe08965be5275d35"),
+])  # fmt: skip
 def test_digests_are_those_that_checkpoints_and_stored_references_have(how: OnTooLong, pinned: str) -> None:
     rows = [
         ([BOS, *range(2, 20)], turns(4, 3, 6, 6)),

@@ -32,14 +32,6 @@ def chat(*turns: tuple[str, str]) -> tuple[Message, ...]:
 
 
 ONE_TURN = chat(("user", "How many?"), ("assistant", "Twelve of them."))
-THREE_TURNS = chat(
-    ("user", "assistant"),
-    ("assistant", "user"),
-    ("user", "And now?"),
-    ("assistant", "user"),
-    ("user", "x"),
-    ("assistant", ""),
-)
 
 
 def render(
@@ -61,25 +53,6 @@ def trained_parts(rendered: Rendered, tokenizer: PreTrainedTokenizerBase) -> lis
     pairs = zip(rendered.trained.tolist(), rendered.input_ids.tolist(), strict=True)
     runs = groupby(pairs, key=lambda pair: pair[0])
     return [tokenizer.decode([token for _, token in run]) for trained, run in runs if trained]
-
-
-@pytest.mark.parametrize("template", [None, UNMARKED], ids=["marked", "unmarked"])
-def test_answers_and_ends_of_turn_alone(template: str | None) -> None:
-    rendered = render(THREE_TURNS, BYTES, template)
-    assert trained_parts(rendered, BYTES) == ["user<|im_end|>", "user<|im_end|>", "<|im_end|>"]
-    assert rendered.input_ids.dtype == "int32"
-
-
-@pytest.mark.parametrize("template", [None, UNMARKED], ids=["marked", "unmarked"])
-def test_what_a_message_says_of_itself_holds_for_every_role(template: str | None) -> None:
-    flagged = Conversation(THREE_TURNS, trained=(True, False, None, None, True, False))
-    (rendered,) = Renderer(BYTES, template).render([flagged])
-    assert isinstance(rendered, Rendered)
-    assert trained_parts(rendered, BYTES) == [
-        "<|im_start|>user\nassistant<|im_end|>\n",
-        "user<|im_end|>",
-        "<|im_start|>user\nx<|im_end|>\n",
-    ]
 
 
 ROLES = st.sampled_from(["system", "user", "tool"])
@@ -122,8 +95,6 @@ def test_a_template_that_begins_the_text_itself() -> None:
 def test_a_text_is_trained_on_whole_and_ended_once() -> None:
     samples: list[Text | Conversation] = [text("né"), Conversation(ONE_TURN), text("né<|im_end|>")]
     first, conversation, second = Renderer(BYTES).render(samples)
-    assert isinstance(first, Rendered) and isinstance(second, Rendered)
-    assert isinstance(conversation, Rendered)
     assert first.input_ids.tolist() == second.input_ids.tolist() == [*"né".encode(), 258]
     assert first.trained.all() and not conversation.trained.all()
 
@@ -173,18 +144,6 @@ def test_a_text_without_an_end_is_refused() -> None:
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="has no end-of-text token"):
         Renderer(tokenizer).render([text("x")])
-
-
-def test_a_template_that_rewrites_an_earlier_turn() -> None:
-    """As reasoning templates do: the last answer looks another way once it is not the last any more."""
-    template = (
-        "{%- for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-        "{%- if m['role'] == 'user' and not loop.last %}{{ '(old) ' }}{% endif %}"
-        "{{- m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    with pytest.raises(DataError, match=r"rows.jsonl:7: turn 2: the chat template writes 'How many"):
-        render(ONE_TURN, BYTES, template)
 
 
 def test_a_token_across_the_border_of_an_answer() -> None:

@@ -98,11 +98,6 @@ def test_rows_with_tools_take_the_template_for_them() -> None:
         assert made.input_ids.tolist() == own_ids
 
 
-def test_a_template_that_is_not_jinja() -> None:
-    with pytest.raises(DataError, match="line 2: unexpected '}'; correct the Jinja text"):
-        written("a\n{{ b }")
-
-
 # --- what a template is given -----------------------------------------------------------------------------
 
 

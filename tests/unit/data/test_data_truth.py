@@ -111,7 +111,6 @@ def check(case: str, truth: str, end: str, template: str, tokenizer: PreTrainedT
     end_id = tokenizer.convert_tokens_to_ids(end)
     if case == "forged":
         plain = Renderer(tokenizer, template).render([talk(("user", "What is?"), ("assistant", "x ends"))])[0]
-        assert isinstance(plain, Rendered)
         ends = (plain.input_ids == end_id).sum()
         assert (rendered.input_ids == end_id).sum() == ends, "what a content spells is no token"
         assert rendered.input_ids[rendered.trained].tolist().count(end_id) == 1
@@ -155,39 +154,27 @@ def test_the_newest_layouts(name: str, case: str) -> None:
     check(case, truths(name)[case], LAYOUTS[name][0], template, tokenizer)
 
 
-MISFITS = {
-    (
-        "gemma4",
-        "tools",
-    ): r"turn 2: the chat template does not end it with '<turn\|>\\n', with which it ends other last turns",
-    (
-        "gpt_oss",
-        "tools",
-    ): r"turn 2: the chat template does not end it with '<\|return\|>', with which it ends other last turns",
-    (
-        "gpt_oss",
-        "talk",
-    ): r"turn 2: the chat template writes 'return\|>' if the conversation ends with this answer, but "
-    r"'end\|>.* in the row; train only on the last turn \(data.train_on: last\)",
-    (
-        "qwen3_5",
-        "talk",
-    ): r"turn 2: the chat template writes '<think>\\n\\n</think>\\n\\n' before this answer at "
-    "inference, but 'Twelve.* in the row, so the model would be trained on a prompt that it never gets",
-    (
-        "qwen3_5",
-        "last",
-    ): r"turn 4: the chat template writes '\\n</think>\\n\\n' before this answer at inference, but 'Hm",
-}
+MISFITS = [
+    ("gemma4", "tools", r"turn 2: the chat template does not end it with '<turn\|>\\n', with which it ends"),
+    ("gpt_oss", "tools", r"turn 2: the chat template does not end it with '<\|return\|>', with which it"),
+    ("gpt_oss", "talk",
+     r"turn 2: the chat template writes 'return\|>' if the conversation ends with this answer, but "
+     r"'end\|>.* in the row; train only on the last turn \(data.train_on: last\)"),
+    ("qwen3_5", "talk",
+     r"turn 2: the chat template writes '<think>\\n\\n</think>\\n\\n' before this answer at "
+     "inference, but 'Twelve.* in the row, so the model would be trained on a prompt that it never gets"),
+    ("qwen3_5", "last",
+     r"turn 4: the chat template writes '\\n</think>\\n\\n' before this answer at inference, but 'Hm"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "case"), MISFITS, ids=[f"{name}-{case}" for name, case in MISFITS])
-def test_what_the_newest_layouts_have_refused(name: str, case: str) -> None:
+@pytest.mark.parametrize(("name", "case", "reason"), MISFITS)
+def test_what_the_newest_layouts_have_refused(name: str, case: str, reason: str) -> None:
     template, tokenizer = layout(name)
     row, train_on = conversation(case, "")
     printed = Renderer(tokenizer, template, train_on, thinking="as_in_template").render([row])[0]
     assert isinstance(printed, str)
-    assert re.match(MISFITS[name, case], printed), printed
+    assert re.match(reason, printed), printed
 
 
 # --- our own ----------------------------------------------------------------------------------------------
@@ -293,36 +280,29 @@ def renderer(name: str) -> Renderer:
 
 WRITES = "the chat template writes"
 NO_END = "writes nothing after an assistant's turn, so a model trained with it would not learn to stop"
-REFUSED = {
-    ("gemma", "system"): "the chat template refuses the row: System role not supported",
-    ("llama-2-chat", "tools"): "the row has tools, which the chat template leaves out; remove them",
-    ("phi3", "calls"): "the row has tool calls, which the chat template leaves out; remove them",
-    (
-        "qwen3",
-        "thoughts",
-    ): rf"turn 2: {WRITES} '<think>\\nI count.* if the conversation ends with this answer, but "
-    r"'Twelve.* in the row; train only on the last turn \(data.train_on: last\), keep the thoughts",
-    (
-        "qwen3",
-        "reasoning",
-    ): rf"turn 2: {WRITES} '<think>\\nI count.* if the conversation ends with this answer",
-    (
-        "deepseekv3",
-        "single",
-    ): rf"turn 2: {WRITES} '<think>\\n' before this answer at inference, but 'Twelve.*, "
-    "so the model would be trained on a prompt that it never gets; set data.chat_template",
-    ("deepseekv3", "talk"): rf"turn 2: {WRITES} '<think>\\n' before this answer at inference",
-    ("deepseekv3", "last"): rf"turn 4: {WRITES} '<think>\\n' before this answer at inference",
-    ("deepseekv3", "calls"): rf"turn 2: {WRITES} 'think>\\n' before this answer at inference",
-    ("deepseekv3", "tools"): "the row has tools, which the chat template leaves out; remove them",
-    ("tokenizer", "thoughts"): rf"turn 2: {WRITES} '\\n</think>.*' before this answer at inference",
-    ("glm4moe", "single"): NO_END,
-    ("glm4moe", "last"): NO_END,
-}
+REFUSED = [
+    ("gemma", "system", "the chat template refuses the row: System role not supported"),
+    ("llama-2-chat", "tools", "the row has tools, which the chat template leaves out; remove them"),
+    ("phi3", "calls", "the row has tool calls, which the chat template leaves out; remove them"),
+    ("qwen3", "thoughts",
+     rf"turn 2: {WRITES} '<think>\\nI count.* if the conversation ends with this answer, but "
+     r"'Twelve.* in the row; train only on the last turn \(data.train_on: last\), keep the thoughts"),
+    ("qwen3", "reasoning", rf"turn 2: {WRITES} '<think>\\nI count.* if the conversation ends with this"),
+    ("deepseekv3", "single",
+     rf"turn 2: {WRITES} '<think>\\n' before this answer at inference, but 'Twelve.*, "
+     "so the model would be trained on a prompt that it never gets; set data.chat_template"),
+    ("deepseekv3", "talk", rf"turn 2: {WRITES} '<think>\\n' before this answer at inference"),
+    ("deepseekv3", "last", rf"turn 4: {WRITES} '<think>\\n' before this answer at inference"),
+    ("deepseekv3", "calls", rf"turn 2: {WRITES} 'think>\\n' before this answer at inference"),
+    ("deepseekv3", "tools", "the row has tools, which the chat template leaves out; remove them"),
+    ("tokenizer", "thoughts", rf"turn 2: {WRITES} '\\n</think>.*' before this answer at inference"),
+    ("glm4moe", "single", NO_END),
+    ("glm4moe", "last", NO_END),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "case"), REFUSED, ids=[f"{name}-{case}" for name, case in REFUSED])
-def test_what_is_refused(name: str, case: str) -> None:
+@pytest.mark.parametrize(("name", "case", "reason"), REFUSED)
+def test_what_is_refused(name: str, case: str, reason: str) -> None:
     template, tokenizer = published(name)
     row, train_on = conversation(case, "")
     try:
@@ -330,7 +310,7 @@ def test_what_is_refused(name: str, case: str) -> None:
     except DataError as error:  # of a template that no row can be rendered with
         printed = str(error)
     assert isinstance(printed, str)
-    assert re.search(REFUSED[name, case], printed), printed
+    assert re.search(reason, printed), printed
 
 
 OUR_OWN = {"deepseekv3": "deepseek", "glm4moe": "glm", "qwen3": "qwen3", "tokenizer": "qwen3"}
