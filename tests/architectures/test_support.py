@@ -11,15 +11,12 @@ from tests.architectures import cases, support
 from tests.unit.spec.test_docs import check_block
 
 
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("tasks", support.tasks_markdown),
-        ("options", support.options_markdown),
-        ("architectures", support.architectures_markdown),
-        ("wholes", support.wholes_markdown),
-    ],
-)
+@pytest.mark.parametrize(("name", "make"), [
+    ("tasks", support.tasks_markdown),
+    ("options", support.options_markdown),
+    ("architectures", support.architectures_markdown),
+    ("wholes", support.wholes_markdown),
+])  # fmt: skip
 def test_support_table_follows_from_validators_and_cases(name: str, make: Callable[[], str]) -> None:
     check_block("support.md", name, make())
 

@@ -289,16 +289,11 @@ def test_export_names_a_tower_that_is_not_finite(tmp_path: Path) -> None:
     assert f"warning: {key} is not finite, as in the files" in export_checkpoint(checkpoint, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (
-            "mllama",
-            "a mllama model is more than a text model .*, and transformers builds no causal language model",
-        ),
-        ("cohere2_vision", "a cohere2_vision model gives other logits on text alone than its text model"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "words"), [
+    ("mllama",
+     "a mllama model is more than a text model .*, and transformers builds no causal language model"),
+    ("cohere2_vision", "a cohere2_vision model gives other logits on text alone than its text model"),
+])  # fmt: skip
 def test_multimodal_model_without_a_text_model_is_refused(kind: str, words: str, tmp_path: Path) -> None:
     config = CONFIG_MAPPING[kind]()
     config.save_pretrained(tmp_path)

@@ -47,7 +47,6 @@ def test_labels_reach_the_micro_batches(
     seen: dict[int, bool] = {}
     for batch in TrainSteps(loaded.train, sizes, 0, 1, pad_id=0).step(0).micro_batches:
         moved = batch.to(torch.device("cpu")).answers
-        assert moved is not None
         assert moved.num_targets.shape == (len(moved.ids), 1) and moved.values["label"].dtype == torch.int64
         seen |= dict(zip(moved.ids.tolist(), moved.values["label"].tolist(), strict=True))
     assert seen == {i: i % 3 > 0 for i in range(8)}
@@ -64,7 +63,6 @@ def test_a_shorter_micro_batch_keeps_the_labels_of_its_examples(
     (batch,) = TrainSteps(train, sizes, 0, 1, pad_id=0).step(0).micro_batches
     assert batch.segments is not None and batch.answers is not None
     first: MicroBatch = batch.first(batch.segments.lengths[0] + 1)
-    assert first.answers is not None
     assert first.answers.values["label"].tolist() == [bool(i % 3) for i in first.answers.ids.tolist()]
     assert len(first.answers.ids) == 2
 

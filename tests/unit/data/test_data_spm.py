@@ -74,32 +74,12 @@ def load(folder: Path) -> Load:
     return loaded
 
 
+PARTS = (
+    "a", "b", "ab", " ", "  ", "\n", "\n\n", "<", "<ud>", "<udd>", "0x41>", "\u2581", "-", "--", "dog",
+    "The ", "\u4e2d", "\ufb01",
+)  # fmt: skip
 TEXT = st.one_of(
-    st.text(st.characters(exclude_categories=["Cs"])),
-    st.lists(
-        st.sampled_from(
-            [
-                "a",
-                "b",
-                "ab",
-                " ",
-                "  ",
-                "\n",
-                "\n\n",
-                "<",
-                "<ud>",
-                "<udd>",
-                "0x41>",
-                "\u2581",
-                "-",
-                "--",
-                "dog",
-                "The ",
-                "\u4e2d",
-                "\ufb01",
-            ]
-        )
-    ).map("".join),
+    st.text(st.characters(exclude_categories=["Cs"])), st.lists(st.sampled_from(PARTS)).map("".join)
 ).filter(lambda text: not any(name in text for name in ("<s>", "</s>", "<unk>", "<pad>")))
 
 

@@ -85,22 +85,16 @@ def test_token_id_beyond_every_vocabulary_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("./nowhere", "there is no such folder"),
-        ("folder", "no tokenizer that"),
-        ("a.json", "this is a file"),
-        ("torn", "no tokenizer that .*model.tokenizer to another$"),
-        (
-            "torn model",
-            "no tokenizer that .*model.tokenizer to another, or to torn model/tokenizer.model",
-        ),
-        ("pipe.model", "pipe.model is a named pipe, not a file"),
-        ("large.model", "large.model is larger than"),
-        ("some/where", "is not in the hub's cache, and HF_HUB_OFFLINE=1 is set; correct the name"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), [
+    ("./nowhere", "there is no such folder"),
+    ("folder", "no tokenizer that"),
+    ("a.json", "this is a file"),
+    ("torn", "no tokenizer that .*model.tokenizer to another$"),
+    ("torn model", "no tokenizer that .*model.tokenizer to another, or to torn model/tokenizer.model"),
+    ("pipe.model", "pipe.model is a named pipe, not a file"),
+    ("large.model", "large.model is larger than"),
+    ("some/where", "is not in the hub's cache, and HF_HUB_OFFLINE=1 is set; correct the name"),
+])  # fmt: skip
 def test_what_is_no_tokenizer(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
@@ -126,25 +120,22 @@ def test_the_vocabulary_size_costs_no_import() -> None:
     assert done.stdout.split() == ["259", "False", "False"]
 
 
-@pytest.mark.parametrize(
-    ("named", "model_type", "light"),
-    [
-        ("PreTrainedTokenizerFast", None, "PreTrainedTokenizerFast"),
-        ("TokenizersBackend", "llama", "PreTrainedTokenizerFast"),
-        ("TokenizersBackend", "qwen3", "PreTrainedTokenizerFast"),
-        ("PreTrainedTokenizerFast", "mistral", "PreTrainedTokenizerFast"),
-        ("Qwen2Tokenizer", "qwen2", "Qwen2Tokenizer"),
-        ("Qwen2TokenizerFast", "qwen3", "Qwen2Tokenizer"),
-        ("Qwen2Tokenizer", None, "Qwen2Tokenizer"),
-        ("Qwen2Tokenizer", "llama", None),
-        ("GPT2TokenizerFast", "gpt2", "GPT2Tokenizer"),
-        ("GPTNeoXTokenizer", "gpt_neox", "GPTNeoXTokenizer"),
-        ("GemmaTokenizer", "gemma2", "GemmaTokenizer"),
-        ("CohereTokenizerFast", "cohere", "CohereTokenizer"),
-        ("LlamaTokenizer", "llama", None),
-        ("LlamaTokenizerFast", None, None),
-    ],
-)
+@pytest.mark.parametrize(("named", "model_type", "light"), [
+    ("PreTrainedTokenizerFast", None, "PreTrainedTokenizerFast"),
+    ("TokenizersBackend", "llama", "PreTrainedTokenizerFast"),
+    ("TokenizersBackend", "qwen3", "PreTrainedTokenizerFast"),
+    ("PreTrainedTokenizerFast", "mistral", "PreTrainedTokenizerFast"),
+    ("Qwen2Tokenizer", "qwen2", "Qwen2Tokenizer"),
+    ("Qwen2TokenizerFast", "qwen3", "Qwen2Tokenizer"),
+    ("Qwen2Tokenizer", None, "Qwen2Tokenizer"),
+    ("Qwen2Tokenizer", "llama", None),
+    ("GPT2TokenizerFast", "gpt2", "GPT2Tokenizer"),
+    ("GPTNeoXTokenizer", "gpt_neox", "GPTNeoXTokenizer"),
+    ("GemmaTokenizer", "gemma2", "GemmaTokenizer"),
+    ("CohereTokenizerFast", "cohere", "CohereTokenizer"),
+    ("LlamaTokenizer", "llama", None),
+    ("LlamaTokenizerFast", None, None),
+])  # fmt: skip
 def test_without_torch_as_autotokenizer(
     named: str, model_type: str | None, light: str | None, tmp_path: Path
 ) -> None:

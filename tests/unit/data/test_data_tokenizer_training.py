@@ -146,17 +146,14 @@ def test_rows_of_any_format(tmp_path: Path) -> None:
     assert any("400 lines of" in line for line in logged)
 
 
-@pytest.mark.parametrize(
-    ("model", "size", "logged"),
-    [
-        ("byte_bpe", 258, "give 259 or more"),
-        ("unigram", 200, "required_chars"),
-        ("bpe", 265, "required_chars"),
-        ("unigram", 10**6, "Please set it to a value <="),
-        ("bpe", 10**6, "Please set it to a value <="),
-        ("byte_bpe", 10**6, "more than this text allows; give"),
-    ],
-)
+@pytest.mark.parametrize(("model", "size", "logged"), [
+    ("byte_bpe", 258, "give 259 or more"),
+    ("unigram", 200, "required_chars"),
+    ("bpe", 265, "required_chars"),
+    ("unigram", 10**6, "Please set it to a value <="),
+    ("bpe", 10**6, "Please set it to a value <="),
+    ("byte_bpe", 10**6, "more than this text allows; give"),
+])  # fmt: skip
 def test_impossible_vocabulary_sizes(model: str, size: int, logged: str, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=logged) as error:
         train_tokenizer(wanted(tmp_path, model, vocab_size=size), lambda _: None)

@@ -132,7 +132,6 @@ def test_the_short_proof_is_the_whole_one(name: str) -> None:
         if truth is None:
             assert isinstance(made, str) and made.startswith("it: the tokenizer merges its first")
         else:
-            assert isinstance(made, Rendered)
             assert made.input_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
             assert made.trained.tolist() == truth
 
@@ -171,7 +170,6 @@ def test_what_is_spelled_is_read_as_text(name: str) -> None:
     assert [token for token in ids if token in (begin, end)] == [begin, end]
     assert made.trained.tolist() == [False] + [True] * (len(ids) - 1)
     same = as_text(tokenizer, [0, "the cat sat", 1])
-    assert isinstance(same, Rendered)
     own = tokenizer("<s>the cat sat<|a|>", add_special_tokens=False)["input_ids"]
     assert same.input_ids.tolist() == own, "nothing else changes"
     if name in ("bytes", "byte_level"):
@@ -216,7 +214,6 @@ def test_a_slow_tokenizer_gives_the_same() -> None:
     slow: Any = Slow(inner)
     row = MaskedText("<s>the cat<|a|>the cat sat<|a|>\n", [TextSpan("it", 15, 31)], True)
     fast_made, slow_made = (SampleEncoder(one).conversations([row])[0] for one in (inner, slow))
-    assert isinstance(fast_made, Rendered) and isinstance(slow_made, Rendered)
     assert json.dumps(fast_made.trained.tolist()) == json.dumps(slow_made.trained.tolist())
     assert fast_made.input_ids.tolist() == slow_made.input_ids.tolist()
     assert fast_made.ended and slow_made.ended

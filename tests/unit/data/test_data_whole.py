@@ -34,7 +34,6 @@ def row_of(messages: list[dict[str, Any]], form: str) -> tuple[str, dict[str, An
 
 def segments(batch: MicroBatch) -> Iterator[tuple[str, str]]:
     """(text, what is trained on of it) of each example of a packed micro-batch."""
-    assert batch.segments is not None
     parts = zip(
         batch.tokens.input_ids[0].split(batch.segments.lengths),
         batch.tokens.targets[0].split(batch.segments.lengths),

@@ -140,7 +140,6 @@ def test_signal_after_the_first_line_ends_with_75(tmp_path: Path, asked: signal.
         [sys.executable, "-u", "tests/lab/fake_launch.py", *words], stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     ) as command:  # fmt: skip
-        assert command.stdout is not None
         lines = iter(command.stdout.readline, "")
         assert any(line.startswith(at) for line in lines)
         command.send_signal(asked)
@@ -159,7 +158,6 @@ def test_closed_terminal_does_not_end_a_run_under_nohup(tmp_path: Path) -> None:
         ["nohup", sys.executable, "-u", "tests/lab/fake_launch.py", *words], text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     ) as command:  # fmt: skip
-        assert command.stdout is not None
         lines = iter(command.stdout.readline, "")
         assert any(line.startswith("step") for line in lines)
         command.send_signal(signal.SIGHUP)

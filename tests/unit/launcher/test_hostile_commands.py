@@ -36,7 +36,6 @@ def test_command_arrives_byte_for_byte(
         [sys.executable, "-m", "dsft.launcher.agent"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     )
     try:
-        assert agent.stdin is not None
         for message in ({"environ": {}}, {"command": asdict(command)}):
             agent.stdin.write(b"dsft:" + json.dumps(message).encode() + b"\n")
         agent.stdin.flush()

@@ -47,7 +47,6 @@ def test_range_of_joined_experts_reads_only_its_parts() -> None:
 def test_whole_rows_are_moved_in_runs() -> None:
     conversion, tensors = joined_experts()
     runs = conversion.runs(lambda name: tuple(tensors[name].shape), {JOINED: (3, 4, 4)}, MODEL)
-    assert runs is not None
     assert runs[JOINED][:3] == [
         PartRange("mlp.experts.0.gate_proj.weight", 0, 8),
         PartRange("mlp.experts.0.up_proj.weight", 0, 8),

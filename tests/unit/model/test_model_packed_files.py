@@ -91,16 +91,12 @@ def other_state(**keys: Any) -> Callable[[Path], None]:
     return damage(changed)
 
 
-@pytest.mark.parametrize(
-    ("harm", "words"),
-    [
-        (damage(lambda held: held.update({STATE: held[STATE][:-9].clone()})), "is damaged"),
-        (damage(lambda held: held.__delitem__(f"{DOWN}.weight.absmax")), "is incomplete"),
-        (other_state(blocksize=128), "other blocks than 64 elements"),
-        (other_state(shape=[7, 5]), r"has shape \[7, 5\] instead of"),
-    ],
-    ids=["damaged", "incomplete", "blocks", "shape"],
-)
+@pytest.mark.parametrize(("harm", "words"), [
+    (damage(lambda held: held.update({STATE: held[STATE][:-9].clone()})), "is damaged"),
+    (damage(lambda held: held.__delitem__(f"{DOWN}.weight.absmax")), "is incomplete"),
+    (other_state(blocksize=128), "other blocks than 64 elements"),
+    (other_state(shape=[7, 5]), r"has shape \[7, 5\] instead of"),
+], ids=["damaged", "incomplete", "blocks", "shape"])  # fmt: skip
 def test_files_that_do_not_hold_the_weights_are_one_error(
     harm: Callable[[Path], None], words: str, tmp_path: Path
 ) -> None:

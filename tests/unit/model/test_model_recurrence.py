@@ -259,13 +259,11 @@ def test_segments_are_read_from_the_positions_too(attention: str) -> None:
 def test_arguments_of_recurrent_layers() -> None:
     """Rows of one number of chunks are in one batch; padding repeats the row's last token."""
     found = segment_rows(Segments((2, 70, 3)), torch.device("cpu"))
-    assert found is not None
     short, long = found.batches
     assert short.tolist() == [[0, 1, 1], [72, 73, 74]]
     assert long.tolist() == [list(range(2, 72))]
     assert found.places.tolist() == [0, 1, *range(6, 76), 3, 4, 5]
     shared = segment_rows(Segments((4, 2, 3), (0, 3, 1)), torch.device("cpu"))
-    assert shared is not None
     assert shared.batches[0].tolist() == [[0, 1, 2, 3, 3], [0, 1, 2, 4, 5], [0, 6, 7, 8, 8]]
     assert shared.places.tolist() == [0, 1, 2, 3, 8, 9, 11, 12, 13]
     assert segment_rows(Segments((9,)), torch.device("cpu")) is None

@@ -92,7 +92,6 @@ def trained(
     """Return the gradient of the next-token loss with the balance loss, and what is counted. total: adds
     up over ranks."""
     routing = policy.routing
-    assert routing is not None
     cpu = torch.device("cpu")
     batches = [batch.to(cpu) for batch in batches]
     frequencies = None
@@ -196,7 +195,6 @@ def test_split_rows_have_gradients_and_counts_of_whole_rows(
     def part(number: int) -> tuple[dict[str, Tensor], Tensor]:
         policy = parts[number].train()
         attend_per_segment(policy.causal_lm, "auto", 64, cpu, ranks)
-        assert policy.routing is not None
         policy.routing.exchange = ranks
         mine = [part_of(batch, number, ranks.size) for batch in batches]
         return trained(policy, mine, loss, 7, tokens, ranks.sum)
@@ -245,7 +243,6 @@ def test_checkpointed_layers_count_once_and_use_their_own_micro_batch(loss: str)
             _, counted = trained(policy, batches, "sequence", len(rows), 1)
             frequencies = counted
         policy.zero_grad()
-        assert policy.routing is not None
         with policy.routing.training(StepLoss(loss, WEIGHT, len(rows), frequencies)):  # type: ignore[arg-type]
             scored = [forward(policy, batch).logps for batch in batches]
             for logps in scored:
@@ -263,7 +260,6 @@ def test_rows_without_padding_are_counted_where_the_routers_are() -> None:
 
 def test_nothing_is_counted_outside_of_a_step() -> None:
     policy, batch = policy_of("mixtral"), padded(step_of())
-    assert policy.routing is not None
     policy.zero_grad()
     (-forward(policy, batch).logps.double().sum()).backward()
     expected = gradients(policy.causal_lm)
@@ -320,7 +316,6 @@ def test_router_affinities_are_probed() -> None:
 def test_the_gradient_has_the_scale_of_the_engine_s_loss() -> None:
     """The weight, times the ranks that DeepSpeed divides by and the loss scale of fp16; 0 in a probe."""
     routing = policy_of("mixtral").routing
-    assert routing is not None
     engine: Any = SimpleNamespace(
         _routing=Routing(routing.layers, {}, Experts(balance="sequence", balance_weight=0.25)),
         _shards=3,

@@ -37,7 +37,6 @@ def losses(asked: Distill, teacher: Tensor, student: Tensor) -> tuple[Tensor, Te
         teacher[IS_TARGET].clone(), torch.zeros(int(IS_TARGET.sum())), torch.float32, torch.empty(0, 0)
     )
     batch = with_teacher(batch, rows)
-    assert batch.tokens.others is not None
     chosen = torch.cat((targets.flatten()[:, None], batch.tokens.others.flatten(0, 1).long()), 1)
     softmax = GivenTokens(temperature=asked.temperature)
     values = whole_values(student.flatten(0, 1), chosen, softmax).view(ROWS, LENGTH, -1)

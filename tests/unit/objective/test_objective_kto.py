@@ -147,7 +147,6 @@ def trl_kto(own: Kto) -> tuple[Tensor, Tensor, dict[str, float]]:
         inputs[f"{prefix}input_ids"] = torch.full_like(mask, len(prefix))
         inputs[f"{prefix}attention_mask"] = torch.ones_like(mask)
         answers = one.answers
-        assert answers is not None and answers.reference is not None
         inputs[f"ref_{prefix}logps"] = answers.reference[:, 0]
     flat = torch.zeros(ROWS, LENGTH)
 

@@ -44,7 +44,6 @@ def trl_dpo(loss_types: list[str], weights: list[float], dpo: Dpo) -> tuple[Tens
     from trl import DPOTrainer
 
     logps, batch = random_batch()
-    assert batch.answers is not None and batch.answers.reference is not None
     logps.requires_grad_()
     mask = torch.cat((torch.zeros(2 * PAIRS, 1), (batch.tokens.targets != NO_TARGET).double()), dim=1).long()
     halves, flat = by_halves(mask), torch.zeros(2 * PAIRS, LENGTH)
@@ -80,7 +79,6 @@ def accelerator() -> Any:
 
 def ours(dpo: Dpo) -> tuple[Tensor, Tensor, dict[str, float]]:
     logps, batch = random_batch()
-    assert batch.answers is not None
     logps.requires_grad_()
     objective = preference(dpo)
     counts = {"examples": PAIRS, "chosen_tokens": int(batch.answers.num_targets[:, 0].sum())}
@@ -134,7 +132,6 @@ def test_label_smoothing() -> None:
 
 def test_simpo() -> None:
     logps, batch = random_batch()
-    assert batch.answers is not None
     dpo = Dpo(loss_type="simpo", beta=2.0, simpo_gamma=0.8)
     averages = sums_of(batch, logps) / batch.answers.num_targets
     expected, chosen, rejected = trl_cpo(dpo, "simpo", averages)
@@ -150,7 +147,6 @@ def test_orpo() -> None:
     from trl.experimental.orpo import ORPOTrainer
 
     logps, batch = random_batch()
-    assert batch.answers is not None
     dpo = Dpo(loss_type="orpo", beta=0.25)
     averages = sums_of(batch, logps) / batch.answers.num_targets
     trainer_class: Any = ORPOTrainer
