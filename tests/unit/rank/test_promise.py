@@ -60,9 +60,6 @@ def test_promised_world_passes() -> None:
     (launched(6, "srun", 2, 3, (2, 2, 2)), r"but srun started 6 on 3 hosts \(2 \+ 2 \+ 2\)"),
     (launched(4, "mpirun", 4, 1), "but mpirun started 4 on 1 host: mpirun's -n and hostfile"),
     (launched(2, "environment"), "but environment started 2: WORLD_SIZE decides that"),
-    (launched(1, "python"), "but python started 1: .*plain python starts one"),
-    (launched(1, "deepspeed"), "but deepspeed started 1: .*its --hostfile was left out"),
-    (launched(8), "but torchrun started 8: .*give --nnodes=2 and --nproc_per_node, or change"),
 ])  # fmt: skip
 def test_other_hosts_or_slots_with_the_same_number_of_processes_are_refused(
     started: Launched, message: str
@@ -149,6 +146,16 @@ def test_the_devices() -> None:
         "NVIDIA A100 (80.0 GiB, sm_80, driver 550.1) on rank(s) 2; v"
     )
     assert warning.startswith("warning: the ranks have different devices")
+
+
+@pytest.mark.parametrize(("launcher", "size", "cause"), [
+    ("python", 1, "plain python starts one"),
+    ("deepspeed", 1, "its --hostfile was left out"),
+    ("torchrun", 8, "give --nnodes=2 and --nproc_per_node, or change"),
+])  # fmt: skip
+def test_other_world_size_is_refused_with_both_numbers(launcher: str, size: int, cause: str) -> None:
+    with pytest.raises(WorldError, match=rf"expects 6 processes \(node1 4 \+ node2 2\).*{size}.*{cause}"):
+        check_promise(cluster(HOSTS), launched(size, launcher))
 
 
 def test_one_host_needs_no_hostfile() -> None:
