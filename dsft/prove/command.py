@@ -122,7 +122,9 @@ def report(found: Mapping[str, Any], path: Path) -> str:
         f"tokens and masks of {seen['compared']} rows: {len(seen['different'])} differ",
         *(f"  {place}" for place in seen["different"]),
         *(f"not compared: {count} rows, {reason}" for reason, count in seen["left"].items()),
-        f"{failed} of {len(rows)} differ by more than their bound" if failed else f"all {len(rows)} hold",
+        f"{failed} of {len(rows)} differ by more than their bound"
+        if failed
+        else f"all {len(rows)} figures hold",
         f"certificate: {path}",
     ]
     head = printed([table(["", "found", "expected", "difference", "bound", ""], rows)])

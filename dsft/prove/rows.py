@@ -9,6 +9,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from jinja2 import TemplateError
+
 from dsft.data.formats.convert import file_rows
 from dsft.data.read.files import data_files
 from dsft.data.rows import Conversation, Sample, Text
@@ -101,11 +103,15 @@ def _conversation(sample: Conversation, tokenizer: Any, data: Data) -> Row | str
     if data.thinking == "keep" and "<think>" in str(tokenizer.chat_template):
         return "thoughts that are added"
     render = partial(tokenizer.apply_chat_template, tools=list(sample.tools) or None, tokenize=False)
-    text = render(messages)
+    chosen = answers[-1:] if data.train_on == "last" else answers
+    try:
+        text = render(messages)
+        prompts = {number: render(messages[:number], add_generation_prompt=True) for number in chosen}
+    except (ValueError, TemplateError):
+        return "no prompt, or one that the template does not render alone"
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     added, trained = set(tokenizer.added_tokens_decoder), [False] * len(encoded.input_ids)
-    for number in answers[-1:] if data.train_on == "last" else answers:
-        prompt = render(messages[:number], add_generation_prompt=True)
+    for number, prompt in prompts.items():
         words = messages[number]["content"].strip()
         start = text.find(words, len(prompt))
         if not text.startswith(prompt) or start < 0 or prompt.rstrip().endswith("<think>"):

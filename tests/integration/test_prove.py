@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,8 @@ def test_masks_by_prefixes_are_those_of_the_renderer(name: str) -> None:
             assert not isinstance(rendered, str)
             expected = expected_row(sample, tokenizer, data)
             assert (rendered.input_ids.tolist(), rendered.trained.tolist()) == expected, (case, train_on)
+    no_prompt = replace(sample, messages=({"role": "assistant", "content": "a"},))
+    assert isinstance(expected_row(no_prompt, tokenizer, data), str), "the row is not compared"
 
 
 def test_the_command(spec: Path) -> None:
