@@ -113,7 +113,7 @@ def rehearse(path: Path, overrides: Sequence[str], ranks: int, *, as_json: bool)
 def _check_known(spec: Spec) -> None:
     """Raise SpecError for what is not rehearsed."""
     unknown = {
-        "model.quantize": spec.model.quantize, "model.compile": spec.model.compile,
+        "model.compile": spec.model.compile,
         "optim.name": spec.optim.name not in ("adamw", "sgd"),
         "parallel.offload_optimizer": spec.parallel.offload_optimizer.device != "none",
         "parallel.offload_parameters": spec.parallel.offload_parameters.device != "none",

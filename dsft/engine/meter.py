@@ -182,8 +182,8 @@ class NoMemory(Meter):
         copied = CUDA in homes and target.type == "cpu"  # to the host
         if homes and values is not None and (copied or not _tensors(values)):
             return values
-        if name == "copy_":
-            return args[0]
+        if name == "copy_" or not func._schema.returns:  # which allocates nothing
+            return args[0] if func._schema.returns else None
         if kwargs.get("device") is not None:
             kwargs["device"] = META
         args, kwargs = _mapped((args, kwargs), lambda t: t if _is_meta(t) else t.to(META))

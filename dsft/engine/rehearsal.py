@@ -12,7 +12,7 @@ import functools
 import gc
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import DefaultDeviceType
 
 from dsft.dist.world import World
-from dsft.engine.meter import CPU, CUDA, META, NoMemory, own_device
+from dsft.engine.meter import CPU, CUDA, NoMemory, own_device
 from dsft.model import attention_choice
 from dsft.model.weights import DTYPES, Sharding, StorageOf, TensorSlots
 from dsft.spec.layout import Layout
@@ -185,25 +185,29 @@ def _change_tensors(mode: NoMemory) -> None:
     F.scaled_dot_product_attention = _attention
 
 
+@dataclass(frozen=True)
 class NoValues:
-    """A source of weights (`dsft.model.weights.Weights`) that gives them a place and no values."""
+    """A source of weights (`dsft.model.weights.Weights`) that gives them memory, which `make` returns."""
+
+    make: Callable[..., Tensor] = torch.empty
 
     def fill(self, root: nn.Module, storage_of: StorageOf, sharding: Sharding) -> None:
-        slots, make = TensorSlots(root), functools.partial(torch.empty, device=CPU)
+        slots = TensorSlots(root)
         for buffer in list(root.buffers()):
             if buffer.is_meta:
-                slots.put(buffer, make(buffer.shape, dtype=buffer.dtype))
+                slots.put(buffer, torch.zeros(buffer.shape, dtype=buffer.dtype, device=CPU))
         for parameter in list(root.parameters()):
-            if not parameter.is_meta:
-                continue
-            dtype, numel = DTYPES[storage_of(parameter).precision], parameter.numel()
-            start, stop = sharding.span(numel)
-            if stop - start == numel:
-                slots.take(slots.put(parameter, make(parameter.shape, dtype=dtype)), sharding)
-            else:
-                shell = slots.put(parameter, torch.empty(parameter.shape, dtype=dtype, device=META))
-                slots.take(shell, sharding, make(stop - start, dtype=dtype))
+            if parameter.is_meta:
+                storage = storage_of(parameter)
+                [stored] = storage.tensors(parameter.numel())
+                make = functools.partial(self.make, dtype=DTYPES[storage.precision], device=CPU)
+                shape = parameter.shape if storage.form == "plain" else (stored.numel,)
+                start, stop = sharding.span(stored.numel)
+                if stop - start == stored.numel:
+                    slots.take(slots.put(parameter, make(shape)), sharding)
+                else:
+                    slots.take(slots.put(parameter, make(1).expand(shape)), sharding, make(stop - start))
         slots.end(sharding, type(root).__name__)
 
     def tensor(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        return torch.empty(parameter.shape, dtype=dtype)
+        return self.make(parameter.shape, dtype=dtype)

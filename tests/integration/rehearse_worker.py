@@ -12,6 +12,7 @@ import torch
 from dsft.commands.rehearse import run_phases, setup_of
 from dsft.engine.join import join
 from dsft.engine.meter import Measured, Meter
+from dsft.engine.rehearsal import NoValues
 from dsft.plan.build import Plan, build_plan
 from dsft.rank.environment import detect
 from dsft.spec.layout import layout_of
@@ -23,12 +24,16 @@ LENGTH = 512
 CASES: dict[str, tuple[dict[str, Any], ...]] = {
     "ZeRO 2, fp32": ({"zero_stage": 2}, {"precision": "fp32", "accumulation_steps": 2}),
     "ZeRO 3, bf16": ({"zero_stage": 3}, {"precision": "bf16", "accumulation_steps": 2}),
-    "LoRA, ZeRO 2, bf16": ({"zero_stage": 2}, {"precision": "bf16"}, {"lora": {"rank": 16}}),
+    "LoRA, FP4, ZeRO 2, bf16": (
+        {"zero_stage": 2},
+        {"precision": "bf16"},
+        {"lora": {"rank": 16}, "quantize": "fp4"},
+    ),
     "reward, ZeRO 2, bf16": ({"zero_stage": 2}, {"precision": "bf16"}),
-    "LoRA, ZeRO 3, bf16": (
+    "LoRA, NF4, ZeRO 3, bf16": (
         {"zero_stage": 3},
         {"precision": "bf16", "accumulation_steps": 2},
-        {"lora": {"rank": 4}, "gradient_checkpointing": True},
+        {"lora": {"rank": 4}, "quantize": "nf4", "gradient_checkpointing": True},
     ),
     "pipeline, tied": (
         {"zero_stage": 1, "pipeline_stages": 2},
@@ -81,7 +86,7 @@ def main() -> None:
         here = type(world)(**vars(world) | {"layout": layout})
         meter = Meter()
         with own_groups(), meter:
-            run_phases(setup_of(plan), here, meter)
+            run_phases(setup_of(plan), here, meter, NoValues(torch.zeros))
         for rank, found in enumerate(here.gather(shown(meter.phases))):
             if launched.rank == 0:
                 print("CASE " + json.dumps({"case": name, "rank": rank, "phases": found}), flush=True)

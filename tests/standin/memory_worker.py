@@ -31,18 +31,18 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.fp16 import fused_optimizer, unfused_optimizer
 from deepspeed.runtime.utils import CheckOverflow
 from deepspeed.runtime.zero import stage3, stage_1_and_2
-from torch import Tensor, nn
 
 from dsft.engine import gradients
 from dsft.engine.build import build_engine
 from dsft.engine.gradients import StepClip
 from dsft.engine.join import join
 from dsft.engine.partition import sharding_for
+from dsft.engine.rehearsal import NoValues
 from dsft.model import build
 from dsft.model.attention import attend_per_segment
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts
-from dsft.model.weights import DTYPES, Sharding, StorageOf, TensorSlots
+from dsft.model.weights import DTYPES
 from dsft.plan.census import Elements, census_from
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.ds_entries import HostFacts
@@ -115,31 +115,6 @@ def cases() -> Iterator[Case]:
         yield case(
             f"8B zero2 bf16 distill {top_k}", 2, model=both, tokens=8192, task="distill", distill=teacher
         )
-
-
-class NoValues:
-    """A source of weights that gives them memory and nothing else."""
-
-    def fill(self, root: nn.Module, storage_of: StorageOf, keep: Sharding) -> None:
-        places = TensorSlots(root)
-        for parameter in list(root.parameters()):
-            if parameter.is_meta:
-                storage = storage_of(parameter)
-                [stored] = storage.tensors(parameter.numel())
-                shape = parameter.shape if storage.form == "plain" else (stored.numel,)
-                start, stop = keep.span(stored.numel)
-                part = torch.empty(stop - start, dtype=DTYPES[storage.precision])
-                if len(part) == stored.numel:
-                    places.take(places.put(parameter, part.view(shape)), keep)
-                else:
-                    places.take(places.put(parameter, part[:1].expand(shape)), keep, part)
-        for buffer in list(root.buffers()):
-            if buffer.is_meta:
-                places.put(buffer, torch.zeros(buffer.shape, dtype=buffer.dtype))
-        places.end(keep, "nothing")
-
-    def tensor(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        return torch.empty(parameter.shape, dtype=dtype)
 
 
 def measure(case: Case) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dsft.commands.rehearse import rehearse_rank, setup_of
+from dsft.model import attention_choice
 from dsft.plan.build import build_plan
 from tests.specs import dims, minimal_spec
 from tests.standin.gpu import run
@@ -17,11 +18,14 @@ from tests.standin.gpu import run
 pytestmark = pytest.mark.standin
 
 CLOSE = 0.01
-CASES: tuple[tuple[int, int, dict[str, Any]], ...] = ((2, 2, {}), (4, 3, {}), (2, 2, {"lora": {"rank": 16}}))
+CASES: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    (2, 2, {}), (4, 3, {}), (2, 3, {"lora": {"rank": 16}, "quantize": "nf4"}),
+)  # fmt: skip
 """Ranks, ZeRO stage and keys of model."""
 
 
-def test_a_rehearsal_takes_what_torch_allocates(tmp_path: Path) -> None:
+def test_a_rehearsal_takes_what_torch_allocates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_choice, "CUDNN_CAPABILITIES", ())  # the stand-in has no cuDNN
     config = {"model_type": "llama", "max_position_embeddings": 4096}
     config |= dims(2048, 5504, 8, 16, 16, vocab_size=32_000)
     longest = {"packing": True, "max_length": 4096, "max_tokens_per_micro_batch": 4096}
