@@ -29,7 +29,7 @@ from rich.text import Text
 from dsft.checkpoint.files import header_of
 from dsft.checkpoint.save import METADATA, entries_of, file_of
 from dsft.data.rows import FIELDS
-from dsft.data.steps.batch import Answers, MicroBatch, Segments, Tokens
+from dsft.data.steps.batch import Annotate, Answers, MicroBatch, Segments, Tokens, unchanged
 from dsft.data.tokenizer.load import open_tokenizer
 from dsft.dist.sequence import exchange_of
 from dsft.dist.world import World
@@ -40,9 +40,10 @@ from dsft.engine.rehearsal import WORKSPACE, NoValues, begin
 from dsft.errors import DsftError, Problem, SpecError, WorldError, brief
 from dsft.model.attention import attend_padded, attend_per_segment
 from dsft.model.build import Part, build_model
+from dsft.model.census import take_census
 from dsft.model.config import TokenFacts, resolve_config, token_facts
 from dsft.model.quantize import load_bitsandbytes
-from dsft.model.split_points import check_cut
+from dsft.model.split_points import find_split_points
 from dsft.model.weights import DTYPES, Weights
 from dsft.plan.build import Plan, build_plan
 from dsft.plan.cut import Cut, cut_of
@@ -51,8 +52,9 @@ from dsft.plan.ds_entries import HostFacts
 from dsft.plan.memory.layer import mlp_chunks
 from dsft.plan.memory.offload import largest_part
 from dsft.plan.memory.ranks import memory
+from dsft.plan.memory.reference import with_reference
 from dsft.plan.memory.sizes import GIB, gpu_bytes, runs_on_cpu, with_device
-from dsft.plan.reference import scores_in_training
+from dsft.plan.reference import reference_model, scores_in_training
 from dsft.plan.tables import heading, printed, table
 from dsft.plan.traffic import traffic
 from dsft.spec.document import quote
@@ -61,6 +63,7 @@ from dsft.spec.load import load_spec
 from dsft.spec.schema import Spec
 from dsft.system.disk import size_text
 from dsft.system.process import die_with
+from dsft.tasks.referenced import live_reference
 from dsft.tasks.registry import task_of
 
 MOST_RANKS = 512
@@ -114,11 +117,10 @@ def _check_known(spec: Spec) -> None:
     """Raise SpecError for what is not rehearsed."""
     unknown = {
         "model.compile": spec.model.compile,
-        "optim.name": spec.optim.name not in ("adamw", "sgd"),
-        "parallel.offload_optimizer": spec.parallel.offload_optimizer.device != "none",
-        "parallel.offload_parameters": spec.parallel.offload_parameters.device != "none",
-        "task": scores_in_training(spec),
-    }  # fmt: skip
+        "optim.name": spec.optim.name == "muon",
+        "parallel.offload_optimizer.device": spec.parallel.offload_optimizer.device == "nvme",
+        "parallel.offload_parameters.device": spec.parallel.offload_parameters.device == "nvme",
+    }
     for key, is_unknown in unknown.items():
         if is_unknown:
             shown = quote(value) if isinstance(value := value_at(spec, key), str) else "this"
@@ -211,19 +213,21 @@ def rehearse_rank(setup: Setup, plan: Plan, stage: int) -> dict[str, Any]:
     """Rehearse the first rank of a stage, in a process of its own. Return its figures."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    if setup.cut.stages > 1:
-        check_cut(
-            resolve_config(setup.spec.model, setup.facts), setup.cut
-        )  # computes, so before the rehearsal
-    if setup.spec.model.lora is not None:
-        load_bitsandbytes()  # asks torch for a GPU, so before the rehearsal
-    mode = NoMemory(CPU if runs_on_cpu(setup.spec) else CUDA)
+    spec, models = setup.spec, [setup.spec.model]
+    if scores_in_training(spec):
+        models.append(reference_model(spec))
+    for model in models if setup.cut.stages > 1 else ():
+        find_split_points(resolve_config(model, setup.facts))  # computes, so before the rehearsal
+        take_census(model, setup.facts)  # so does this
+    load_bitsandbytes()  # asks torch for a GPU, so before the rehearsal
+    mode = NoMemory(CPU if runs_on_cpu(spec) else CUDA)
     world = begin(mode, stage * plan.layout.shards, plan.layout, setup.gpu, _trained(plan, setup.cut))
     with mode:
         saved = run_phases(setup, world, mode, NoValues())
     layout, kind = plan.layout, mode.device.type
     beside = WORKSPACE if kind == "cuda" else 0  # which no phase of the plan has
-    planned = memory(plan.census, setup.spec, layout, plan.hosts, setup.batch.shape.numel()).stages[stage]
+    sizes = spec, layout, plan.hosts, setup.batch.shape.numel()
+    planned = with_reference(memory(plan.census, *sizes), plan.reference_census, *sizes)[0].stages[stage]
     phases = {
         name: {
             "seconds": one.seconds, "peak": one.peak[kind], "host": one.peak["cpu"],
@@ -233,7 +237,8 @@ def rehearse_rank(setup: Setup, plan: Plan, stage: int) -> dict[str, Any]:
         for name, one in mode.phases.items()
     }  # fmt: skip
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"stage": stage, "rank": world.rank, "phases": phases, "saved": saved, "resident": resident}
+    found = {"stage": stage, "rank": world.rank, "phases": phases, "saved": saved, "resident": resident}
+    return found | {"planned_host": planned.offloaded}
 
 
 def _trained(plan: Plan, cut: Cut) -> dict[int, list[str]]:
@@ -262,6 +267,9 @@ def run_phases(setup: Setup, world: World, meter: Meter, source: Weights | None 
     elif spec.model.attention == "auto":
         attend_padded(policy.causal_lm, spec.data.max_length, world.device)
     engine = build_engine(policy, spec, setup.config, world, objective)
+    fill: Annotate = unchanged
+    if scores_in_training(spec):
+        fill = live_reference(spec, setup.facts, world, policy, engine, source=source)
     hidden = policy.causal_lm.config.get_text_config().hidden_size
     rows = setup.batch.shape[0]
     meter.begin_training(dtype, (rows, tokens // rows, hidden))
@@ -271,9 +279,9 @@ def run_phases(setup: Setup, world: World, meter: Meter, source: Weights | None 
     counts = {name: 1 for name in ("sequences", *(term.count for term in objective.terms))}
     for phase in ("without moments", "steady"):
         meter.enter(phase)
-        engine.step([setup.batch] * setup.number, counts, 1e-3)
+        engine.step(fill([setup.batch] * setup.number), counts, 1e-3)
     meter.enter("evaluation")
-    engine.evaluate([setup.batch])
+    engine.evaluate(fill([setup.batch]))
     meter.enter("save")
     mine = list(engine.owned_fragments())
     for fragment in mine:
@@ -312,6 +320,9 @@ def _parts(plan: Plan, result: Mapping[str, Any]) -> Iterator[RenderableType]:
                 figures = (str(ranks), str(calls), size_text(size), size_text(sent))
                 collectives.append([NAMES[name], kind.strip("_"), *figures])
         yield table(["phase", "peak", "plan", "plan's error", "rehearsed in"], rows)
+        if host := found["planned_host"]:
+            size = size_text(found["phases"]["steady"]["host"], 2)
+            yield Text(f"in a step the host's tensors: {size}; by the plan {size_text(host, 2)}")
         yield table(["phase", "collective", "ranks", "calls", "bytes", "sent by a rank"], collectives)
         for file, size in found["saved"].items():
             yield Text(f"checkpoint: {file}, {size_text(size, 2)}")

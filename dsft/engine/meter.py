@@ -179,8 +179,7 @@ class NoMemory(Meter):
         if target is None:
             return self._held(self._called(func, args, kwargs))
         values = self._computed(func, args, kwargs, given)
-        copied = CUDA in homes and target.type == "cpu"  # to the host
-        if homes and values is not None and (copied or not _tensors(values)):
+        if homes and values is not None and not _tensors(values):
             return values
         if name == "copy_" or not func._schema.returns:  # which allocates nothing
             return args[0] if func._schema.returns else None

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.ops.op_builder.builder import OpBuilder
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
@@ -76,6 +77,7 @@ def begin(
         os.environ.pop("DS_ACCELERATOR", None)
         _change_cuda(mode, memory)
         set_accelerator(_Accelerator())
+    OpBuilder._loaded_ops["cpu_adam"] = Nothing()
     comm: Any = importlib.import_module("deepspeed.comm.torch")  # `deepspeed.comm.torch` is torch
     comm.build_shm_op = lambda: None  # on a CPU it would compile an op and print to stdout
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
@@ -96,12 +98,12 @@ class _Accelerator(CUDA_Accelerator):
     pin_memory = lambda self, tensor, *_, **__: tensor  # noqa: E731
 
 
-class _Stream:
-    """A stream, or an event, of a device that computes nothing."""
+class Nothing:
+    """A stream or an event of a device, or an op of DeepSpeed's, that computes nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: _Stream()
+        return lambda *_, **__: Nothing()
 
 
 def _change_cuda(mode: NoMemory, memory: int) -> None:
@@ -111,15 +113,15 @@ def _change_cuda(mode: NoMemory, memory: int) -> None:
     )
     answers: dict[str, Any] = {
         "is_available": True, "device_count": 1, "current_device": 0, "get_device_properties": device,
-        "get_device_capability": (9, 0), "is_bf16_supported": True, "current_stream": _Stream(),
-        "stream": contextlib.nullcontext(), "reset_peak_memory_stats": None,
+        "get_device_capability": (9, 0), "is_bf16_supported": True, "current_stream": Nothing(),
+        "default_stream": Nothing(), "stream": contextlib.nullcontext(), "reset_peak_memory_stats": None,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     }  # fmt: skip
     nothing = "_lazy_init set_device synchronize set_rng_state manual_seed manual_seed_all empty_cache"
     cuda: Any = torch.cuda
     for name, answer in (answers | dict.fromkeys(nothing.split())).items():
         setattr(cuda, name, lambda *_, _answer=answer, **__: _answer)
-    cuda.Stream, cuda.Event, cuda.device = _Stream, _Stream, contextlib.nullcontext
+    cuda.Stream, cuda.Event, cuda.device = Nothing, Nothing, contextlib.nullcontext
     cuda.mem_get_info = lambda *_: (memory - mode.live["cuda"], memory)
     cuda.memory_allocated = cuda.memory_reserved = lambda *_: mode.live["cuda"]
     mode.live["cuda"] += WORKSPACE

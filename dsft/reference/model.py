@@ -23,7 +23,7 @@ from dsft.model.build import Part, build_model, switch_off_dropout
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts, config_around
 from dsft.model.policy import Policy
-from dsft.model.weights import DTYPES
+from dsft.model.weights import DTYPES, Weights
 from dsft.plan.census import Census, census_from
 from dsft.plan.cut import cut_of
 from dsft.plan.reference import other_model, reference_config, reference_model, reference_parallel
@@ -54,9 +54,11 @@ class OpenReference:
     engine: FrozenEngine
 
 
-def open_reference(spec: Spec, facts: TokenFacts, world: World) -> OpenReference:
+def open_reference(
+    spec: Spec, facts: TokenFacts, world: World, source: Weights | None = None
+) -> OpenReference:
     """Build the reference and its engine. A collective. `world`: the policy's while that trains, or that of a
-    scoring pass, with the layout of `reference_layout`. Raises as `build_model`."""
+    scoring pass, with the layout of `reference_layout`; source: as in `build_model`. Raises as that."""
     model = reference_model(spec)
     census, config = _census_and_config(spec, facts)
     cut = cut_of(reference_parallel(spec), census)
@@ -65,7 +67,7 @@ def open_reference(spec: Spec, facts: TokenFacts, world: World) -> OpenReference
 
     def part() -> Policy:
         dtype = DTYPES[spec.train.precision]
-        policy = build_model(model, facts, spec.train.seed, dtype, mine)
+        policy = build_model(model, facts, spec.train.seed, dtype, mine, source)
         switch_off_dropout(policy.causal_lm)  # as in the policy, so that both attend alike to packed rows
         attend(policy.causal_lm, model, spec.data, world.device, exchange)
         return policy

@@ -4,7 +4,7 @@ adapter, as the task's section says (`dsft.spec.schema.Reference`)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,16 @@ import torch
 from dsft.checkpoint.read import CheckpointReader
 from dsft.data.steps.batch import Annotate, GlobalStep, MicroBatch, unchanged_step
 from dsft.data.steps.steps import TrainSteps, micro_batches_of
+from dsft.dist.world import World
 from dsft.engine.api import Engine
 from dsft.errors import CheckpointError
+from dsft.model.config import TokenFacts
 from dsft.model.policy import Policy
+from dsft.model.weights import Weights
 from dsft.plan.reference import reference_line, reference_model, scores_in_training
 from dsft.reference.check import NUM_BATCHES, StartCheck, check_start, check_weights, random_ids
 from dsft.reference.key import Key, differences, key_of
-from dsft.reference.model import open_reference, proven
+from dsft.reference.model import OpenReference, open_reference, proven
 from dsft.reference.precomputed import PrecomputedReference, precompute
 from dsft.reference.refer import adapter_off, refer_to_engine, refer_to_start
 from dsft.reference.teacher import ask_for_top, refer_to_teacher
@@ -121,17 +124,12 @@ class Referenced(Task):
             return key
 
         key = world.first(checked_key)
-        if spec.reference.reference == "adapter":
-            annotate = refer_to_start(policy, engine, spec)
-        else:
-            opened = open_reference(spec, inputs.facts, world)
+
+        def prove(opened: OpenReference) -> None:
             for line in proven(opened, spec, inputs, world):
                 run.log(f"reference: {line}")
-            if spec.reference.scored:
-                world.each(lambda: ask_for_top(opened.policy, spec, inputs.facts))
-                annotate = refer_to_teacher(opened.engine)
-            else:
-                annotate = refer_to_engine(opened.engine)
+
+        annotate = live_reference(spec, inputs.facts, world, policy, engine, prove)
         datasets = 1 + len(inputs.held_out) + len(inputs.also_scored)
         return References([annotate] * datasets, key.as_json())
 
@@ -161,6 +159,28 @@ class Referenced(Task):
         annotated = annotator.now(annotator.ahead(replace(first, micro_batches=checked))).micro_batches
         start = StartCheck(spec, self.beta(spec), inputs.train, annotated, inputs.pad_id, bare)
         yield check_start(start, model.engine, policy, run.world)
+
+
+def live_reference(  # noqa: PLR0913, PLR0917  what a run knows
+    spec: Spec,
+    facts: TokenFacts,
+    world: World,
+    policy: Policy,
+    engine: Engine,
+    prove: Callable[[OpenReference], None] = lambda opened: None,
+    source: Weights | None = None,
+) -> Annotate:
+    """Return what scores micro-batches while the run trains. A collective. prove: called with a reference
+    that has its own engine; source: of its weights, as in `build_model`."""
+    assert spec.reference is not None, "the loss needs a reference"
+    if spec.reference.reference == "adapter":
+        return refer_to_start(policy, engine, spec)
+    opened = open_reference(spec, facts, world, source)
+    prove(opened)
+    if not spec.reference.scored:
+        return refer_to_engine(opened.engine)
+    world.each(lambda: ask_for_top(opened.policy, spec, facts))
+    return refer_to_teacher(opened.engine)
 
 
 def check_same_reference(checkpoint: CheckpointReader | None, key: Key) -> None:

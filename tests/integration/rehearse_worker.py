@@ -23,7 +23,7 @@ from tests.specs import llama, minimal_spec
 LENGTH = 512
 CASES: dict[str, tuple[dict[str, Any], ...]] = {
     "ZeRO 2, fp32": ({"zero_stage": 2}, {"precision": "fp32", "accumulation_steps": 2}),
-    "ZeRO 3, bf16": ({"zero_stage": 3}, {"precision": "bf16", "accumulation_steps": 2}),
+    "dpo, ZeRO 3, bf16": ({"zero_stage": 3}, {"precision": "bf16", "accumulation_steps": 2}),
     "LoRA, FP4, ZeRO 2, bf16": (
         {"zero_stage": 2},
         {"precision": "bf16"},
@@ -50,7 +50,7 @@ def plan_of(name: str, ranks: int) -> Plan:
         parallel = parallel | {"zero_hpz_partition_size": 2}
     config = llama(256, 640, 4, 4, vocab_size=1024, tie_word_embeddings="tied" in name)
     spec = minimal_spec(
-        name.split(",")[0] if "reward" in name else "pretrain",
+        task if (task := name.split(",")[0]) in ("dpo", "reward") else "pretrain",
         model=dict({"from_config": config}, **(model[0] if model else {})),
         data={
             "train": [{"path": "rows.jsonl"}],
@@ -61,6 +61,7 @@ def plan_of(name: str, ranks: int) -> Plan:
         cluster={"hosts": {"here": ranks}, "accelerator": {"name": "cpu"}},
         parallel=parallel,
         train=train,
+        **({"dpo": {"reference": "live"}} if task == "dpo" else {}),
     )
     return build_plan(spec)
 

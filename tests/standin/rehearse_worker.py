@@ -23,10 +23,11 @@ import torch
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
 import deepspeed
 import torch.distributed as dist
+from deepspeed.ops.op_builder.builder import OpBuilder
 
 from dsft.commands.rehearse import _trained, run_phases, setup_of
 from dsft.engine.meter import CUDA, Meter
-from dsft.engine.rehearsal import LoneRank, NoValues
+from dsft.engine.rehearsal import LoneRank, Nothing, NoValues
 from dsft.model import attention_choice, lora
 from dsft.model.quantize import load_bitsandbytes
 from dsft.plan.build import build_plan
@@ -43,9 +44,12 @@ class NoKernels:
 
 
 def without_kernels() -> None:
+    OpBuilder._loaded_ops["cpu_adam"] = Nothing()
     load_bitsandbytes()  # it asks CUDA, so not before the fork
     operations: Any = importlib.import_module("bitsandbytes.backends.cuda.ops")
     operations.lib = NoKernels()
+    for kernels in (operations.str2optimizer32bit, operations.str2optimizer8bit_blockwise):
+        kernels["adam"] = [operations.lib.adam] * 3
 
 
 class Allocator(Meter):
@@ -57,8 +61,7 @@ class Allocator(Meter):
 
 
 def measure(given: dict[str, Any]) -> dict[str, Any]:
-    if given["spec"]["model"]["lora"]:
-        without_kernels()
+    without_kernels()
     plan = build_plan(Spec.model_validate(given["spec"]), given["ranks"])
     os.environ |= {"RANK": "0", "WORLD_SIZE": str(given["ranks"]), "LOCAL_RANK": "0"}
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=given["ranks"])

@@ -17,12 +17,15 @@ from dsft.errors import SpecError, WorldError
 from tests.specs import llama, minimal_spec
 
 
+NVME = {"device": "nvme", "nvme_path": "/nowhere"}
+
+
 @pytest.mark.parametrize(("ranks", "sections", "words"), [
     (0, {}, "0 is not between 1 and 512"),
     (513, {}, "513 is not between 1 and 512"),
     (9, {"parallel": {"pipeline_stages": 2, "zero_stage": 1}}, "2 does not divide the 9 processes"),
     (3, {"train": {"global_batch_size": 8}}, "does not hold"),
-    (2, {"parallel": {"zero_stage": 2, "offload_optimizer": {"device": "cpu"}}}, "does not know"),
+    (2, {"parallel": {"zero_stage": 3, "offload_optimizer": NVME}}, "know 'nvme' yet"),
     (2, {"optim": {"name": "muon"}}, "know 'muon' yet"),
 ])  # fmt: skip
 def test_what_cannot_be_rehearsed_is_said_in_a_sentence(
