@@ -94,11 +94,11 @@ class Setup:
 def rehearse(path: Path, overrides: Sequence[str], ranks: int, *, as_json: bool) -> None:
     """Print what the rehearsal finds. Raises SpecError for a spec that does not fit `ranks`, or is not
     known here."""
-    spec = load_spec(path, overrides, check_files=False)
     if not 1 <= ranks <= MOST_RANKS:
         raise _refused("ranks", f"{ranks} is not between 1 and {MOST_RANKS}; give a number of these")
+    spec = load_spec(path, overrides, check_files=False, ranks=ranks)
     _check_known(spec)
-    plan = build_plan(_on_hosts(spec, ranks), ranks)
+    plan = build_plan(spec, ranks)
     setup = setup_of(plan)
     stages = sorted({0, min(1, plan.layout.pipeline_stages - 1), plan.layout.pipeline_stages - 1})
     result = {
@@ -129,16 +129,6 @@ def _check_known(spec: Spec) -> None:
 
 def _refused(key: str, message: str) -> SpecError:
     return SpecError("The run cannot be rehearsed.", [Problem(key, message)])
-
-
-def _on_hosts(spec: Spec, ranks: int) -> Spec:
-    """Return the spec with as many hosts of the same size as `ranks` ranks need."""
-    if spec.cluster is None or sum(spec.cluster.hosts.values()) == ranks:
-        return spec
-    slots = max(spec.cluster.hosts.values())
-    counts = (min(slots, ranks - first) for first in range(0, ranks, slots))
-    hosts = {f"host{number}": count for number, count in enumerate(counts)}
-    return spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"hosts": hosts})})
 
 
 def setup_of(plan: Plan) -> Setup:

@@ -107,6 +107,20 @@ def expand_hosts(document: Document) -> None:
     cluster["hosts"] = expanded or {"localhost": 1}
 
 
+def with_ranks(document: Document, ranks: int) -> None:
+    """Replace the hosts of a document that has another number of ranks by as many as `ranks` ranks need, each
+    of the largest host's size. Hosts that are not valid stay."""
+    cluster = document.data.get("cluster") if isinstance(document.data, dict) else None
+    hosts = cluster.get("hosts") if isinstance(cluster, dict) else None
+    if not isinstance(cluster, dict) or not isinstance(hosts, dict):
+        return
+    sizes = list(hosts.values())
+    if sizes and all(isinstance(size, int) and size > 0 for size in sizes) and sum(sizes) != ranks:
+        firsts = enumerate(range(0, ranks, max(sizes)))
+        cluster["hosts"] = {f"host{n}": min(max(sizes), ranks - first) for n, first in firsts}
+        cluster.pop("min_hosts", None)
+
+
 def _is_range(key: object) -> bool:
     return isinstance(key, str) and ("[" in key or "]" in key)
 

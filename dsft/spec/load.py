@@ -25,7 +25,7 @@ from dsft.spec.combinations import combinations
 from dsft.spec.document import Document, SpecDumper, quote, read_document
 from dsft.spec.files import file_findings, model_config, source_findings
 from dsft.spec.findings import Finding
-from dsft.spec.hosts import expand_hosts
+from dsft.spec.hosts import expand_hosts, with_ranks
 from dsft.spec.messages import errors_of, key_of, path_in, sentences
 from dsft.spec.model_types import model_type_findings
 from dsft.spec.overrides import apply_overrides
@@ -35,9 +35,11 @@ from dsft.spec.schema import Spec
 MAX_BYTES = 1_000_000
 
 
-def load_spec(path: Path | str, overrides: Sequence[str] = (), *, check_files: bool = True) -> Spec:
-    """Load and check a spec. Raise SpecError with all problems, MissingInputError if the file cannot be
-    read."""
+def load_spec(
+    path: Path | str, overrides: Sequence[str] = (), *, check_files: bool = True, ranks: int | None = None
+) -> Spec:
+    """Load and check a spec. ranks: see `with_ranks`; None: the spec's own hosts. Raise SpecError with all
+    problems, MissingInputError if the file cannot be read."""
     document = read_document(_read(Path(path)))
     if is_of_another_tool(document.data):
         message = "this is a config of another tool, such as LLaMA-Factory, Axolotl, TRL, ms-swift or "
@@ -46,6 +48,8 @@ def load_spec(path: Path | str, overrides: Sequence[str] = (), *, check_files: b
     readable = not document.problems or document.data is not None
     apply_overrides(document, overrides)
     expand_hosts(document)
+    if ranks is not None:
+        with_ranks(document, ranks)
     spec = _validate(document, check_files) if readable else None
     if document.problems or spec is None:
         raise _all_problems(path, document.problems)

@@ -14,8 +14,9 @@ import yaml
 from dsft.commands import rehearse as commands
 from dsft.commands.rehearse import in_processes, largest_micro_batch, rehearse
 from dsft.errors import SpecError, WorldError
+from dsft.spec.load import load_spec
+from dsft.spec.schema import Spec
 from tests.specs import llama, minimal_spec
-
 
 NVME = {"device": "nvme", "nvme_path": "/nowhere"}
 
@@ -34,11 +35,37 @@ def test_what_cannot_be_rehearsed_is_said_in_a_sentence(
     given = {"model": {"from_config": llama(16, 32, 4, 2)}} | sections
     data = {"train": [{"path": "rows.jsonl"}], "packing": True, "max_length": 16}
     spec = minimal_spec(data=data, **given)
-    path = tmp_path / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
     with pytest.raises(SpecError, match=words) as found:
-        rehearse(path, (), ranks, as_json=False)
+        rehearse(written(spec, tmp_path), (), ranks, as_json=False)
     assert len(str(found.value).splitlines()) == 2
+
+
+def written(spec: Spec, folder: Path) -> Path:
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(spec.model_dump(mode="json", exclude_unset=True)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("ranks", "hosts"), [
+    (20, {"host0": 8, "host1": 8, "host2": 4}),
+    (5, {"host0": 5}),
+    (64, {f"a{n}": 8 for n in range(1, 9)}),
+])  # fmt: skip
+def test_a_spec_is_checked_with_the_ranks_that_are_rehearsed(
+    tmp_path: Path, ranks: int, hosts: dict[str, int]
+) -> None:
+    stages = 5 if ranks % 5 == 0 else 4
+    parallel = {"pipeline_stages": stages, "zero_stage": 1}
+    cluster = {"hosts": {"a[1-8]": 8}, "min_hosts": 8}
+    data = {"train": [{"path": "rows.jsonl"}]}
+    model = {"from_config": llama(16, 32, 5, 2)}
+    spec = minimal_spec(model=model, data=data, parallel=parallel, cluster=cluster)
+    path = written(spec, tmp_path)
+    found = load_spec(path, check_files=False, ranks=ranks)
+    assert found.cluster is not None and found.cluster.hosts == hosts
+    if stages == 5:
+        with pytest.raises(SpecError, match="5 does not divide the 64 processes"):
+            load_spec(path, check_files=False)
 
 
 @pytest.mark.parametrize(("task", "packing", "shape", "segments"), [
