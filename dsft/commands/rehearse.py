@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from dsft.engine.meter import CPU, CUDA, Meter, NoMemory
 from dsft.engine.partition import sharding_for
 from dsft.engine.rehearsal import WORKSPACE, NoValues, begin
 from dsft.errors import DsftError, Problem, SpecError, WorldError, brief
-from dsft.model.attention import attend_padded, attend_per_segment
+from dsft.model.attention import attend
 from dsft.model.build import Part, build_model
 from dsft.model.census import take_census
 from dsft.model.config import TokenFacts, resolve_config, token_facts
@@ -68,13 +67,13 @@ from dsft.tasks.registry import task_of
 
 MOST_RANKS = 512
 GPU = 80 * GIB  # bytes of a GPU where the spec does not give them
-NAMES = {
-    "load": "start",
-    "first_step": "first step",
-    "steady": "step",
-    "evaluation": "evaluation",
-    "save": "save",
-}
+UNKNOWN = {
+    "model.compile": True, "optim.name": "muon", "parallel.offload_optimizer.device": "nvme",
+    "parallel.offload_parameters.device": "nvme",
+}  # fmt: skip
+"""Values that are refused, by their keys."""
+NAMES = {"load": "start", "first_step": "first step", "steady": "step"}
+"""Phases by the names of the report, where these differ."""
 
 
 @dataclass(frozen=True)
@@ -101,30 +100,20 @@ def rehearse(path: Path, overrides: Sequence[str], ranks: int, *, as_json: bool)
     plan = build_plan(spec, ranks)
     setup = setup_of(plan)
     stages = sorted({0, min(1, plan.layout.pipeline_stages - 1), plan.layout.pipeline_stages - 1})
-    result = {
-        "ranks": ranks,
-        "kinds": in_processes(setup, plan, stages),
-        "traffic": _planned_traffic(plan, setup),
-    }
-    print(
-        json.dumps(result, indent=1) if as_json else printed(_parts(plan, result)),
-        end="\n" * as_json,
-        flush=True,
-    )
+    kinds = in_processes(setup, plan, stages)
+    flows = traffic(plan.census, setup.spec, plan.layout, plan.hosts, setup.batch.shape.numel())
+    sent = sum(flow.bytes for flow in flows if flow.link in ("within a host", "between hosts"))
+    result = {"ranks": ranks, "kinds": kinds, "traffic": sent}
+    text = json.dumps(result, indent=1) + "\n" if as_json else printed(_parts(plan, result))
+    print(text, end="", flush=True)
 
 
 def _check_known(spec: Spec) -> None:
     """Raise SpecError for what is not rehearsed."""
-    unknown = {
-        "model.compile": spec.model.compile,
-        "optim.name": spec.optim.name == "muon",
-        "parallel.offload_optimizer.device": spec.parallel.offload_optimizer.device == "nvme",
-        "parallel.offload_parameters.device": spec.parallel.offload_parameters.device == "nvme",
-    }
-    for key, is_unknown in unknown.items():
-        if is_unknown:
-            shown = quote(value) if isinstance(value := value_at(spec, key), str) else "this"
-            raise _refused(key, f"dsft rehearse does not know {shown} yet; dsft plan SPEC shows its estimate")
+    for key, value in UNKNOWN.items():
+        if value_at(spec, key) == value:
+            why = f"dsft rehearse does not know {quote(value)} yet; dsft plan SPEC shows its estimate"
+            raise _refused(key, why)
 
 
 def _refused(key: str, message: str) -> SpecError:
@@ -178,11 +167,8 @@ def in_processes(setup: Setup, plan: Plan, stages: Sequence[int]) -> list[dict[s
     """Return what `rehearse_rank` finds for each stage, in a process of its own. Raises DsftError where a
     rank cannot be rehearsed, WorldError where its process is killed."""
     context, ours = multiprocessing.get_context("fork"), (os.getpid(),)
-    with ExitStack() as running:
-        pools = [running.enter_context(ProcessPoolExecutor(1, context, die_with, ours)) for _ in stages]
-        ranks = [
-            pool.submit(rehearse_rank, setup, plan, stage) for pool, stage in zip(pools, stages, strict=True)
-        ]
+    with ProcessPoolExecutor(len(stages), context, die_with, ours) as pool:  # each takes one
+        ranks = [pool.submit(rehearse_rank, setup, plan, stage) for stage in stages]
         try:
             return [rank.result() for rank in ranks]
         except BrokenProcessPool:
@@ -203,9 +189,8 @@ def rehearse_rank(setup: Setup, plan: Plan, stage: int) -> dict[str, Any]:
     """Rehearse the first rank of a stage, in a process of its own. Return its figures."""
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    spec, models = setup.spec, [setup.spec.model]
-    if scores_in_training(spec):
-        models.append(reference_model(spec))
+    spec = setup.spec
+    models = (spec.model, reference_model(spec)) if scores_in_training(spec) else (spec.model,)
     for model in models if setup.cut.stages > 1 else ():
         find_split_points(resolve_config(model, setup.facts))  # computes, so before the rehearsal
         take_census(model, setup.facts)  # so does this
@@ -246,16 +231,10 @@ def run_phases(setup: Setup, world: World, meter: Meter, source: Weights | None 
     spec, task = setup.spec, task_of(setup.spec)
     objective = task.objective(spec)
     meter.enter("load")
-    keep, exchange = sharding_for(setup.config, world), exchange_of(world)
     dtype, tokens = DTYPES[spec.train.precision], world.layout.part(setup.batch.shape.numel())
-    part = Part(world.stage, setup.cut, keep)
+    part = Part(world.stage, setup.cut, sharding_for(setup.config, world))
     policy = build_model(spec.model, setup.facts, 0, dtype, part, tokens, source)
-    if spec.data.packing or exchange is not None:
-        attend_per_segment(
-            policy.causal_lm, spec.model.attention, spec.data.max_length, world.device, exchange
-        )
-    elif spec.model.attention == "auto":
-        attend_padded(policy.causal_lm, spec.data.max_length, world.device)
+    attend(policy.causal_lm, spec.model, spec.data, world.device, exchange_of(world))
     engine = build_engine(policy, spec, setup.config, world, objective)
     fill: Annotate = unchanged
     if scores_in_training(spec):
@@ -267,8 +246,8 @@ def run_phases(setup: Setup, world: World, meter: Meter, source: Weights | None 
     for _ in range(2):  # a run probes several sizes, and ZeRO 3 prefetches from the second on
         engine.probe(setup.batch)
     counts = {name: 1 for name in ("sequences", *(term.count for term in objective.terms))}
-    for phase in ("without moments", "steady"):
-        meter.enter(phase)
+    for _ in range(2):  # only the second is shown: it has moments
+        meter.enter("steady")
         engine.step(fill([setup.batch] * setup.number), counts, 1e-3)
     meter.enter("evaluation")
     engine.evaluate(fill([setup.batch]))
@@ -278,26 +257,17 @@ def run_phases(setup: Setup, world: World, meter: Meter, source: Weights | None 
         _ = fragment.data
     begins, size = header_of(entries_of(mine), METADATA)
     meter.enter("end")
-    for phase in ("without moments", "end"):
-        meter.phases.pop(phase)
+    meter.phases.pop("end")
     return {file_of(world.rank): len(begins) + size}
 
 
 # --- the report -------------------------------------------------------------------------------------------
 
 
-def _planned_traffic(plan: Plan, setup: Setup) -> int:
-    """Return the bytes that the busiest rank sends in a step, by the plan."""
-    flows = traffic(plan.census, setup.spec, plan.layout, plan.hosts, setup.batch.shape.numel())
-    return sum(flow.bytes for flow in flows if flow.link in ("within a host", "between hosts"))
-
-
 def _parts(plan: Plan, result: Mapping[str, Any]) -> Iterator[RenderableType]:
     layout = plan.layout
-    yield Text(
-        f"{plan.spec.name}: {plan.census.architecture}, {plan.census.numel:,} parameters, "
-        f"{layout.world_size} ranks"
-    )
+    model = f"{plan.census.architecture}, {plan.census.numel:,} parameters"
+    yield Text(f"{plan.spec.name}: {model}, {layout.world_size} ranks")
     for found in result["kinds"]:
         stage = f", stage {found['stage']} of {layout.pipeline_stages}" if layout.pipeline_stages > 1 else ""
         yield heading(f"rank {found['rank']}{stage}")
@@ -305,10 +275,10 @@ def _parts(plan: Plan, result: Mapping[str, Any]) -> Iterator[RenderableType]:
         for name, one in found["phases"].items():
             error = one["planned"] / one["peak"] - 1
             sizes = (size_text(one[key], 2) for key in ("peak", "planned"))
-            rows.append([NAMES[name], *sizes, f"{error:+.1%}", f"{one['seconds']:.1f} s"])
+            rows.append([NAMES.get(name, name), *sizes, f"{error:+.1%}", f"{one['seconds']:.1f} s"])
             for kind, ranks, calls, size, sent in one["collectives"]:
                 figures = (str(ranks), str(calls), size_text(size), size_text(sent))
-                collectives.append([NAMES[name], kind.strip("_"), *figures])
+                collectives.append([NAMES.get(name, name), kind.strip("_"), *figures])
         yield table(["phase", "peak", "plan", "plan's error", "rehearsed in"], rows)
         if host := found["planned_host"]:
             size = size_text(found["phases"]["steady"]["host"], 2)

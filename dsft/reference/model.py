@@ -67,7 +67,7 @@ def open_reference(
 
     def part() -> Policy:
         dtype = DTYPES[spec.train.precision]
-        policy = build_model(model, facts, spec.train.seed, dtype, mine, source)
+        policy = build_model(model, facts, spec.train.seed, dtype, mine, source=source)
         switch_off_dropout(policy.causal_lm)  # as in the policy, so that both attend alike to packed rows
         attend(policy.causal_lm, model, spec.data, world.device, exchange)
         return policy

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from dsft.system.files import atomic_write, write_error
 from dsft.system.json_file import open_file, parse_json
@@ -66,13 +66,16 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def _line(row: Mapping[str, float | str | None]) -> str:
-    values = {name: written(value) if isinstance(value, float) else value for name, value in row.items()}
-    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(written(dict(row)), ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def written(value: float) -> float | str:
-    """Return the value as JSON can represent it."""
-    if math.isfinite(value):
+def written(value: Any) -> Any:
+    """Return the value as JSON can represent it: numbers that are not finite as text."""
+    if isinstance(value, dict):
+        return {key: written(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [written(one) for one in value]
+    if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 

@@ -62,7 +62,7 @@ def replayed(run: Run, asked: Mapping[str, Any]) -> dict[str, Any]:
             run.log(line)
         found = Replay(run, inputs, model).result(progress, asked)
         layout = asdict(run.layout) | {"zero_stage": run.spec.parallel.zero_stage}
-        result: dict[str, Any] = _as_json({**asked, "layout": layout, **found})
+        result: dict[str, Any] = written({**asked, "layout": layout, **found})
         return result
 
 
@@ -216,12 +216,3 @@ def shares_of_loss(losses: Sequence[float], weights: Sequence[float]) -> list[fl
         excess = [max(0.0, weight * (loss - median)) for loss, weight in zip(losses, weights, strict=True)]
     whole = math.fsum(excess) or 1.0
     return [one / whole for one in excess]
-
-
-def _as_json(value: Any) -> Any:
-    """Return a value with numbers that are not finite as metrics.jsonl has them."""
-    if isinstance(value, dict):
-        return {key: _as_json(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_as_json(one) for one in value]
-    return written(value) if isinstance(value, float) else value

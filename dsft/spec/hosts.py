@@ -107,18 +107,15 @@ def expand_hosts(document: Document) -> None:
     cluster["hosts"] = expanded or {"localhost": 1}
 
 
-def with_ranks(document: Document, ranks: int) -> None:
-    """Replace the hosts of a document that has another number of ranks by as many as `ranks` ranks need, each
-    of the largest host's size. Hosts that are not valid stay."""
-    cluster = document.data.get("cluster") if isinstance(document.data, dict) else None
-    hosts = cluster.get("hosts") if isinstance(cluster, dict) else None
-    if not isinstance(cluster, dict) or not isinstance(hosts, dict):
-        return
-    sizes = list(hosts.values())
-    if sizes and all(isinstance(size, int) and size > 0 for size in sizes) and sum(sizes) != ranks:
-        firsts = enumerate(range(0, ranks, max(sizes)))
-        cluster["hosts"] = {f"host{n}": min(max(sizes), ranks - first) for n, first in firsts}
-        cluster.pop("min_hosts", None)
+def with_ranks(spec: Spec, ranks: int) -> Spec:
+    """Return a spec that lists hosts for another number of ranks with as many as `ranks` ranks need, each of
+    the largest host's size."""
+    if spec.cluster is None or sum(spec.cluster.hosts.values()) == ranks:
+        return spec
+    slots = max(spec.cluster.hosts.values())
+    hosts = {f"host{n}": min(slots, ranks - first) for n, first in enumerate(range(0, ranks, slots))}
+    cluster = spec.cluster.model_copy(update={"hosts": hosts, "min_hosts": None})
+    return spec.model_copy(update={"cluster": cluster})
 
 
 def _is_range(key: object) -> bool:

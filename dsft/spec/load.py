@@ -48,9 +48,7 @@ def load_spec(
     readable = not document.problems or document.data is not None
     apply_overrides(document, overrides)
     expand_hosts(document)
-    if ranks is not None:
-        with_ranks(document, ranks)
-    spec = _validate(document, check_files) if readable else None
+    spec = _validate(document, check_files, ranks) if readable else None
     if document.problems or spec is None:
         raise _all_problems(path, document.problems)
     return spec
@@ -85,7 +83,7 @@ def _read(path: Path) -> str:
         raise _all_problems(path, [problem]) from error
 
 
-def _validate(document: Document, check_files: bool) -> Spec | None:
+def _validate(document: Document, check_files: bool, ranks: int | None) -> Spec | None:
     """Return the spec, or None if it is invalid; problems are added to the document's."""
     data = document.data
     if not isinstance(data, dict):
@@ -105,7 +103,7 @@ def _validate(document: Document, check_files: bool) -> Spec | None:
         spec, wrong_keys = _without(data, errors)
         wrong_keys |= meant_keys
     if spec is not None:
-        spec, adapter_findings = with_saved_adapter(spec)
+        spec, adapter_findings = with_saved_adapter(spec if ranks is None else with_ranks(spec, ranks))
         for found in (*adapter_findings, *refusals(spec, check_files)):
             reads = found.reads or (key_of(found.path),)
             if not any(_overlap(read, key) for read in reads for key in wrong_keys):

@@ -162,14 +162,9 @@ class Referenced(Task):
 
 
 def live_reference(  # noqa: PLR0913, PLR0917  what a run knows
-    spec: Spec,
-    facts: TokenFacts,
-    world: World,
-    policy: Policy,
-    engine: Engine,
-    prove: Callable[[OpenReference], None] = lambda opened: None,
-    source: Weights | None = None,
-) -> Annotate:
+    spec: Spec, facts: TokenFacts, world: World, policy: Policy, engine: Engine,
+    prove: Callable[[OpenReference], None] = lambda opened: None, source: Weights | None = None,
+) -> Annotate:  # fmt: skip
     """Return what scores micro-batches while the run trains. A collective. prove: called with a reference
     that has its own engine; source: of its weights, as in `build_model`."""
     assert spec.reference is not None, "the loss needs a reference"

@@ -48,6 +48,7 @@ def plan_of(name: str, ranks: int) -> Plan:
     parallel, train, *model = CASES[name]
     if ranks == 4 and parallel["zero_stage"] == 3:
         parallel = parallel | {"zero_hpz_partition_size": 2}
+    own: dict[str, Any] = {"dpo": {"reference": "live"}} if "dpo" in name else {}
     config = llama(256, 640, 4, 4, vocab_size=1024, tie_word_embeddings="tied" in name)
     spec = minimal_spec(
         task if (task := name.split(",")[0]) in ("dpo", "reward") else "pretrain",
@@ -61,7 +62,7 @@ def plan_of(name: str, ranks: int) -> Plan:
         cluster={"hosts": {"here": ranks}, "accelerator": {"name": "cpu"}},
         parallel=parallel,
         train=train,
-        **({"dpo": {"reference": "live"}} if task == "dpo" else {}),
+        **own,
     )
     return build_plan(spec)
 
