@@ -8,6 +8,7 @@ of the same fact.
 
 from __future__ import annotations
 
+import functools
 from itertools import product
 from typing import Any
 
@@ -46,9 +47,8 @@ def builtin_rows(name: str) -> list[dict[str, Any]]:
     """
     if name not in NAMES:
         raise KeyError(name)
-    conversations = _shuffled(_single_questions() + _double_questions())
     held_out = name in (QUICKSTART_HELDOUT, PAIRS_HELDOUT)
-    chosen = [_messages(c) for i, c in enumerate(conversations) if (i % _HELD_OUT_EVERY == 0) == held_out]
+    chosen = [_messages(c) for i, c in enumerate(_conversations()) if (i % _HELD_OUT_EVERY == 0) == held_out]
     if name in (QUICKSTART, QUICKSTART_HELDOUT):
         return [{"messages": messages} for messages in chosen]
     return [_pair(messages, number) for number, messages in enumerate(chosen)]
@@ -89,8 +89,10 @@ def _double_questions() -> list[list[tuple[str, str]]]:
     return one_animal + two_animals
 
 
-def _shuffled(rows: list[list[tuple[str, str]]]) -> list[list[tuple[str, str]]]:
-    """Return the rows in a fixed order, by a stride that is coprime to their number (1,152)."""
+@functools.cache  # of rows that are read several times in each start
+def _conversations() -> list[list[tuple[str, str]]]:
+    """Return all conversations in a fixed order, by a stride that is coprime to their number (1,152)."""
+    rows = _single_questions() + _double_questions()
     return [rows[(i * 1009) % len(rows)] for i in range(len(rows))]
 
 

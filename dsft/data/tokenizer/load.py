@@ -213,12 +213,13 @@ def is_unchanged(folder: Path) -> bool:
     return path.is_file() and read_json(path).get("auto_map") == UNCHANGED
 
 
-def _num_different(tokenizer: PreTrainedTokenizerBase, folder: Path, texts: Sequence[str]) -> int:
+def _num_different(tokenizer: PreTrainedTokenizerBase, folder: Path, texts: list[str]) -> int:
     from transformers import AutoTokenizer
 
     try:
         read = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        return sum(read(text)["input_ids"] != tokenizer(text)["input_ids"] for text in texts)
+        pairs = zip(read(texts)["input_ids"], tokenizer(texts)["input_ids"], strict=True)
+        return sum(theirs != ours for theirs, ours in pairs)
     except Exception:  # of the libraries, for a tokenizer that they cannot read
         return len(texts)
 
