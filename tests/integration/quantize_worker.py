@@ -118,7 +118,7 @@ def compare(  # noqa: PLR0913, PLR0915, PLR0917  a case
     if packed or split > 1:
         attend_per_segment(policy.causal_lm, "auto", 32, exchange=exchange_of(world))
     weights = merge(world.gather({} if zero == 3 else packed_weights(policy.causal_lm)))
-    model = plain_model(spec)
+    model = nn.Module() if world.rank else plain_model(spec)  # rank 0 alone compares
     frozen: list[FrozenEngine] = []
     learned = task_of(spec, packed, model, world, frozen)
     engine: Any = build_engine(policy, spec, config, world, learned.objective)
@@ -178,7 +178,8 @@ def task_of(
         return found.policy, found.engine
 
     dtype, form = DTYPES[spec.train.precision], spec.distill.reference_quantize
-    teacher = of_transformers(str(spec.distill.reference_model), dtype, form)
+    folder = str(spec.distill.reference_model)
+    teacher = nn.Module() if world.rank else of_transformers(folder, dtype, form)
     return parity.distilled(case, spec.distill, world, teacher, opened)
 
 

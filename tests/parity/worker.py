@@ -406,7 +406,8 @@ def task_of(case: Case, spec: Spec, model: nn.Module, world: World) -> Task:
     stored: list[Tensor] = []
 
     def shares(steps: list[plain.Step[Any]]) -> list[list[MicroBatch]]:
-        stored.append(pairs.referred(reference, steps, alone=spec.kto is not None))
+        is_given = case.reference == "given"
+        stored.extend([pairs.referred(reference, steps, alone=spec.kto is not None)] if is_given else [])
         if spec.kto is not None:
             return pairs.labeled(steps, world.data_rank, case.form, 2, DIVERGENCE)
         return pairs.numbered(steps, world.data_rank, case.form)
