@@ -46,10 +46,12 @@ def serve(parent: int) -> None:
     from dsft.system.process import die_with
 
     die_with(parent)
+    gc.disable()
     for name in SHARED:
         importlib.import_module(name)
     make_once()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
+    gc.enable()
     gc.collect()
     gc.freeze()  # a quarter of the ranks' time went into looking for garbage among what was imported
     for line in sys.stdin:

@@ -2,8 +2,8 @@
 
 python commands_worker.py COMMANDS.json RESULTS.json      [[word, …], …] -> [[exit code, output], …]
 
-The ranks that a command starts are forks of this process. tests/integration/test_answer.py and test_prove.py
-start commands whose ranks are processes of their own.
+The ranks that a command starts are forks of this process. tests/integration/test_answer.py starts a command
+whose ranks are processes of their own.
 """
 
 from __future__ import annotations

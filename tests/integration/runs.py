@@ -96,7 +96,7 @@ def run_forked(argv: Sequence[str], environ: Mapping[str, str], ranks: int, *, q
 
 
 def dsft(*words: str) -> subprocess.CompletedProcess[str]:
-    """Return the outcome of a command, which is forked; the ranks that it starts are not."""
+    """Return the outcome of a command, which is forked; its ranks are too if its first word is --fork."""
     return alone(Path(__file__).with_name("typed.py"), words)
 
 

@@ -27,6 +27,7 @@ from tests.integration.test_reward import CASES as LAYOUTS
 from tests.integration.test_reward import DYING, LORA, WORDS, write_rows, written
 from tests.integration.test_reward import fresh_score as drawn_score
 from tests.launching import forked
+from tests.selected import selected, tiered
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -45,6 +46,8 @@ CASES = LAYOUTS | {
     "plain": (2, ("parallel.zero_stage=0", "train.micro_batch_size=2")),
     "split": (2, ("parallel.zero_stage=1", "parallel.sequence_parallel=2", "train.micro_batch_size=2")),
 }
+ALWAYS = ("alone", "packed", "sharded", "split")
+"""Stages are always tried in tests/parity."""
 
 
 # --- the plain loop, on right-padded rows -----------------------------------------------------------------
@@ -106,10 +109,11 @@ def write_spec(folder: Path, model: Path, name: str, lines: Sequence[dict[str, A
 
 
 @pytest.fixture(scope="module")
-def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the runs of CASES."""
+def runs(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs of ALWAYS and of the other CASES that are selected."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, (ranks, overrides) in CASES.items():
+    for name in dict.fromkeys((*ALWAYS, *selected(request, "name"))):
+        ranks, overrides = CASES[name]
         trained(write_spec(folder, model, name), *overrides, nproc=ranks)
     return folder / "runs"
 
@@ -130,7 +134,7 @@ def check(found: Sequence[dict[str, float]], expected: Sequence[dict[str, float]
         assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6), number
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiered(CASES, ALWAYS))
 def test_every_layout_equals_the_plain_loop(name: str, model: Path, runs: Path, expected: Any) -> None:
     steps, evaluated, weights = expected
     check(series_of(runs / name, NAMES), steps)

@@ -151,8 +151,8 @@ CASES = {
 }
 
 
-ALWAYS = [name for name in CASES if name not in ("packed", "sharded", "live3")]
-"""ZeRO 3 has a live teacher in splitlive, rows are packed in split and stages; tests/parity has ZeRO 2, 3."""
+ALWAYS = ("alone", "stages", "livestages", "splitlive")
+"""ZeRO 3 has a live teacher in splitlive, rows are packed in stages; tests/parity has ZeRO 2, 3 and jsd."""
 
 
 @pytest.mark.parametrize("name", tiered(CASES, ALWAYS))

@@ -161,7 +161,7 @@ def test_damaged_files_get_a_sentence(name: str, content: str | bytes, tmp_path:
 
 
 def test_json_alone_is_on_standard_output(run: Path) -> None:
-    done = dsft("eval", str(run), "--processes", "1", "--json")
+    done = dsft("--fork", "eval", str(run), "--processes", "1", "--json")
     assert done.returncode == 0, done.stderr[-3000:]
     same(json.loads(done.stdout)["metrics"], run, 4)
 

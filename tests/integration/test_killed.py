@@ -25,6 +25,7 @@ LARGE = (
     "model.from_config.intermediate_size=5600",
     "model.from_config.num_hidden_layers=1",
     "train.max_steps=7",
+    "train.global_batch_size=6",
 )
 
 

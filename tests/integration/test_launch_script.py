@@ -68,6 +68,7 @@ def test_other_hosts_get_the_command_and_the_variables(tmp_path: Path) -> None:
     assert words[-3:] == ["dsft/train.py", "specs/x.yaml", "parallel.zero_stage=3"]
 
 
+@pytest.mark.long  # as two hosts
 def test_one_named_host_is_reached_too(tmp_path: Path) -> None:
     done = start(tmp_path, Cluster(hosts={"node7": 2}))
     assert done.returncode == 0, done.stderr

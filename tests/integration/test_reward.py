@@ -28,6 +28,7 @@ from dsft.errors import DataError, MissingInputError
 from tests.integration.runs import records, train, trained, write_model, write_small_task
 from tests.integration.runs import series as series_of
 from tests.launching import ROOT, forked
+from tests.selected import selected, tiered
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -165,6 +166,8 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "sharded": (2, ("parallel.zero_stage=3", "train.micro_batch_size=2")),
     "stages": (2, ("parallel.pipeline_stages=2", "data.packing=true", "train.micro_batch_size=2")),
 }
+ALWAYS = ("alone", "packed", "sharded")
+"""Stages are always tried in tests/parity."""
 
 
 @pytest.fixture(scope="module")
@@ -173,15 +176,16 @@ def expected(model: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the runs of CASES."""
+def runs(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs of ALWAYS and of the other CASES that are selected."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, (ranks, overrides) in CASES.items():
+    for name in dict.fromkeys((*ALWAYS, *selected(request, "name"))):
+        ranks, overrides = CASES[name]
         trained(write_spec(folder, model, name), *overrides, nproc=ranks)
     return folder / "runs"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiered(CASES, ALWAYS))
 def test_every_layout_equals_the_plain_loop(name: str, model: Path, runs: Path, expected: Any) -> None:
     steps, evaluated, weights = expected
     check(series(runs / name), steps)

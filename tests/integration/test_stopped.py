@@ -19,7 +19,7 @@ from tests.integration.runs import records, trained, write_spec
 from tests.launching import LATE, ROOT, allowed, end_group, forked, free_port
 
 SLOW = ROOT / "tests" / "integration" / "slow.py"
-STEPS = 40
+STEPS = 30
 LIMIT = 5.0  # seconds from a kill to the end of the last process
 SAVES = 30.0  # seconds, as long as launchers wait for ranks that they have asked to end
 
@@ -91,7 +91,7 @@ def typed(launcher: str, folder: Path, *words: str) -> Iterator[Typed]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     path = write_spec(tmp_path)
-    text = path.read_text().replace("max_steps: 10, eval_every: 5", f"max_steps: {STEPS}, eval_every: 5")
+    text = path.read_text().replace("max_steps: 10, eval_every: 5", f"max_steps: {STEPS}, eval_every: 10")
     path.write_text(text.replace("{every: 4}", f"{{every: {STEPS}}}"))
     return tmp_path
 

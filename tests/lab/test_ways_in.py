@@ -203,7 +203,7 @@ def dsft_launch(place: Place, words: list[str]) -> str:
 
 VARIANTS = {
     "sft": [],
-    "dpo": [],
+    "dpo": ["parallel.zero_stage=3"],
     "zero3": ["parallel.zero_stage=3"],
     "stages": ["parallel.pipeline_stages=2"],
     "split": ["parallel.sequence_parallel=2", "parallel.sequence_parallel_across_hosts=true"],
@@ -211,10 +211,10 @@ VARIANTS = {
 WAYS = {
     "deepspeed": (deepspeed, "sft"),
     "torchrun_script": (torchrun_script, "dpo"),
-    "variables": (variables, "stages"),
-    "srun": (srun, "zero3"),
+    "srun": (srun, "stages"),
 }
 OTHER_WAYS = {
+    "variables": (variables, "zero3"),  # as the ranks of srun, which have Slurm's
     # tests/lab/test_supervised_faults.py always trains with it, as one host does.
     "dsft_launch": (dsft_launch, "sft"),
     "openmpi": (openmpi, "zero3"),
