@@ -31,7 +31,6 @@ SHARED = (
     "dsft.train",
     "deepspeed.module_inject.auto_ep_layer",  # by DeepSpeed's engine
     "numpy.ma",
-    "peft",
     "torch.utils.cpp_extension",  # to load a compiled operation
     "transformers.convert_slow_tokenizer",
     "transformers.tokenization_utils_tokenizers",
@@ -73,10 +72,13 @@ def make_once() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from dsft.engine.initialize import import_muon
+    from dsft.model.quantize import load_bitsandbytes
     from dsft.report.folder import versions
     from dsft.system.software import decisive_versions
 
     import_muon()
+    load_bitsandbytes()  # before peft, as a rank does
+    importlib.import_module("peft")
     known = cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     known()
     numa.get_numa_cores = functools.cache(numa.get_numa_cores)

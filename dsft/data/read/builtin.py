@@ -71,10 +71,6 @@ def _turn(animal: int, attribute: str, way: int) -> tuple[str, str]:
     return questions[way].format(a=_ANIMALS[animal]), answer.format(v=value)
 
 
-def _single_questions() -> list[list[tuple[str, str]]]:
-    return [[_turn(a, t, w)] for a, t, w in product(range(len(_ANIMALS)), _FACTS, range(2))]
-
-
 def _double_questions() -> list[list[tuple[str, str]]]:
     """Return conversations with two questions: on two attributes of one animal, or one attribute of two."""
     one_animal = [
@@ -92,7 +88,8 @@ def _double_questions() -> list[list[tuple[str, str]]]:
 @functools.cache  # of rows that are read several times in each start
 def _conversations() -> list[list[tuple[str, str]]]:
     """Return all conversations in a fixed order, by a stride that is coprime to their number (1,152)."""
-    rows = _single_questions() + _double_questions()
+    single = [[_turn(a, t, w)] for a, t, w in product(range(len(_ANIMALS)), _FACTS, range(2))]
+    rows = single + _double_questions()
     return [rows[(i * 1009) % len(rows)] for i in range(len(rows))]
 
 
