@@ -174,7 +174,6 @@ USUAL = (
     "gemma3n_text",  # embeddings of each layer, layers that share keys and values; cannot be cut
     "gpt2",  # learned positions, biases, weights the other way round, tied embedding
     "granite_swa",  # multipliers, a window in every other layer; packed rows by its own attention
-    "olmo2",  # norms after attention and MLP
     "phi",  # an output layer with a bias
     "phi3",  # queries, keys and values, and gate and up, in one matrix each; a window
     "qwen3_5_text",  # a convolution and a gated delta rule in place of attention

@@ -1,5 +1,5 @@
 """The architectures of the table under ZeRO 2 and 3, and with rows split over two ranks, against a plain
-PyTorch loop, from a folder that transformers wrote to one that it reads; one launch. Nine run always,
+PyTorch loop, from a folder that transformers wrote to one that it reads; one launch. USUAL run always,
 all of them with `-m long`. DSFT_UPDATE_GOLDEN=1 makes docs/models.md's table."""
 
 from __future__ import annotations

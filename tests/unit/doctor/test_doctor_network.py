@@ -74,6 +74,7 @@ def test_tables() -> None:
     assert lines[1].startswith("a → ") and lines[1].endswith(": 97 (0.1)") and len(lines) == 13 + 4
 
 
+@pytest.mark.long  # tests/lab/test_network.py always measures between two hosts
 def test_measurement_on_this_machine() -> None:
     """127.0.0.2 is this machine too, to Linux: agents, ranks and sockets are real."""
     found = measure({"127.0.0.1": 1, "127.0.0.2": 2}, {"DS_ACCELERATOR": "cpu"}, None, "ssh")
