@@ -275,7 +275,6 @@ def wide_pairs(place: Place, hosts: str) -> list[str]:
         *words, hosts, f"model.name_or_path={place.folder}/wide", "dpo.reference=live",
         "train.global_batch_size=16", "train.micro_batch_size=1", "train.eval_every=1",
         "checkpoint.every=1", "checkpoint.keep_best=1", "optim.lr_scheduler_type=constant",
-        "parallel.zero_stage=3",
     ]  # fmt: skip
 
 
