@@ -25,7 +25,7 @@ from dsft.engine.join import join
 from dsft.engine.ops import load_op
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import deepspeed_config
-from dsft.plan.memory.gathered import live_elements
+from dsft.plan.memory.gathered import Use, gathered_at_once
 from dsft.plan.memory.ranks import memory
 from dsft.plan.traffic import traffic
 from dsft.rank.environment import detect
@@ -161,8 +161,8 @@ def measure(spec: Spec, sent: list[int], make: Callable[[], nn.Module] = dense) 
 
 
 def gathered(limit: int, ahead: int) -> dict[str, int]:
-    """Most elements that ZeRO 3 has whole in a mixture of experts, and by the plan. limit, ahead:
-    stage3_max_live_parameters and the prefetch bucket."""
+    """Most elements that ZeRO 3 has in memory, with buffers, while a mixture of experts is used, and by the
+    plan. limit, ahead: stage3_max_live_parameters and the prefetch bucket."""
     spec = make_spec("fp32", 3, False)
     config = deepspeed_config(spec, batch_sizes(spec.train, 2))
     for key in ("max_live_parameters", "max_reuse_distance"):
@@ -173,19 +173,31 @@ def gathered(limit: int, ahead: int) -> dict[str, int]:
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     found: list[int] = []
 
+    arriving = vars(engine.optimizer.parameter_offload.get_param_coordinator())[
+        "_PartitionedParameterCoordinator__inflight_param_registry"
+    ]
+
     def count() -> None:
-        every: list[Any] = list(model.parameters())
-        found.append(sum(p.ds_numel for p in every if p.ds_status.name != "NOT_AVAILABLE"))
+        handles = [one for handle in arriving.values() for one in handle.handles]
+        buffers = [one.partitions[0] for one in handles if hasattr(one, "partitions")]
+        storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *buffers)]
+        found.append(sum({one.data_ptr(): one.nbytes() for one in storages}.values()) // 4)
 
     for one in model.modules():
         if isinstance(one, Experts):
             one.whole = count
+        else:
+            one.register_forward_pre_hook(lambda *_: count())  # after the fetch
     for _ in range(3):  # it gathers ahead from the second pass on, when it knows the order
         engine.backward(engine(torch.ones(1, WIDTH)).pow(2).mean())
         engine.step()
     engine.destroy()
-    module, matrix = 3 * EXPERTS * NARROW * WIDTH, 2 * EXPERTS * NARROW * WIDTH
-    return {"most": max(found), "planned": live_elements(module, matrix, ahead, limit), "module": module}
+    numbers = [(3 * n, (3 * n + 1, 3 * n + 2)) for n in range(LAYERS // 4)]
+    forward = [Use(own, own) for linear, experts in numbers for own in ((linear,), experts)]
+    every: list[Any] = list(model.parameters())
+    sizes = {number: parameter.ds_numel for number, parameter in enumerate(every)}
+    planned = gathered_at_once([Use(), *forward, Use(), *reversed(forward)], sizes, ahead, limit)
+    return {"most": max(found), "planned": max(computing for _, computing, *_ in planned)}
 
 
 def main(precisions: Sequence[str]) -> None:

@@ -60,7 +60,7 @@ def test_planned_traffic_is_what_deepspeed_sends(measured: Found, precision: str
     } == {}
 
 
-def test_zero_3_gathers_all_experts_of_a_layer(measured: Found) -> None:
-    below, above = measured[GATHERED]
-    assert below["most"] == below["planned"] == below["module"]
-    assert above["module"] < above["most"] <= above["planned"]
+def test_zero_3_gathers_as_planned(measured: Found) -> None:
+    most = [case["most"] for case in measured[GATHERED]]
+    assert most == [case["planned"] for case in measured[GATHERED]]
+    assert most[0] < most[1], "a higher limit lets it gather more ahead"

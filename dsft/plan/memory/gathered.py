@@ -1,57 +1,254 @@
-"""Count the parameters that ZeRO 3 has gathered at once."""
+"""Compute what ZeRO 3 gathers, by DeepSpeed's own rules, in the order in which modules use parameters."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import attrgetter
+from typing import NamedTuple
 
+from dsft.plan.census import Parameter
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
-from dsft.plan.memory.setup import RankSetup
-from dsft.plan.memory.tensors import NONE, Tensors, held, one
+from dsft.plan.memory.sizes import compute_bytes, runs_on_cpu
+from dsft.plan.memory.tensors import MALLOC_KEEPS, NONE, Tensors
+from dsft.spec.schema import Spec
+
+LEAF_BLOCKS = "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"
+"""Architectures whose mixtures DeepSpeed takes as one module each, of which it gathers all at once
+(leaf_module_config.py:11 DEFAULT_LEAF_MODULE_CLASSES)."""
 
 
-def gathered(rank: RankSetup, where: Literal["layers", "ends", "kept", "backward"] = "layers") -> Tensors:
-    """Return the gathered parameters at ZeRO 3: in the layers (in their backward), at the embedding or the
-    head, or those that an evaluation leaves.
+class Use(NamedTuple):
+    """A module that runs. own: the numbers of its parameters; within: its children's too; leaf: whether
+    these count as its own (z3_leaf_module)."""
 
-    In the layers there is also the buffer into which a bucket and one matrix more are gathered, at most a
-    module (gloo copies it), and the shards that are sent (partition_parameters.py:1343 flat_tensor). Beside
-    frozen parameters a module more than LIVE elements stays by the end of the forward for its next use
-    (partitioned_param_coordinator.py:653 max_reuse_dist_in_numel), and a bucket with the head's weight behind
-    it is gathered at the ends, as the stand-in GPU shows; rehearsals of full training show neither. With one
-    rank nothing is gathered: its shard is the whole parameter (_no_gather_coalesced)."""
-    whole = [tensor for tensor in rank.stored if tensor.numel > PERSIST_BELOW]
-    if rank.ranks == 1 or not whole:
-        return NONE
-    total = sum(tensor.numel for tensor in whole)
-
-    def size(elements: int) -> int:
-        return elements * sum(tensor.bytes for tensor in whole) // total
-
-    beside_frozen = bool(rank.frozen)
-    module = 0 if where == "kept" and rank.module >= LIVE and not beside_frozen else rank.module
-    last = rank.embedding if where == "ends" and not beside_frozen else rank.matrix
-    at_once = max(live_elements(module, last, rank.gathered), rank.embedding)
-    if beside_frozen and where != "backward":
-        at_once = max(at_once, LIVE + rank.module)
-    live = held(whole) if total <= at_once else Tensors(0, size(min(at_once, total)))
-    if where == "kept" or (where == "ends" and not beside_frozen):
-        return live
-    ahead = max(rank.gathered, min(rank.module, rank.gathered + rank.matrix))
-    ahead = min(rank.gathered + rank.embedding if where == "ends" else ahead, total)
-    senders = rank.ranks if rank.copied == 1 else rank.copied
-    sent = 0 if beside_frozen else size(-(-ahead // senders))
-    return live + one(size(ahead)) + rank.gathering(size(ahead)) + one(sent)
+    own: tuple[int, ...] = ()
+    within: tuple[int, ...] = ()
+    leaf: bool = False
 
 
-def live_elements(module: int, last: int, bucket: int, limit: int = LIVE) -> int:
-    """Return the most elements that ZeRO 3 has whole at once, in a model with more than these.
+_bytes = attrgetter("total")
 
-    The parameters of a module that is about to be used are gathered whatever the limit is. Those of later
-    modules follow as long as the limit leaves room, up to a bucket; the last may be larger than the room
-    (partitioned_param_coordinator.py:453 max_params_to_prefetch).
 
-    module: as in RankSetup; last: elements of the last parameter; bucket: elements that are gathered ahead;
-    limit: stage3_max_live_parameters.
-    """
-    room = min(limit - module, bucket)
-    return max(limit, module + room) + last if room > 0 else module
+@dataclass(frozen=True)
+class Gathered:
+    """The most that ZeRO 3 has gathered beside a rank's shares, with the buffers in which it arrives: while
+    parameters are copied from the buffers, in the first pass, too, which does not know the order and gathers
+    a module at a time; likewise in a forward alone; while an MLP is computed in the forward, the rest of a
+    layer, the output layer; while the backward of an MLP is; and what a forward alone leaves."""
+
+    arriving: Tensors = NONE
+    in_forward: Tensors = NONE
+    mlps: Tensors = NONE
+    others: Tensors = NONE
+    head: Tensors = NONE
+    backward: Tensors = NONE
+    kept: Tensors = NONE
+
+    @property
+    def layers(self) -> Tensors:
+        return max(self.mlps, self.others, key=_bytes)
+
+    @property
+    def most(self) -> Tensors:
+        return max(self.in_forward, self.layers, self.head, key=_bytes)
+
+
+def gathered(
+    parameters: Sequence[Parameter], spec: Spec, bucket: int, leaves: frozenset[str], *, trains: bool
+) -> Gathered:
+    """Return what a rank gathers of these parameters, whose modules run in the order of the census. bucket:
+    elements gathered ahead; leaves: names of modules of which all is gathered at once; trains: whether a
+    backward follows the forward."""
+    sizes, outside, layers = _placed(parameters, spec, leaves)
+    if not sizes:
+        return Gathered()
+    first, last = ([_use(own) for own in outside[is_first].values()] for is_first in (True, False))
+    forward = first + [use for blocks in layers.values() for use in _forward(blocks, leaves)] + [Use()]
+    uses = forward + last
+    if trains:
+        around = Use(within=tuple(sizes))  # the model itself
+        uses += [around, *last[::-1], around, Use()]
+        for number, blocks in reversed(layers.items()):
+            uses += _forward(blocks, leaves) if spec.model.checkpoints(number) else []
+            uses += _backward(blocks, leaves)
+        uses += first[::-1]
+    found = [*gathered_at_once(uses, sizes, bucket)]
+    is_small = max(sizes.values()) * compute_bytes(spec) <= MALLOC_KEEPS
+
+    def held(elements: int) -> Tensors:
+        size = elements * compute_bytes(spec)
+        return Tensors(size, 0) if is_small else Tensors(0, size)
+
+    def most(steps: Iterable[int], moment: int = 1) -> Tensors:
+        # gloo gathers into a copy of its own (ProcessGroupGloo, all_gather_into_tensor)
+        sent = runs_on_cpu(spec)
+        return held(max((found[step][moment] + sent * found[step][2] for step in steps), default=0))
+
+    head, end = len(forward), len(forward) + len(last)
+    backward = end + 1 + len(last)
+    modules = (sum(sizes[number] for number in use.own) for use in uses if len(use.own) > 1)
+    of_mlps = {n for n, parameter in enumerate(parameters) if parameter.mlp or parameter.experts > 1}
+    mlps = [step for step, use in enumerate(uses) if of_mlps.intersection(use.own)]
+    forward_mlps = [step for step in mlps if step < head]
+    return Gathered(
+        arriving=max(held(2 * max(modules, default=0)), most(range(len(uses)), 0), key=_bytes),
+        in_forward=most(range(end), 0),
+        mlps=most(forward_mlps),
+        others=most({*range(head)} - {*forward_mlps}),
+        head=most(range(head, backward if trains else end)),
+        backward=most([step for step in mlps if step > end] or range(backward, len(uses))),
+        kept=held(found[end - 1][3]),
+    )
+
+
+def _placed(
+    parameters: Sequence[Parameter], spec: Spec, leaves: frozenset[str]
+) -> tuple[dict[int, int], dict[bool, dict[str, list[int]]], dict[int, dict[str, dict[str, list[int]]]]]:
+    """Return the elements of each parameter that is sharded; the numbers of those outside of the layers by
+    module, before (True) and after them; and of each layer by block and module."""
+    sizes: dict[int, int] = {}
+    outside: dict[bool, dict[str, list[int]]] = {True: {}, False: {}}
+    layers: dict[int, dict[str, dict[str, list[int]]]] = {}
+    for number, parameter in enumerate(parameters):
+        elements = sum(tensor.numel for tensor in parameter.stored(spec.train.precision))
+        if elements <= PERSIST_BELOW or len(parameter.shape) == 1:
+            continue
+        sizes[number], layer, module = elements, parameter.layer, parameter.module
+        if layer is None:
+            is_first = parameter.embedding or parameter.before
+            outside[is_first].setdefault(module, []).append(number)
+            if is_first and parameter.aliases:
+                outside[False]["tied"] = [number]
+            continue
+        before, number_of_layer, rest = module.partition(f".{layer}.")
+        block = f"{before}{number_of_layer}{rest.partition('.')[0]}"
+        own = block if block in leaves else module
+        layers.setdefault(layer, {}).setdefault(block, {}).setdefault(own, []).append(number)
+    return sizes, outside, layers
+
+
+def _use(own: Sequence[int], *, leaf: bool = False) -> Use:
+    return Use(tuple(own), tuple(own), leaf)
+
+
+def _forward(layer: dict[str, dict[str, list[int]]], leaves: frozenset[str]) -> list[Use]:
+    """Return the modules that run in a layer's forward: itself, and of attention and the MLP a norm, the
+    block and its linear layers."""
+    found = [_around(*layer.values())]
+    for block, modules in layer.items():
+        found += [Use()] if block in leaves else [Use(), _around(modules)]
+        found += [_use(own, leaf=block in leaves) for own in modules.values()]
+    return found
+
+
+def _backward(layer: dict[str, dict[str, list[int]]], leaves: frozenset[str]) -> list[Use]:
+    """Return the modules that run in a layer's backward."""
+    found = [_around(*layer.values())]
+    for block, modules in reversed(layer.items()):
+        found += [] if block in leaves else [_around(modules)]
+        found += [_use(own, leaf=block in leaves) for own in reversed(modules.values())] + [Use()]
+    return found
+
+
+def _around(*blocks: dict[str, list[int]]) -> Use:
+    return Use(within=tuple(number for modules in blocks for own in modules.values() for number in own))
+
+
+def gathered_at_once(
+    uses: Sequence[Use], sizes: Mapping[int, int], bucket: int, limit: int = LIVE
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield for each module the most elements that are gathered while its parameters arrive, and while it is
+    computed, with buffers; those of the last gather; and those that are gathered after its use.
+    PartitionedParameterCoordinator does this in a pass whose order it knows from the one before.
+
+    A module's own parameters are gathered whatever the limit is. Those that are used next follow as long as
+    the limit leaves room, up to a bucket; the last may be larger than the room, and those that are gathered
+    already do not count (partitioned_param_coordinator.py:453 max_params_to_prefetch). A parameter stays for
+    a next use within the limit, and for one that was passed in this search
+    (partitioned_param_coordinator.py:634 __params_to_release). What is gathered together arrives in a buffer,
+    which is copied when the first of its parameters is needed, and freed when the last is
+    (partition_parameters.py:795 cat). A single parameter is not copied (partition_parameters.py:1373
+    _all_gather_sequential).
+    sizes: elements of each parameter; bucket: those gathered ahead; limit: of `LIVE`."""
+    order = [number for use in uses for number in use.own]
+    ends = [*accumulate(len(use.own) for use in uses)]
+    stays = _stays(uses, sizes, limit)
+    whole: set[int] = set()
+    arriving: dict[int, set[int]] = {}  # number -> those of its buffer that were not used yet
+    filled: dict[int, int] = {}  # id of these -> elements of the buffer
+    live = copied = ahead = 0
+
+    def gather(numbers: Sequence[int]) -> int:
+        nonlocal live, copied
+        elements = sum(sizes[number] for number in numbers)
+        live += elements
+        if len(numbers) < 2:
+            copied += elements
+            whole.update(numbers)
+        else:
+            unused = set(numbers)
+            arriving.update(dict.fromkeys(numbers, unused))
+            filled[id(unused)] = elements
+        return elements
+
+    for step, use in enumerate(uses):
+        sent = gather([number for number in use.own if number not in whole and number not in arriving])
+        most = copied + sum(filled.values())
+        for number in use.own:
+            unused = arriving.pop(number, set())
+            if unused and number not in whole:
+                copied += filled[id(unused)]
+                whole |= unused
+                most = max(most, copied + sum(filled.values()))
+            unused.discard(number)
+            if not unused:
+                filled.pop(id(unused), None)
+        room = min(limit - live, bucket)
+        chosen, ahead = _ahead(order, max(ahead, ends[step]), sizes, room, whole | arriving.keys())
+        sent = gather(chosen) or sent
+        computing = copied + sum(filled.values())
+        passed = {*order[ends[step] : ahead]}
+        for number in use.own:
+            if number not in passed and number not in stays[step]:
+                live -= sizes[number]
+                copied -= sizes[number]
+                whole.remove(number)
+        yield most, computing, sent, copied + sum(filled.values())
+
+
+def _ahead(
+    order: Sequence[int], begin: int, sizes: Mapping[int, int], room: int, gathered: set[int]
+) -> tuple[list[int], int]:
+    """Return the next parameters that fill the room, and the place in the order after the last that was
+    looked at."""
+    chosen: dict[int, None] = {}
+    while begin < len(order) and sum(sizes[number] for number in chosen) < room:
+        if order[begin] not in gathered:
+            chosen[order[begin]] = None
+        begin += 1
+    return [*chosen], begin
+
+
+def _stays(uses: Sequence[Use], sizes: Mapping[int, int], limit: int) -> list[set[int]]:
+    """Return for each module its parameters that are used again within `limit` elements. Those of leaf
+    modules do not count, but after a leaf module all modules count with their children
+    (partitioned_param_coordinator.py:662 params_traversed)."""
+    of_leaves = _near([use.within for use in uses], uses, sizes, limit)
+    of_others = _near([() if use.leaf else use.own for use in uses], uses, sizes, limit)
+    return [a if use.leaf else b for use, a, b in zip(uses, of_leaves, of_others, strict=True)]
+
+
+def _near(
+    counted: Sequence[tuple[int, ...]], uses: Sequence[Use], sizes: Mapping[int, int], limit: int
+) -> list[set[int]]:
+    """Return for each module its parameters that are again in `counted` within `limit` elements."""
+    passed = [*accumulate(sum(sizes[number] for number in numbers) for numbers in counted)]
+    found: list[set[int]] = []
+    later: dict[int, int] = {}
+    for step in reversed(range(len(uses))):
+        own = (number for number in uses[step].own if number in later)
+        found.append({number for number in own if passed[later[number] - 1] - passed[step] < limit})
+        later |= dict.fromkeys(counted[step], step)
+    return found[::-1]

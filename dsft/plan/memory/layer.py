@@ -4,6 +4,7 @@ its MLP is computed."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dsft.plan.census import Census, Parameter
 from dsft.plan.memory.sizes import chunk_limit, compute_bytes, fuses, runs_on_cpu
@@ -65,7 +66,7 @@ def forward_only(own: Sequence[Parameter], hidden: int, spec: Spec, tokens: int,
     as wide as the widest matrix's output at once, and a dequantized weight beside two of them; those of
     experts what the backward would need, or input and output of one product and the dequantized weights.
     chunks: in which the MLP is computed."""
-    width, experts = compute_bytes(spec), [p for p in own if p.experts > 1]
+    width, experts = compute_bytes(spec), [replace(p, trained=True) for p in own if p.experts > 1]
     matrices = [p for p in own if p.experts == 1 and len(p.shape) == 2]
     widest = max((-(-p.shape[0] // (chunks if p.mlp else 1)) for p in matrices), default=0)
     recurrent = sum(p.saved[width == FP32] for p in own if p.saved)
@@ -76,6 +77,18 @@ def forward_only(own: Sequence[Parameter], hidden: int, spec: Spec, tokens: int,
         token * product + whole,
     )
     return most + token * 4 * hidden + tokens * recurrent
+
+
+def recomputed_experts(layer: Sequence[Parameter], hidden: int, spec: Spec, tokens: int) -> int:
+    """Return the bytes at the end of the recomputation of a layer with experts, which save less than they
+    need if they are not trained; 0 for other layers."""
+    saved = activations(without_mlp(layer), hidden, spec, tokens, 1).total
+    has_experts = any(p.experts > 1 for p in layer)
+    return has_experts * (saved + forward_only(layer, hidden, spec, tokens, 1))
+
+
+def without_mlp(layer: Sequence[Parameter]) -> list[Parameter]:
+    return [p for p in layer if not p.mlp and p.experts == 1]
 
 
 def _saved(own: Sequence[Parameter], hidden: int, spec: Spec) -> list[int]:

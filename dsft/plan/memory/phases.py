@@ -6,7 +6,6 @@ benchmarks/memory.py compares the result with measured peaks.
 
 from __future__ import annotations
 
-from dsft.plan.memory.gathered import gathered
 from dsft.plan.memory.setup import RankSetup
 from dsft.plan.memory.tensors import NONE, Phase, Tensors, each, held, merged, one
 from dsft.plan.storage import FP32
@@ -17,13 +16,12 @@ REDUCED_AT_ONCE = 500_000_000
 
 def phases(rank: RankSetup) -> dict[str, Phase]:
     """Return the phases by name: between (steps), load, flattening (part of loading), forward, backward and
-    the phases of the update. Without trained parameters: between, load, and at ZeRO 3 forward."""
+    the phases of the update. Without trained parameters: between, load and forward."""
     if not rank.trained:
         load: Phase = {"parameters": weights(rank)}
         steady = merged(load, {"copies": rank.copies})
-        return {"between": steady, "load": load} | (
-            {"forward": merged(steady, {"buffers": gathered(rank, "ends")})} if rank.zero == 3 else {}
-        )
+        used = merged(steady, {"buffers": rank.gathered.most})
+        return {"between": steady, "load": load, "forward": used}
     in_bf16 = rank.zero == 1 and rank.is_bf16 and not rank.is_offloaded
     found = {0: _whole, 3: _sharded}.get(rank.zero, _bf16 if in_bf16 else _partitioned)(rank)
     return found | {"update": merged(found["update"], {"buffers": one(rank.orthogonal)})}
@@ -219,19 +217,22 @@ def _sharded(rank: RankSetup) -> dict[str, Phase]:
     load: Phase = {row: tensors for row, tensors in steady.items() if row != "moments"}
     if rank.on_cpu:
         load = merged(load, {"parameters": each(rank.shares(rank.trained), rank.weight)})
-    used = merged(steady, {"buffers": gathered(rank)})
-    behind = merged(steady, {"buffers": gathered(rank, "backward")})
+    whole = rank.gathered
+    arriving, in_layers, at_head, behind = (
+        merged(steady, {"buffers": at_once})
+        for at_once in (whole.arriving, whole.layers, whole.head, whole.backward)
+    )
     return {
         "between": steady,
         # each trained parameter is whole once (stage3.py:1504 all_gather)
         "load": merged(load, {"buffers": one(rank.largest * rank.weight)}),
         "flattening": _flattening(rank, steady),
-        "forward": merged(used, rank.forward),
-        # while the last layer is computed, that which comes after it is gathered
-        "gathering": merged(steady, {"buffers": gathered(rank, "ends")}, {**rank.forward, "head": NONE}),
+        "gathering": merged(arriving, _ahead(rank)),
+        "forward": merged(in_layers, {**rank.forward, "head": NONE}),
+        "head": merged(at_head, rank.forward),
         "backward": merged(behind, _arriving(rank, rank.beside), rank.backward),
         "reduction": merged(behind, rank.reducing, _reduced(rank, rank.inside, rank.weight, rank.together)),
-        "output": merged(used, _ahead(rank), _reduced(rank, rank.outside, rank.weight)),
+        "output": merged(at_head, _ahead(rank), _reduced(rank, rank.outside, rank.weight)),
         "update": merged(steady, {"gradients": step}),
     }
 

@@ -17,7 +17,7 @@ from dsft.plan.census import Census, Parameter
 from dsft.plan.cut import cut_of
 from dsft.plan.ds_config import bucket_size
 from dsft.plan.memory.attention import BACKWARD, moved_by_split_rows, scores_of
-from dsft.plan.memory.gathered import gathered
+from dsft.plan.memory.gathered import LEAF_BLOCKS, Gathered, gathered
 from dsft.plan.memory.layer import (
     activations,
     chunk_sums,
@@ -25,6 +25,8 @@ from dsft.plan.memory.layer import (
     forward_only,
     mlp_chunks,
     of_norms,
+    recomputed_experts,
+    without_mlp,
 )
 from dsft.plan.memory.logits import embedding, logits_of
 from dsft.plan.memory.offload import swapped, updated_at_once
@@ -192,22 +194,18 @@ def stage_memory(
         logits=work.logits,
         loading=max(on_device(named[name]) for name in ("load", "flattening") if name in named),
         between=on_device(named["between"]) + work.passed,
-        forward=_evaluation(work, setup),
-        kept=gathered(setup, "kept").total if setup.zero == 3 else 0,
+        forward=_evaluation(work, setup.gathered),
+        kept=setup.gathered.kept.total,
         retained=small + large - total(fullest) if setup.on_cpu else 0,
         beside=0 if setup.on_cpu else DRIVER + int(on_device(fullest) * FRAGMENTS),
         **rows,
     )
 
 
-def _evaluation(work: _Work, setup: RankSetup) -> int:
-    """Return what evaluation adds. The head is gathered while the last layer's attention is computed."""
-    if setup.zero < 3:
-        return max(work.one_layer, work.logits)
-    at_the_end = gathered(setup, "ends").total + max(
-        work.logits, work.one_layer // (1 if setup.frozen else 2)
-    )
-    return max(gathered(setup).total + work.one_layer, at_the_end)
+def _evaluation(work: _Work, whole: Gathered) -> int:
+    """Return what evaluation adds."""
+    layers = max(whole.mlps.total + work.one_layer, whole.others.total + work.attention)
+    return max(whole.in_forward.total, layers, whole.head.total + work.logits)
 
 
 def _offloaded(phase: Phase) -> int:
@@ -240,13 +238,14 @@ def of_host(
 @dataclass(frozen=True)
 class _Work:
     """Activations and head in forward, backward and the reduction of a layer's gradients; one_layer, logits:
-    as in RankMemory, for a forward without backward; passed: the hidden states that a pipeline's stage keeps
-    between steps."""
+    as in RankMemory, for a forward without backward; attention: of a layer without its MLP, likewise; passed:
+    the hidden states that a pipeline's stage keeps between steps."""
 
     forward: Phase
     backward: Phase
     reducing: Phase
     one_layer: int
+    attention: int
     logits: int
     passed: int
 
@@ -258,19 +257,23 @@ def _setup(
     parallel, on_cpu = spec.parallel, runs_on_cpu(spec)
     devices = (parallel.offload_optimizer.device, parallel.offload_parameters.device)
     stays = batch is not None and gradients_stay_bf16(spec, batch)
-    modules: Counter[str] = Counter()
     together: Counter[str] = Counter()
     stored = [(p, tensor) for p in parameters for tensor in p.stored(spec.train.precision)]
-    for parameter, tensor in stored:
-        if parameter.layer is not None:
-            mlp = parameter.mlp if chunks > 1 else None
-            modules[mlp or parameter.module] += tensor.numel
-            together[mlp or parameter.module] += tensor.numel * parameter.trained
+    for parameter in parameters:
+        if parameter.layer is not None and parameter.trained:
+            together[(parameter.mlp if chunks > 1 else None) or parameter.module] += parameter.numel
+    zero, whole = deepspeed_stage(spec, batch), Gathered()
+    if zero == 3 and layout.shards > 1:  # one rank has all of it (_no_gather_coalesced)
+        leaves = {p.mlp for p in parameters if p.mlp and chunks > 1}
+        if census.architecture in LEAF_BLOCKS:
+            leaves |= {p.module.removesuffix(".experts") for p in parameters if p.experts > 1}
+        bucket, trains = bucket_size(census.numel), batch is not None
+        whole = gathered(parameters, spec, bucket, frozenset(leaves), trains=trains)
     inside = [p for p in parameters if p.trained and p.layer is not None]
     return RankSetup(
         trained=tuple(p.numel for p in parameters if p.trained),
         frozen=tuple(tensor for p, tensor in stored if not p.trained),
-        zero=deepspeed_stage(spec, batch),
+        zero=zero,
         ranks=layout.shards,
         weight=compute_bytes(spec),
         reduced=2 if spec.train.reduce_dtype == "bf16" else FP32,
@@ -280,14 +283,11 @@ def _setup(
         sub_group=updated_at_once(parameters, spec, layout.shards),
         orthogonal=orthogonal_bytes(parameters, spec, layout.shards if parallel.zero_stage else 1),
         bucket=bucket_size(census.trained),
-        gathered=bucket_size(census.numel),
+        gathered=whole,
         inside=max((p.numel for p in inside), default=0),
         outside=max((p.numel for p in parameters if p.trained and p.layer is None), default=0),
         beside=max((p.numel for p in inside if chunks == 1 or not p.mlp), default=0),
         together=max(together.values(), default=0),
-        embedding=max((tensor.numel for p, tensor in stored if p.layer is None), default=0),
-        module=max(modules.values(), default=0),
-        matrix=max((tensor.numel for p, tensor in stored if p.layer is not None), default=0),
         reads_whole=bool(spec.model.lora and (spec.model.lora.use_dora or spec.model.lora.path)),
         optimizer=devices[0],
         parameters=devices[1],
@@ -314,30 +314,24 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
     A checkpointed layer stores only its input, and one layer at a time is recomputed. In the layer that the
     backward is in, the share BACKWARD of the activations has gradients at once.
     """
-    found: dict[int, list[Parameter]] = {}
-    for parameter in census.stage(stage, cut_of(spec.parallel, census)):
-        if parameter.layer is not None:
-            found.setdefault(parameter.layer, []).append(parameter)
+    found = _layers(stage, census, spec)
     token, hidden = tokens * compute_bytes(spec), embedding(census)[1]
-    (scores, flowing_scores, of_forward), (moved, sent) = (
-        scores_of(census, spec, tokens),
-        moved_by_split_rows(census, spec),
-    )
+    scores, flowing_scores, of_forward = scores_of(census, spec, tokens)
+    moved, sent = moved_by_split_rows(census, spec)
     recomputed = [spec.model.checkpoints(number) for number in found]
+    cuts = [(own, chunks if again else 1) for own, again in zip(found.values(), recomputed, strict=True)]
     layers = [
-        activations(own, hidden, spec, tokens, chunks if again else 1) + each(moved, token) + one(scores)
-        for own, again in zip(found.values(), recomputed, strict=True)
+        activations(own, hidden, spec, tokens, cut) + each(moved, token) + one(scores) for own, cut in cuts
     ]
     largest = max((layer.total for layer in layers), default=0)
     sums = max((chunk_sums(own, spec, chunks) for own in found.values()), key=lambda s: s.total, default=NONE)
-    alone = [
-        forward_only(own, hidden, spec, tokens, chunks if again else 1)
-        for own, again in zip(found.values(), recomputed, strict=True)
-    ]
-    one_layer = max(alone, default=0) + sum(moved) * token + of_forward
+    added = sum(moved) * token + of_forward
+    one_layer, attention = (
+        added + max((forward_only(part(own), hidden, spec, tokens, cut) for own, cut in cuts), default=0)
+        for part in (list, without_mlp)
+    )
     inputs = each([hidden] * sum(recomputed) * in_flight, token)
-    has_logits = spec.model.head == "vocabulary" and stage == spec.parallel.pipeline_stages - 1
-    logits, gradient, scored = logits_of(census, spec, tokens) if has_logits else (0, 0, 0)
+    logits, gradient, scored = _head(stage, census, spec, tokens)
     narrowed = gradient * compute_bytes(spec) // FP32  # head.py, GradientInForward.backward
     flowing = one(int((largest - scores) * BACKWARD) + flowing_scores) + one(sent * token)
     stored = [layer for layer, again in zip(layers, recomputed, strict=True) if not again]
@@ -346,6 +340,12 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
         # The device has the inputs of the layer that is computed, and those of the next one, on their way.
         arrived = each([hidden] * min(2, sum(recomputed)), token)
         ahead, on_host = sum(stored * in_flight, arrived), inputs
+    ends = (
+        recomputed_experts(own, hidden, spec, tokens)
+        for own, again in zip(found.values(), recomputed, strict=True)
+        if again
+    )
+    flowing = one(max(flowing.total, max(ends, default=0) - largest))
     back = ahead + _recomputed_at_once(layers, recomputed) + (sums if any(recomputed) else NONE)
     own = [*chain.from_iterable(found.values())]
     whole = max(dequantized(own, spec), of_norms(own, spec, trains=True))
@@ -365,7 +365,22 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
     left = ahead + one(half) if again else one(max(ahead.total - half, 0))
     reducing: Phase = {"activations": left, "offloaded": on_host, "buffers": one(whole)}
     passed = PASSED * token * hidden if spec.parallel.pipeline_stages > 1 else 0
-    return _Work(forward, backward, reducing, one_layer, scored, passed)
+    return _Work(forward, backward, reducing, one_layer, attention, scored, passed)
+
+
+def _layers(stage: int, census: Census, spec: Spec) -> dict[int, list[Parameter]]:
+    """Return the parameters of each layer of the stage."""
+    found: dict[int, list[Parameter]] = {}
+    for parameter in census.stage(stage, cut_of(spec.parallel, census)):
+        if parameter.layer is not None:
+            found.setdefault(parameter.layer, []).append(parameter)
+    return found
+
+
+def _head(stage: int, census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
+    """Return what `logits_of` does on the stage that has the head, if it is the vocabulary's; else zeros."""
+    has_logits = spec.model.head == "vocabulary" and stage == spec.parallel.pipeline_stages - 1
+    return logits_of(census, spec, tokens) if has_logits else (0, 0, 0)
 
 
 def _recomputed_at_once(layers: Sequence[Tensors], recomputed: Sequence[bool]) -> Tensors:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dsft.plan.ds_config import PERSIST_BELOW
+from dsft.plan.memory.gathered import Gathered
 from dsft.plan.memory.tensors import NONE, Phase, Tensors, each, held, one
 from dsft.plan.storage import FP32, MOMENT_BLOCK, MOMENT_LEAST, Stored
 
@@ -29,13 +30,11 @@ class RankSetup:
     orthogonal             bytes that the update of the largest of these needs at once (`orthogonal_bytes`)
     gradient               bytes per element of the gradients that ZeRO 3 keeps
     sub_group              most trained elements that ZeRO 3 updates at once
-    bucket, gathered       elements of the reduction bucket and of the gathering bucket
+    bucket                 elements of the reduction bucket
+    gathered               what ZeRO 3 gathers, if there are several ranks
     inside, outside        elements of the largest trained parameter of the layers, and outside of them
     beside, together       of the layers', of the largest whose gradient appears beside activations (not those
                            of MLPs in chunks), and of all of a module
-    embedding              elements of the largest parameter outside of the layers
-    module, matrix         elements of the layers' largest module, whose parameters ZeRO 3 gathers together,
-                           and of their largest parameter, as they are stored
     reads_whole            whether ZeRO 3 shards parameters that have been read whole (model/lora.py)
     optimizer, parameters  devices of offload_optimizer and offload_parameters
     groups                 parameter groups of the optimizer
@@ -58,14 +57,11 @@ class RankSetup:
     orthogonal: int
     sub_group: int
     bucket: int
-    gathered: int
+    gathered: Gathered
     inside: int
     outside: int
     beside: int
     together: int
-    embedding: int
-    module: int
-    matrix: int
     reads_whole: bool
     optimizer: str
     parameters: str

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from dsft.plan.census import Census, Parameter
+from dsft.plan.memory.gathered import gathered
 from dsft.plan.memory.layer import mlp_chunks
 from dsft.plan.memory.ranks import RankMemory, stage_memory
 from dsft.spec.layout import Layout
@@ -62,6 +63,9 @@ def test_the_plan_counts_one_chunk() -> None:
 
 
 def test_zero_3_gathers_the_mlp_as_one_module() -> None:
-    tokens = 131_072
-    apart = planned(tokens, 3, mlp_chunks=2).buffers - planned(tokens, 3, mlp_chunks=1).buffers
-    assert apart > 0
+    """Its three weights arrive together, and are copied from the buffer."""
+    apart, together = (
+        gathered(census().parameters, spec(3), 1000, frozenset(leaves), trains=True).arriving
+        for leaves in ((), (MLP,))
+    )
+    assert together.total == 2 * 2 * 3 * INNER * HIDDEN > apart.total
