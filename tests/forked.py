@@ -48,6 +48,10 @@ def serve(parent: int) -> None:
     gc.disable()
     for name in SHARED:
         importlib.import_module(name)
+    from dsft.model.quantize import load_bitsandbytes
+
+    load_bitsandbytes()  # before peft, as a rank does; it asks torch for a GPU
+    importlib.import_module("peft")
     make_once()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
     gc.enable()
@@ -72,13 +76,10 @@ def make_once() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     from dsft.engine.initialize import import_muon
-    from dsft.model.quantize import load_bitsandbytes
     from dsft.report.folder import versions
     from dsft.system.software import decisive_versions
 
     import_muon()
-    load_bitsandbytes()  # before peft, as a rank does
-    importlib.import_module("peft")
     known = cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     known()
     numa.get_numa_cores = functools.cache(numa.get_numa_cores)
