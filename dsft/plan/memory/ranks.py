@@ -34,6 +34,7 @@ from dsft.plan.memory.phases import phases
 from dsft.plan.memory.setup import RankSetup
 from dsft.plan.memory.sizes import (
     compute_bytes,
+    fuses,
     moment_bytes,
     orthogonal_bytes,
     runs_on_cpu,
@@ -349,8 +350,11 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
     back = ahead + _recomputed_at_once(layers, recomputed) + (sums if any(recomputed) else NONE)
     own = [*chain.from_iterable(found.values())]
     whole = max(dequantized(own, spec), of_norms(own, spec, trains=True))
+    # the last layer's output, and the norm of it, which computes in fp32
+    widens = compute_bytes(spec) < FP32 and not fuses(spec)
+    normed = each([hidden] * 2, token) + one(tokens * hidden * FP32 * widens) if logits else NONE
     forward: Phase = {
-        "activations": ahead,
+        "activations": ahead + normed,
         "head": one(max(logits, narrowed)) + one(gradient),
         "offloaded": on_host,
         "buffers": one(max(0, whole - logits)),  # the logits come after the last layer

@@ -205,11 +205,12 @@ def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: An
     rank = sizes(tokens=None, train=given).stages[0]
     one_layer = 4 * tokens * (1000 + 1000 + 1000)  # input, output, what the activation function gives
     flowing = int(one_layer * BACKWARD)  # gradients, when the logits are gone
+    normed = 4 * tokens * 2 * 1000  # the last layer's output and its norm, beside the logits
     assert (rank.activations, rank.one_layer) == (
-        4 * one_layer + flowing,
+        4 * one_layer + normed,
         4 * tokens * (3 * 1000 + 4 * 1000),
     )
-    assert (rank.logits, rank.head) == (4 * tokens * 2000, 0)
+    assert (rank.logits, rank.head) == (4 * tokens * 2000, 4 * tokens * 2000 + 4 * 2 * BIG)
     assert rank.device == rank.states + rank.activations + rank.head
 
     recomputed = one_layer + flowing
@@ -222,7 +223,7 @@ def test_activations_are_those_of_the_matrices_of_the_layers_in_flight(sizes: An
 
     first, last = sizes(tokens=None, train=given, parallel={"zero_stage": 0, "pipeline_stages": 2}).stages
     assert (first.head, last.head) == (0, 4 * tokens * 2000 + 4 * 2 * BIG)
-    assert (first.activations, last.activations) == (4 * one_layer + flowing, 2 * one_layer)
+    assert (first.activations, last.activations) == (4 * one_layer + flowing, 2 * one_layer + normed)
 
 
 @pytest.mark.parametrize(("packing", "length"), [(False, 2048), (True, 4096)])

@@ -45,13 +45,13 @@ def part(size: int) -> int:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_rank_has_the_activations_of_its_tokens_and_the_shards_of_all_ranks(rank: Any, size: int) -> None:
     """Of one matrix input, output and the widest once more; of attention with fewer key heads than ranks the
-    output for its heads, and the keys and values that are added."""
+    output for its heads, and the keys and values that are added. Beside the logits the last layer's output
+    and its norm."""
     split, whole = rank(size), rank(1)
     repeated = {1: 0, 2: 0, 4: 2}[size]  # to lcm(2, ranks) heads
     own = 3 * HIDDEN + (size > 1) * (8 * 40 + repeated * (50 + 40))
     layer = 4 * part(size) * own
-    sent = 4 * part(size) * 8 * 50 * (size > 1)  # a copy of the queries
-    assert split.activations == LAYERS * layer + int(layer * BACKWARD) + sent
+    assert split.activations == LAYERS * layer + 4 * part(size) * 2 * HIDDEN
     assert split.one_layer == layer + 4 * part(size) * 4 * HIDDEN
     for field in ("parameters", "gradients", "master", "moments", "buffers"):
         assert getattr(split, field) == getattr(whole, field)
