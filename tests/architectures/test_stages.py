@@ -111,9 +111,9 @@ def test_stages_equal_the_whole_model(kind: str) -> None:
 
 def test_splitting_a_model_with_many_experts_takes_seconds() -> None:
     """512 experts; computed one after the other they took 70 seconds."""
-    start = time.perf_counter()
+    start = time.process_time()
     assert isinstance(find_split_points(CONFIG_MAPPING["qwen3_next"]()), SplitPoints)
-    assert time.perf_counter() - start < allowed(10)
+    assert time.process_time() - start < allowed(10)
 
 
 def test_splittable_architectures_are_listed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -88,11 +87,14 @@ def both(
     names += ["quickstart", "resumed"] if len(names) > len(ALWAYS) else []
     for variables in (environ("numbers"), os.environ):
         Path(variables["TORCH_EXTENSIONS_DIR"]).mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor() as pool:
-        places = ("gpu", "cpu")
-        folders = [tmp_path_factory.mktemp(name) for name in places]
-        gpu, cpu = pool.map(functools.partial(done, names=names), folders, places)
-    yield gpu, cpu
+    on_gpu, on_cpu = (tmp_path_factory.mktemp(place) for place in ("gpu", "cpu"))
+    with ThreadPoolExecutor(1) as pool:
+        gpu = pool.submit(done, on_gpu, "gpu", names)
+        done(
+            on_cpu, "cpu", names
+        )  # in this thread: the server that forks ends with the thread that started it
+        gpu.result()
+    yield on_gpu, on_cpu
 
 
 def run_of(folder: Path, name: str) -> Path:
