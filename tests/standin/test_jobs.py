@@ -90,9 +90,7 @@ def both(
     on_gpu, on_cpu = (tmp_path_factory.mktemp(place) for place in ("gpu", "cpu"))
     with ThreadPoolExecutor(1) as pool:
         gpu = pool.submit(done, on_gpu, "gpu", names)
-        done(
-            on_cpu, "cpu", names
-        )  # in this thread: the server that forks ends with the thread that started it
+        done(on_cpu, "cpu", names)  # in this thread, with which the server that forks ranks ends
         gpu.result()
     yield on_gpu, on_cpu
 

@@ -102,8 +102,9 @@ def _partitioned(rank: RankSetup) -> dict[str, Phase]:
     steady: Phase = merged({"parameters": weights(rank)}, states)
     loaded: Phase = {"parameters": weights(rank), "master": share}
     if rank.is_offloaded:
-        steady = {"parameters": weights(rank), "offloaded": _in_host(rank)}
-        loaded = steady
+        # gradients pass through a buffer (stage_1_and_2.py:659 temp_grad_buffer_for_gpu_offload)
+        passed = one(rank.largest * rank.weight)
+        loaded = steady = {"parameters": weights(rank), "buffers": passed, "offloaded": _in_host(rank)}
     whole = each(rank.trained, width) if rank.zero == 1 and rank.accumulates else NONE
     added = share if low else NONE if rank.is_offloaded else share
     again = share if not low and rank.zero == 2 and rank.accumulates and not rank.is_offloaded else NONE
@@ -180,8 +181,7 @@ def _in_host(rank: RankSetup) -> Tensors:
 
 def _buckets(rank: RankSetup, width: int) -> Tensors:
     """Return the reduction buckets: two if reduction overlaps the backward, and three on several GPUs
-    (engine/reduction.py), where two gradients of a layer that are larger than a bucket are in reduction. With
-    offload, gradients pass through a buffer of the size of the largest one."""
+    (engine/reduction.py), where two gradients of a layer that are larger than a bucket are in reduction."""
     if rank.adds_in_place:
         return NONE
     bucket = min(rank.bucket, rank.elements)
@@ -189,7 +189,7 @@ def _buckets(rank: RankSetup, width: int) -> Tensors:
     found = each([bucket] * (1 if rank.pipeline else 3 if several else 2), width)
     if several and not rank.pipeline and rank.inside > bucket:
         found += each([rank.inside] * 2, width)
-    return found + (one(rank.largest * rank.weight) if rank.is_offloaded else NONE)
+    return found
 
 
 def _sharded(rank: RankSetup) -> dict[str, Phase]:
