@@ -9,6 +9,7 @@ from dsft.plan.memory.sizes import (
     PLAIN_BYTES_PER_LOGIT,
     SCORED_PARTS,
     compute_bytes,
+    fuses,
     gpu_bytes,
     head_chunk,
     in_chunks,
@@ -16,6 +17,7 @@ from dsft.plan.memory.sizes import (
     runs_on_cpu,
     several_tokens,
 )
+from dsft.plan.memory.tensors import Tensors, each, one
 from dsft.plan.storage import FP32
 from dsft.spec.schema import Spec
 
@@ -54,3 +56,9 @@ def logits_of(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
     stored = kept_rows(tokens, row, chunk)
     at_once = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS if stored == tokens else chunk)
     return stored * row + at_once, 0, scored
+
+
+def normed(hidden: int, tokens: int, spec: Spec) -> Tensors:
+    """Return what is beside the logits: the last layer's output and its norm, which computes in fp32."""
+    widens = compute_bytes(spec) < FP32 and not fuses(spec)
+    return each([hidden] * 2, tokens * compute_bytes(spec)) + one(tokens * hidden * FP32 * widens)

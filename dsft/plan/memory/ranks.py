@@ -28,13 +28,12 @@ from dsft.plan.memory.layer import (
     recomputed_experts,
     without_mlp,
 )
-from dsft.plan.memory.logits import embedding, logits_of
+from dsft.plan.memory.logits import embedding, logits_of, normed
 from dsft.plan.memory.offload import swapped, updated_at_once
 from dsft.plan.memory.phases import phases
 from dsft.plan.memory.setup import RankSetup
 from dsft.plan.memory.sizes import (
     compute_bytes,
-    fuses,
     moment_bytes,
     orthogonal_bytes,
     runs_on_cpu,
@@ -351,7 +350,7 @@ def _work(stage: int, census: Census, spec: Spec, in_flight: int, tokens: int, c
     own = [*chain.from_iterable(found.values())]
     whole = max(dequantized(own, spec), of_norms(own, spec, trains=True))
     forward: Phase = {
-        "activations": ahead + (_normed(hidden, tokens, spec) if logits else NONE),
+        "activations": ahead + (normed(hidden, tokens, spec) if logits else NONE),
         "head": one(max(logits, narrowed)) + one(gradient),
         "offloaded": on_host,
         "buffers": one(max(0, whole - logits)),  # the logits come after the last layer
@@ -382,12 +381,6 @@ def _head(stage: int, census: Census, spec: Spec, tokens: int) -> tuple[int, int
     """Return what `logits_of` does on the stage that has the head, if it is the vocabulary's; else zeros."""
     has_logits = spec.model.head == "vocabulary" and stage == spec.parallel.pipeline_stages - 1
     return logits_of(census, spec, tokens) if has_logits else (0, 0, 0)
-
-
-def _normed(hidden: int, tokens: int, spec: Spec) -> Tensors:
-    """Return the last layer's output and its norm, which computes in fp32: they are there beside the logits."""
-    widens = compute_bytes(spec) < FP32 and not fuses(spec)
-    return each([hidden] * 2, tokens * compute_bytes(spec)) + one(tokens * hidden * FP32 * widens)
 
 
 def _recomputed_at_once(layers: Sequence[Tensors], recomputed: Sequence[bool]) -> Tensors:
