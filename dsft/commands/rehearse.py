@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,8 @@ def _check_known(spec: Spec) -> None:
     """Raise SpecError for what is not rehearsed."""
     for key, value in UNKNOWN.items():
         if value_at(spec, key) == value:
-            why = f"dsft rehearse does not know {quote(value)} yet; dsft plan SPEC shows its estimate"
+            shown = quote(value) if isinstance(value, str) else "this"
+            why = f"dsft rehearse does not know {shown} yet; dsft plan SPEC shows its estimate"
             raise _refused(key, why)
 
 
@@ -158,7 +160,7 @@ def largest_micro_batch(spec: Spec, size: int, budget: int | None) -> MicroBatch
     batch = MicroBatch(
         Tokens(ids, positions, ids),
         None if budget is None else Segments(lengths),
-        compared if spec.task_kind.whole else None,
+        compared if spec.task_kind.whole or values else None,
     )
     return task_of(spec).for_probe(spec, batch)
 
@@ -167,8 +169,10 @@ def in_processes(setup: Setup, plan: Plan, stages: Sequence[int]) -> list[dict[s
     """Return what `rehearse_rank` finds for each stage, in a process of its own. Raises DsftError where a
     rank cannot be rehearsed, WorldError where its process is killed."""
     context, ours = multiprocessing.get_context("fork"), (os.getpid(),)
-    with ProcessPoolExecutor(len(stages), context, die_with, ours) as pool:  # each takes one
-        ranks = [pool.submit(rehearse_rank, setup, plan, stage) for stage in stages]
+    with ExitStack() as running:
+        pools = [running.enter_context(ProcessPoolExecutor(1, context, die_with, ours)) for _ in stages]
+        each = zip(pools, stages, strict=True)
+        ranks = [pool.submit(rehearse_rank, setup, plan, stage) for pool, stage in each]
         try:
             return [rank.result() for rank in ranks]
         except BrokenProcessPool:

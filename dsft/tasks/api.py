@@ -33,7 +33,7 @@ class Annotator:
     of a reference.
 
     ahead     completes a training step while it is prefetched, in any thread, so it only reads and looks up
-    now       completes a training step right before it is trained. A collective
+    now       completes a training step right before it is trained, on the device. A collective
     held_out  completes the micro-batches of each held-out set before it is evaluated. A collective
     identity  what checkpoints record of it; its task compares a resumed run's with it
     """

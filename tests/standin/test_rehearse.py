@@ -34,6 +34,7 @@ MORE: tuple[Case, ...] = (
     (2, {"zero_stage": 2}, {}),
     (4, {"zero_stage": 3}, {}),
     (2, {"zero_stage": 2}, {"model": LORA}),
+    (2, {"zero_stage": 3}, {"model": LORA}),
     (2, {"zero_stage": 0}, NF4),
     (2, {"zero_stage": 2}, NF4),
     (2, {"zero_stage": 1, "pipeline_stages": 2}, NF4),

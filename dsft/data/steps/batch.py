@@ -175,8 +175,10 @@ class MicroBatch:
         later has to be there."""
         if self.targets_before is not None and self.tokens.input_ids.device == device:
             return self
-        is_target = (self.tokens.targets != NO_TARGET).flatten().numpy()
-        before = np.cumsum(np.concatenate(([0], is_target)), dtype=np.int64)
+        before = self.targets_before
+        if before is None:
+            is_target = (self.tokens.targets != NO_TARGET).flatten().numpy()
+            before = np.cumsum(np.concatenate(([0], is_target)), dtype=np.int64)
         return replace(
             self.map(lambda tensor: to_device(tensor, device)),
             segments=self.segments and self.segments.to(device),

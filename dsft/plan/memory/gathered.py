@@ -36,7 +36,8 @@ class Gathered:
     """The most that ZeRO 3 has gathered beside a rank's shares, with the buffers in which it arrives: while
     parameters are copied from the buffers, in the first pass, too, which does not know the order and gathers
     a module at a time; likewise in a forward alone; while an MLP is computed in the forward, the rest of a
-    layer, the output layer; while the backward of an MLP is; and what a forward alone leaves."""
+    layer, the output layer; while the backward of an MLP is, less the activations that the backward has freed
+    until then; and what a forward alone leaves."""
 
     arriving: Tensors = NONE
     in_forward: Tensors = NONE
@@ -56,24 +57,27 @@ class Gathered:
 
 
 def gathered(
-    parameters: Sequence[Parameter], spec: Spec, bucket: int, leaves: frozenset[str], *, trains: bool
+    parameters: Sequence[Parameter], spec: Spec, bucket: int, leaves: frozenset[str], stored: int | None
 ) -> Gathered:
     """Return what a rank gathers of these parameters, whose modules run in the order of the census. bucket:
-    elements gathered ahead; leaves: names of modules of which all is gathered at once; trains: whether a
-    backward follows the forward."""
+    elements gathered ahead; leaves: names of modules of which all is gathered at once; stored: bytes of the
+    activations of all layers, of which the backward frees one after the other; None without a backward."""
     sizes, outside, layers = _placed(parameters, spec, leaves)
     if not sizes:
         return Gathered()
     first, last = ([_use(own) for own in outside[is_first].values()] for is_first in (True, False))
     forward = first + [use for blocks in layers.values() for use in _forward(blocks, leaves)] + [Use()]
-    uses = forward + last
-    if trains:
+    uses, done = forward + last, list[int]()  # for each module, the layers whose backward has ended
+    if stored is not None:
         around = Use(within=tuple(sizes))  # the model itself
         uses += [around, *last[::-1], around, Use()]
-        for number, blocks in reversed(layers.items()):
+        done = [0] * len(uses)
+        for before, (number, blocks) in enumerate(reversed(layers.items())):
             uses += _forward(blocks, leaves) if spec.model.checkpoints(number) else []
             uses += _backward(blocks, leaves)
+            done += [before] * (len(uses) - len(done))
         uses += first[::-1]
+    done += [len(layers)] * (len(uses) - len(done))
     found = [*gathered_at_once(uses, sizes, bucket)]
     is_small = max(sizes.values()) * compute_bytes(spec) <= MALLOC_KEEPS
 
@@ -81,11 +85,13 @@ def gathered(
         size = elements * compute_bytes(spec)
         return Tensors(size, 0) if is_small else Tensors(0, size)
 
-    def most(steps: Iterable[int], moment: int = 1) -> Tensors:
+    def most(steps: Iterable[int], moment: int = 1, freed: int = 0) -> Tensors:
         # gloo gathers into a copy of its own (ProcessGroupGloo, all_gather_into_tensor)
         sent = runs_on_cpu(spec)
-        return held(max((found[step][moment] + sent * found[step][2] for step in steps), default=0))
+        sizes_of = (found[n][moment] + sent * found[n][2] - freed * done[n] for n in steps)
+        return held(max(sizes_of, default=0))
 
+    freed = (stored or 0) // compute_bytes(spec) // max(1, len(layers))
     head, end = len(forward), len(forward) + len(last)
     backward = end + 1 + len(last)
     modules = (sum(sizes[number] for number in use.own) for use in uses if len(use.own) > 1)
@@ -97,8 +103,8 @@ def gathered(
         in_forward=most(range(end), 0),
         mlps=most(forward_mlps),
         others=most({*range(head)} - {*forward_mlps}),
-        head=most(range(head, backward if trains else end)),
-        backward=most([step for step in mlps if step > end] or range(backward, len(uses))),
+        head=most(range(head, end if stored is None else backward)),
+        backward=most([step for step in mlps if step > end] or range(backward, len(uses)), freed=freed),
         kept=held(found[end - 1][3]),
     )
 

@@ -267,8 +267,8 @@ def _setup(
         leaves = {p.mlp for p in parameters if p.mlp and chunks > 1}
         if census.architecture in LEAF_BLOCKS:
             leaves |= {p.module.removesuffix(".experts") for p in parameters if p.experts > 1}
-        bucket, trains = bucket_size(census.numel), batch is not None
-        whole = gathered(parameters, spec, bucket, frozenset(leaves), trains=trains)
+        held = None if batch is None else work.forward["activations"].total
+        whole = gathered(parameters, spec, bucket_size(census.numel), frozenset(leaves), held)
     inside = [p for p in parameters if p.trained and p.layer is not None]
     return RankSetup(
         trained=tuple(p.numel for p in parameters if p.trained),

@@ -211,6 +211,14 @@ def test_a_name_that_is_not_utf_8_is_shown(monkeypatch: pytest.MonkeyPatch) -> N
     curves.figure(os.fsdecode(b"caf\xe9"), [{"train/global_step": 1}])
 
 
+def test_a_run_without_files_is_reported_as_far_as_it_got() -> None:
+    folder = run("bare", ["NaN"])
+    for name in ("memory.json", "spec.yaml"):
+        (folder / name).write_text("[")
+    text = report.write_report(["bare"], [], None).read_text()
+    assert "Memory" not in text and "<h2>Results" in text
+
+
 def test_only_a_page_of_its_own_is_replaced() -> None:
     folder = run("one", [1.0])
     record = (folder / "metrics.jsonl").read_bytes()

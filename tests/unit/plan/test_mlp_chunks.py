@@ -65,7 +65,6 @@ def test_the_plan_counts_one_chunk() -> None:
 def test_zero_3_gathers_the_mlp_as_one_module() -> None:
     """Its three weights arrive together, and are copied from the buffer."""
     apart, together = (
-        gathered(census().parameters, spec(3), 1000, frozenset(leaves), trains=True).arriving
-        for leaves in ((), (MLP,))
+        gathered(census().parameters, spec(3), 1000, frozenset(leaves), 0).arriving for leaves in ((), (MLP,))
     )
     assert together.total == 2 * 2 * 3 * INNER * HIDDEN > apart.total

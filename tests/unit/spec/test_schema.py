@@ -5,7 +5,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from dsft.spec.aliases import sections_in
-from dsft.spec.schema import Data, Optim, Parallel, Spec
+from dsft.spec.schema import Data, Optim, Parallel, Spec, Train
 from tests.specs import spec_values
 
 
@@ -37,6 +37,14 @@ def test_a_number_is_taken_in_its_own_type_only(section: type[BaseModel], key: s
 def test_a_whole_number_is_a_number() -> None:
     learning_rate = Optim.model_validate({"learning_rate": 1}).learning_rate
     assert learning_rate == 1.0 and isinstance(learning_rate, float)
+
+
+def test_defaults_are_those_of_the_design() -> None:
+    train = Train()
+    assert (train.num_train_epochs, train.max_steps, train.eval_every, train.log_every) == (1, None, None, 1)
+    assert (train.precision, train.max_grad_norm, train.seed) == ("bf16", 1.0, 42)
+    optim = Optim(learning_rate=1.0)
+    assert (optim.betas, optim.eps) == ((0.9, 0.999), 1e-8)
 
 
 @pytest.mark.parametrize(("sections", "stage"), [
