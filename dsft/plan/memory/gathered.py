@@ -1,4 +1,9 @@
-"""Compute what ZeRO 3 gathers, by DeepSpeed's own rules, in the order in which modules use parameters."""
+"""Compute what ZeRO 3 gathers, by DeepSpeed's own rules, in the order in which modules use parameters.
+
+Before a module runs, DeepSpeed gathers those of its parameters that are sharded, and begins to gather those
+of the next modules, since it has recorded the order in the first pass. After the module it frees what is not
+used again soon. Its PartitionedParameterCoordinator decides both, by counting elements.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +25,44 @@ LEAF_BLOCKS = "MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"
 
 
 class Use(NamedTuple):
-    """A module that runs. own: the numbers of its parameters; within: its children's too; leaf: whether
-    these count as its own (z3_leaf_module)."""
+    """A module that runs. own: the numbers of its parameters, which are gathered for it; within: those of its
+    children too, which count where what is used soon is searched; leaf: whether all are its own
+    (z3_leaf_module)."""
 
     own: tuple[int, ...] = ()
     within: tuple[int, ...] = ()
     leaf: bool = False
 
 
+class Step(NamedTuple):
+    """Elements beside the shares while a module runs: the most while its parameters arrive, and while it is
+    computed, both with buffers; those of its last gathering; and those that are left after it."""
+
+    arriving: int
+    computing: int
+    sent: int
+    left: int
+
+
+Modules = dict[str, list[int]]
+"""Name of a module -> numbers of its parameters."""
+
 _bytes = attrgetter("total")
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """The most that ZeRO 3 has gathered beside a rank's shares, with the buffers in which it arrives: while
-    parameters are copied from the buffers, in the first pass, too, which does not know the order and gathers
-    a module at a time; likewise in a forward alone; while an MLP is computed in the forward, the rest of a
-    layer, the output layer; while the backward of an MLP is, less the activations that the backward has freed
-    until then; and what a forward alone leaves."""
+    """The most that ZeRO 3 has gathered beside a rank's shares, with the buffers in which it arrives.
+
+    arriving    while parameters are copied from the buffers, or in the first pass, in which the order is not
+                known yet and one module is gathered at a time
+    in_forward  while they are copied in a forward without a backward
+    mlps        while an MLP is computed in the forward
+    others      while another part of a layer is
+    head        while the output layer is
+    backward    while the backward of an MLP is, less the activations that the backward has freed until then
+    kept        what a forward without a backward leaves
+    """
 
     arriving: Tensors = NONE
     in_forward: Tensors = NONE
@@ -85,11 +110,14 @@ def gathered(
         size = elements * compute_bytes(spec)
         return Tensors(size, 0) if is_small else Tensors(0, size)
 
-    def most(steps: Iterable[int], moment: int = 1, freed: int = 0) -> Tensors:
-        # gloo gathers into a copy of its own (ProcessGroupGloo, all_gather_into_tensor)
-        sent = runs_on_cpu(spec)
-        sizes_of = (found[n][moment] + sent * found[n][2] - freed * done[n] for n in steps)
-        return held(max(sizes_of, default=0))
+    # gloo gathers into a copy of its own (ProcessGroupGloo, all_gather_into_tensor)
+    copied = [step.sent * runs_on_cpu(spec) for step in found]
+
+    def most_arriving(steps: Iterable[int]) -> Tensors:
+        return held(max((found[n].arriving + copied[n] for n in steps), default=0))
+
+    def most(steps: Iterable[int], freed: int = 0) -> Tensors:
+        return held(max((found[n].computing + copied[n] - freed * done[n] for n in steps), default=0))
 
     freed = (stored or 0) // compute_bytes(spec) // max(1, len(layers))
     head, end = len(forward), len(forward) + len(last)
@@ -99,24 +127,25 @@ def gathered(
     mlps = [step for step, use in enumerate(uses) if of_mlps.intersection(use.own)]
     forward_mlps = [step for step in mlps if step < head]
     return Gathered(
-        arriving=max(held(2 * max(modules, default=0)), most(range(len(uses)), 0), key=_bytes),
-        in_forward=most(range(end), 0),
+        arriving=max(held(2 * max(modules, default=0)), most_arriving(range(len(uses))), key=_bytes),
+        in_forward=most_arriving(range(end)),
         mlps=most(forward_mlps),
         others=most({*range(head)} - {*forward_mlps}),
         head=most(range(head, end if stored is None else backward)),
         backward=most([step for step in mlps if step > end] or range(backward, len(uses)), freed=freed),
-        kept=held(found[end - 1][3]),
+        kept=held(found[end - 1].left),
     )
 
 
 def _placed(
     parameters: Sequence[Parameter], spec: Spec, leaves: frozenset[str]
-) -> tuple[dict[int, int], dict[bool, dict[str, list[int]]], dict[int, dict[str, dict[str, list[int]]]]]:
-    """Return the elements of each parameter that is sharded; the numbers of those outside of the layers by
-    module, before (True) and after them; and of each layer by block and module."""
+) -> tuple[dict[int, int], dict[bool, Modules], dict[int, dict[str, Modules]]]:
+    """Return the elements of each parameter that is sharded; the modules outside of the layers, before (True)
+    and after them; and those of each layer by block. Vectors are left out: nearly all are too small to be
+    sharded."""
     sizes: dict[int, int] = {}
-    outside: dict[bool, dict[str, list[int]]] = {True: {}, False: {}}
-    layers: dict[int, dict[str, dict[str, list[int]]]] = {}
+    outside: dict[bool, Modules] = {True: {}, False: {}}
+    layers: dict[int, dict[str, Modules]] = {}
     for number, parameter in enumerate(parameters):
         elements = sum(tensor.numel for tensor in parameter.stored(spec.train.precision))
         if elements <= PERSIST_BELOW or len(parameter.shape) == 1:
@@ -136,10 +165,11 @@ def _placed(
 
 
 def _use(own: Sequence[int], *, leaf: bool = False) -> Use:
+    """Return a module without children that have parameters."""
     return Use(tuple(own), tuple(own), leaf)
 
 
-def _forward(layer: dict[str, dict[str, list[int]]], leaves: frozenset[str]) -> list[Use]:
+def _forward(layer: dict[str, Modules], leaves: frozenset[str]) -> list[Use]:
     """Return the modules that run in a layer's forward: itself, and of attention and the MLP a norm, the
     block and its linear layers."""
     found = [_around(*layer.values())]
@@ -149,7 +179,7 @@ def _forward(layer: dict[str, dict[str, list[int]]], leaves: frozenset[str]) -> 
     return found
 
 
-def _backward(layer: dict[str, dict[str, list[int]]], leaves: frozenset[str]) -> list[Use]:
+def _backward(layer: dict[str, Modules], leaves: frozenset[str]) -> list[Use]:
     """Return the modules that run in a layer's backward."""
     found = [_around(*layer.values())]
     for block, modules in reversed(layer.items()):
@@ -158,21 +188,20 @@ def _backward(layer: dict[str, dict[str, list[int]]], leaves: frozenset[str]) ->
     return found
 
 
-def _around(*blocks: dict[str, list[int]]) -> Use:
+def _around(*blocks: Modules) -> Use:
+    """Return a module whose parameters are those of these children."""
     return Use(within=tuple(number for modules in blocks for own in modules.values() for number in own))
 
 
 def gathered_at_once(
     uses: Sequence[Use], sizes: Mapping[int, int], bucket: int, limit: int = LIVE
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield for each module the most elements that are gathered while its parameters arrive, and while it is
-    computed, with buffers; those of the last gather; and those that are gathered after its use.
-    PartitionedParameterCoordinator does this in a pass whose order it knows from the one before.
+) -> Iterator[Step]:
+    """Yield what is gathered while each module runs, in a pass whose order is known from the one before.
 
     A module's own parameters are gathered whatever the limit is. Those that are used next follow as long as
     the limit leaves room, up to a bucket; the last may be larger than the room, and those that are gathered
-    already do not count (partitioned_param_coordinator.py:453 max_params_to_prefetch). A parameter stays for
-    a next use within the limit, and for one that was passed in this search
+    already do not count (partitioned_param_coordinator.py:453 max_params_to_prefetch). A parameter stays if
+    its next use is within the limit, or if this search has passed it
     (partitioned_param_coordinator.py:634 __params_to_release). What is gathered together arrives in a buffer,
     which is copied when the first of its parameters is needed, and freed when the last is
     (partition_parameters.py:795 cat). A single parameter is not copied (partition_parameters.py:1373
@@ -221,7 +250,7 @@ def gathered_at_once(
                 live -= sizes[number]
                 copied -= sizes[number]
                 whole.remove(number)
-        yield most, computing, sent, copied + sum(filled.values())
+        yield Step(most, computing, sent, copied + sum(filled.values()))
 
 
 def _ahead(

@@ -68,3 +68,28 @@ def test_zero_3_gathers_the_mlp_as_one_module() -> None:
         gathered(census().parameters, spec(3), 1000, frozenset(leaves), 0).arriving for leaves in ((), (MLP,))
     )
     assert together.total == 2 * 2 * 3 * INNER * HIDDEN > apart.total
+
+
+@pytest.mark.parametrize(("freed", "backward"), [(0, (19, 1)), (2**28, (18, 0))])
+def test_the_backward_gathers_the_embeddings_when_it_has_freed_layers(
+    freed: int, backward: tuple[int, int]
+) -> None:
+    """30 layers of one matrix, embeddings and an output layer, up to 10⁹ elements and what is gathered
+    ahead: in matrices and embeddings. freed: bytes of activations for each layer."""
+    matrix, words = INNER * HIDDEN, 128_000 * HIDDEN
+    names = [f"model.layers.{number}.mlp" for number in range(30)]
+    parameters = (
+        Parameter("model.embed_tokens.weight", (128_000, HIDDEN), None, True, ()),
+        *(
+            Parameter(f"{name}.up.weight", (INNER, HIDDEN), n, False, (), mlp=name)
+            for n, name in enumerate(names)
+        ),
+        Parameter("lm_head.weight", (128_000, HIDDEN), None, False, ()),
+    )
+    found = gathered(parameters, spec(3), 10**8, frozenset(), 30 * freed)
+    counted = {
+        "arriving": (19, 1), "in_forward": (19, 1), "mlps": (18, 1), "others": (19, 1), "head": (9, 1),
+        "backward": backward, "kept": (9, 1),
+    }  # fmt: skip
+    for name, (matrices, outside) in counted.items():
+        assert getattr(found, name).total == 2 * (matrices * matrix + outside * words), name
