@@ -183,5 +183,6 @@ class _InChunks(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved.saved_tensors
+        ctx.saved = None  # no backward frees it, nor the layer's input, which the checkpoint keeps for it
         by_rows, *by_parameters = ctx.mlp.gradients(rows, upstream, ctx.needs_input_grad[0], ctx.trained)
         return by_rows, None, None, *by_parameters

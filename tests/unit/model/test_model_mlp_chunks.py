@@ -1,6 +1,8 @@
 """MLPs in chunks of tokens: the same logits and gradients, one gradient per parameter, the same dropout in
 both passes, and less computed at once."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -70,6 +72,19 @@ def test_mlp_chunks_equal_the_whole(kinds: tuple[str, ...]) -> None:
         if not all(found) or bool(mlps_of(small_model(kind))) == (kind in WITHOUT):
             wrong[kind] = found
     assert wrong == {}
+
+
+def test_the_backward_frees_the_inputs_of_layers_while_the_loss_is_kept() -> None:
+    """As DeepSpeed's pipeline keeps the last one, with its graph, until the next step."""
+    model, inputs = small_model("llama"), list[weakref.ref[Tensor]]()
+    checkpoint_activations(model.train())
+    chunk_mlps(model, CHUNKS)
+    for layer in model.model.layers[1:]:  # the first one's is the output of the embeddings
+        layer.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    loss = model(input_ids=torch.ones(ROWS, TOKENS, dtype=torch.long), use_cache=False).logits.sum()
+    loss.backward()
+    gc.collect()
+    assert inputs and [one() for one in inputs] == [None] * len(inputs) and loss.grad_fn is not None
 
 
 def test_single_matrix_is_not_an_mlp() -> None:
