@@ -201,7 +201,8 @@ def check_first_rows(spec: Spec) -> list[str]:
             file = head.file
             if absent := sorted(set(source.columns.values()) - set(head.columns)):
                 has = f"which its first rows, with {quoted(head.columns)}, do not have"
-                warnings.append(f"{file.name}: columns names {quoted(absent)}, {has}")
+                refused = "a run refuses what no row has"
+                warnings.append(f"{file.name}: columns names {quoted(absent)}, {has}; {refused}")
             bad = list(_bad_rows(file, head)) if spec.data.on_bad_row == "error" else [head.refusal]
             problems += [Problem(f"{file.name}:{one[0]}", printable(one[1])) for one in bad if one]
     if problems:

@@ -34,6 +34,14 @@ class Use(NamedTuple):
     leaf: bool = False
 
 
+@dataclass(eq=False)
+class _Buffer:
+    """Parameters that are gathered together. unused: those that no module has used yet."""
+
+    elements: int
+    unused: set[int]
+
+
 class Step(NamedTuple):
     """Elements beside the shares while a module runs: the most while its parameters arrive, and while it is
     computed, both with buffers; those of its last gathering; and those that are left after it."""
@@ -211,46 +219,43 @@ def gathered_at_once(
     ends = [*accumulate(len(use.own) for use in uses)]
     stays = _stays(uses, sizes, limit)
     whole: set[int] = set()
-    arriving: dict[int, set[int]] = {}  # number -> those of its buffer that were not used yet
-    filled: dict[int, int] = {}  # id of these -> elements of the buffer
-    live = copied = ahead = 0
+    arriving: dict[int, _Buffer] = {}  # by the number of each parameter that is in it
+    live = copied = filled = ahead = 0  # elements; filled: of the buffers
 
     def gather(numbers: Sequence[int]) -> int:
-        nonlocal live, copied
+        nonlocal live, copied, filled
         elements = sum(sizes[number] for number in numbers)
         live += elements
         if len(numbers) < 2:
             copied += elements
             whole.update(numbers)
         else:
-            unused = set(numbers)
-            arriving.update(dict.fromkeys(numbers, unused))
-            filled[id(unused)] = elements
+            arriving.update(dict.fromkeys(numbers, _Buffer(elements, set(numbers))))
+            filled += elements
         return elements
 
     for step, use in enumerate(uses):
         sent = gather([number for number in use.own if number not in whole and number not in arriving])
-        most = copied + sum(filled.values())
-        for number in use.own:
-            unused = arriving.pop(number, set())
-            if unused and number not in whole:
-                copied += filled[id(unused)]
-                whole |= unused
-                most = max(most, copied + sum(filled.values()))
-            unused.discard(number)
-            if not unused:
-                filled.pop(id(unused), None)
+        most = copied + filled
+        for buffer, number in [(arriving.pop(number), number) for number in use.own if number in arriving]:
+            if number not in whole:
+                copied += buffer.elements
+                whole |= buffer.unused
+                most = max(most, copied + filled)
+            buffer.unused.discard(number)
+            if not buffer.unused:
+                filled -= buffer.elements
         room = min(limit - live, bucket)
         chosen, ahead = _ahead(order, max(ahead, ends[step]), sizes, room, whole | arriving.keys())
         sent = gather(chosen) or sent
-        computing = copied + sum(filled.values())
+        computing = copied + filled
         passed = {*order[ends[step] : ahead]}
         for number in use.own:
             if number not in passed and number not in stays[step]:
                 live -= sizes[number]
                 copied -= sizes[number]
                 whole.remove(number)
-        yield Step(most, computing, sent, copied + sum(filled.values()))
+        yield Step(most, computing, sent, copied + filled)
 
 
 def _ahead(

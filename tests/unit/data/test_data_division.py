@@ -511,5 +511,6 @@ def test_the_first_rows_are_checked_without_a_tokenizer() -> None:
     (warning,) = check_first_rows(
         spec_of("sft", Data(train=(sources[2], renamed), max_length=64, on_bad_row="drop"))
     )
-    assert warning == 'a.jsonl: columns names "tol", which its first rows, with "text", do not have'
+    absent = 'a.jsonl: columns names "tol", which its first rows, with "text", do not have'
+    assert warning == f"{absent}; a run refuses what no row has"
     assert not check_first_rows(spec_of("sft", Data(train=sources[::2], max_length=64, on_bad_row="drop")))

@@ -54,6 +54,11 @@ def test_who_is_not_named(places: list[At], windows: list[list[RankWindow]]) -> 
     assert lines_of(places, windows) == []
 
 
+def test_a_stage_of_one_rank_has_no_record() -> None:
+    places = [At("node1", 0, 0), At("node2", 0, 1)]
+    assert StragglerDetector(places, ["node1", "node2"]).add([spent(0.3), spent(0.9)]) == ({}, [])
+
+
 def test_the_line_of_a_straggler() -> None:
     [(_, line)] = lines_of(FOUR, [[spent(0.4), spent(0.4), spent(0.4), spent(0.8, data=0.5)]] * 5)
     assert line == (

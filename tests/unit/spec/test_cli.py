@@ -80,6 +80,12 @@ def test_validate_prints_mistakes_on_standard_error(dsft: Dsft, write: Write) ->
     assert err.startswith("error: spec.yaml: 2 problems\n") and "did you mean train.seed?" in err
 
 
+def test_a_batch_that_the_cluster_cannot_hold(dsft, write: Write) -> None:  # noqa: ANN001
+    path = write(train="{global_batch_size: 10, micro_batch_size: 2}", cluster="{hosts: {a: 3}}")
+    code, _, err = dsft("validate", str(path))
+    assert code == 2 and "global_batch_size 10 = micro_batch_size 2" in err and "12" in err
+
+
 def test_exit_codes_and_words_for_wrong_command_lines(dsft: Dsft, write: Write) -> None:
     assert dsft("validate", "none.yaml")[0] == 66
     assert "validate" in dsft("validat")[2]
