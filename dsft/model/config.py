@@ -330,7 +330,7 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     for module in causal_lm.modules():
         frozen = [name for name, p in module._parameters.items() if p is not None and not p.requires_grad]
         for name in frozen:
-            module.register_buffer(name, module._parameters.pop(name).data)  # type: ignore[union-attr]
+            module.register_buffer(name, module._parameters.pop(name).data)
     return causal_lm
 
 

@@ -57,7 +57,7 @@ class Conversion:
         """Return the converted tensors by name, from those of `parts`, in their order."""
         own = deepcopy(self.transform)  # it stores its inputs
         for (pattern, name), tensor in zip(self.parts, tensors, strict=True):
-            own.collected_tensors[pattern].append(tensor)  # type: ignore[arg-type]  # as when it saves
+            own.collected_tensors[pattern].append(tensor)  # as when it saves
             own.layer_targets[self.first].add(name)
         converted = own.convert(self.first, model=model, config=model.config)
         return {

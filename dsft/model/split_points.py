@@ -202,7 +202,7 @@ def _outside(model: nn.Module, layers: str, above: str = "") -> Iterator[tuple[s
 
 def _prove(model: PreTrainedModel, split_points: SplitPoints) -> None:
     """Raise _Unfit where two stages do not compute what the whole does."""
-    number = len(model.get_submodule(split_points.layers))  # type: ignore[arg-type]
+    number = len(model.get_submodule(split_points.layers))
     cut = Cut((1, number - 1))
     parts = [copy.deepcopy(model) for _ in range(cut.stages)]
     for stage, part in enumerate(parts):

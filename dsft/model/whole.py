@@ -212,6 +212,7 @@ class _WithHead(nn.Module):
     class has it. Whether that is all is proved before training."""
 
     base_class: Any
+    config: Any
     post_init: Any
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 

@@ -44,7 +44,7 @@ def prove(path: Path, overrides: Sequence[str], processes: int | None, *, as_jso
     spec = load_spec(path, overrides)
     if spec.train.precision not in BOUNDS:
         raise refused("train.precision", f"dsft prove does not know {spec.train.precision} yet; use another")
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     result = Path(spec.output_dir, f"{spec.name}-certificate.json")
     folder = Path(spec.output_dir, f"prove-{secrets.token_hex(4)}").absolute()
     with temporary_folder(folder):

@@ -147,7 +147,7 @@ def build(spec: Spec, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         drops = name == REFERENCE or (isinstance(spec.of_task, Reference) and spec.of_task.is_start)
         config = resolve_config(one, token_facts(tokenizer))
         made = small_model(config, spec.parallel.pipeline_stages, drops=drops)
-        saved: Any = made.to(dtype=DTYPES[spec.train.precision])  # type: ignore[call-arg]
+        saved = made.to(dtype=DTYPES[spec.train.precision])
         saved.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
         if name == MODEL and spec.model.lora is not None:
@@ -206,10 +206,10 @@ def small_model(config: PreTrainedConfig, stages: int, *, drops: bool = False) -
 
 
 def _narrow(config: PreTrainedConfig, stages: int, is_free: bool, drops: bool) -> dict[str, Any]:
-    values = config.to_dict()
+    values: dict[str, Any] = config.to_dict()
 
     def name(key: str) -> str:
-        return config.attribute_map.get(key, key)
+        return str(config.attribute_map.get(key, key))
 
     heads, width = values[name("num_attention_heads")], values[name("hidden_size")]
     keys = [key for key in ("num_key_value_heads", "num_kv_heads") if values.get(key)]

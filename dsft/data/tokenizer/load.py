@@ -108,12 +108,9 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
     if is_hub_id(str(name_or_path)):
         hub_obstacle()
     try:
-        if (light := _without_torch(Path(name_or_path))) is not None:
-            import transformers
+        import transformers
 
-            tokenizer_class: Any = getattr(transformers, light)
-        else:
-            from transformers import AutoTokenizer as tokenizer_class
+        tokenizer_class = getattr(transformers, _without_torch(Path(name_or_path)) or "AutoTokenizer")
         tokenizer: PreTrainedTokenizerBase = tokenizer_class.from_pretrained(
             str(name_or_path), trust_remote_code=False
         )
@@ -293,8 +290,7 @@ def chatml_tokenizer(backend: Any, special: Sequence[str] = (), **more: str) -> 
     """Return a transformers tokenizer with SPECIAL_TOKENS, `special` ones and a ChatML template."""
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer_class: Any = PreTrainedTokenizerFast
-    return tokenizer_class(  # type: ignore[no-any-return]
+    return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token=PAD_TOKEN,
         eos_token=TURN_END_TOKEN,

@@ -29,7 +29,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # ModelProto.Sente
 SPACE = "▁"
 
 
-class SentencePieceTokenizer(SentencePieceBackend):
+class SentencePieceTokenizer(SentencePieceBackend):  # type: ignore[misc]  # transformers is Any to mypy
     """A tokenizer whose ids and texts are sentencepiece's, between special tokens that are spelled out in the
     text. It is saved as a converted tokenizer, which transformers loads without this class. model_digest: an
     entry of `init_kwargs`, which identify a tokenizer."""
@@ -37,7 +37,7 @@ class SentencePieceTokenizer(SentencePieceBackend):
     def __init__(self, vocab_file: str, **special_tokens: Any) -> None:
         digest = hashlib.sha256(Path(vocab_file).read_bytes()).hexdigest()
         given = {"special_tokens_pattern": "none", "model_digest": digest} | special_tokens
-        super().__init__(vocab_file=vocab_file, **given)  # type: ignore[no-untyped-call]
+        super().__init__(vocab_file=vocab_file, **given)
 
     def _tokenize(self, text: str, **_: Any) -> list[str]:
         return [self.sp_model.id_to_piece(index) for index in self.sp_model.encode(text)]
@@ -86,8 +86,7 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerBase:
 
 def as_fast(model: Any) -> PreTrainedTokenizerBase:
     """Return the model converted to a fast tokenizer, which transformers can load anywhere."""
-    fast: Any = PreTrainedTokenizerFast
-    return fast(  # type: ignore[no-any-return]
+    return PreTrainedTokenizerFast(
         tokenizer_object=converted(model), clean_up_tokenization_spaces=False, **_special_tokens(model)
     )
 
