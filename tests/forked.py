@@ -1,7 +1,8 @@
 """Forks ranks from a process that has imported torch, DeepSpeed and transformers, which is most of what a
-launch costs. Takes launches as JSON lines, gives {"pid": …} at a launch's start and {"code": …} at its end.
+launch costs. All processes of the tests connect to the socket LISTENER (a file descriptor) and send launches
+as JSON; get {"pid": …} at a launch's start and {"code": …} at its end. Ends when the process TESTS has ended.
 
-    python tests/forked.py PARENT
+    python tests/forked.py LISTENER TESTS
     {"script", "args", "ranks", "supervised", "port", "environ", "cwd", "stdout", "stderr"}
 
 As under torchrun a rank that fails ends the others, and the exit code is then 1; unless `supervised` is
@@ -18,12 +19,16 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = (
@@ -38,13 +43,11 @@ SHARED = (
 )
 """What every rank imports, or many."""
 
+LONGEST = 1 << 18  # bytes of a message
 PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
 
 
-def serve(parent: int) -> None:
-    from dsft.system.process import die_with
-
-    die_with(parent)
+def serve(listener: socket.socket, tests: int) -> None:
     gc.disable()
     for name in SHARED:
         importlib.import_module(name)
@@ -57,12 +60,22 @@ def serve(parent: int) -> None:
     gc.enable()
     gc.collect()
     gc.freeze()  # a quarter of the ranks' time went into looking for garbage among what was imported
-    for line in sys.stdin:
-        asked = json.loads(line)
+    listener.settimeout(1.0)
+    while psutil.pid_exists(tests):
+        with suppress(TimeoutError), listener.accept()[0] as connection:
+            child(lambda: answer(connection))  # noqa: B023  called at once
+
+
+def answer(connection: socket.socket) -> int:
+    """Start the launches that one process of the tests asks for, one after the other."""
+    connection.setblocking(True)
+    while message := connection.recv(LONGEST):
+        asked = json.loads(message)
         pid = child(lambda: launch(asked))  # noqa: B023  called at once
-        respond({"pid": pid})
+        connection.send(json.dumps({"pid": pid}).encode())
         _, status = os.waitpid(pid, 0)
-        respond({"code": os.waitstatus_to_exitcode(status)})
+        connection.send(json.dumps({"code": os.waitstatus_to_exitcode(status)}).encode())
+    return 0
 
 
 def make_once() -> None:
@@ -88,10 +101,6 @@ def make_once() -> None:
     versions()
     decisive_versions()
     get_checkpoint_conversion_mapping("llama")
-
-
-def respond(answer: dict[str, int]) -> None:
-    print(json.dumps(answer), flush=True)
 
 
 def child(work: Callable[[], int]) -> int:
@@ -171,4 +180,4 @@ def stop(running: dict[int, int]) -> None:
 
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
-    serve(int(sys.argv[1]))
+    serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))

@@ -10,14 +10,12 @@ import atexit
 import functools
 import json
 import os
-import queue
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -134,47 +132,34 @@ def on_the_cpu() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Server:
-    process: subprocess.Popen[str]
-    answers: queue.SimpleQueue[str | None]
+    connection: socket.socket
 
     def ask(self, asked: Mapping[str, Any]) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
+        self.connection.send(json.dumps(asked).encode())
 
     def answer(self, key: str, timeout: float) -> int:
-        try:
-            answer = self.answers.get(timeout=timeout)
-        except queue.Empty:
-            raise TimeoutError from None
-        if answer is None:
-            raise RuntimeError(f"tests/forked.py ended with exit code {self.process.wait()}")
-        return int(json.loads(answer)[key])
+        self.connection.settimeout(timeout)
+        if not (message := self.connection.recv(1000)):
+            raise RuntimeError("tests/forked.py has ended")
+        return int(json.loads(message)[key])
 
 
 @functools.cache
 def _server() -> _Server:
-    """One for all tests of a process, with which it ends."""
-    command = [sys.executable, str(ROOT / "tests" / "forked.py"), str(os.getpid())]
-    server = _started(command)
-    atexit.register(server.process.kill)
-    return server
-
-
-def _started(command: Sequence[str]) -> _Server:
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environ()
-    )
-    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-
-    def listen() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            answers.put(line)
-        answers.put(None)  # it has ended
-
-    threading.Thread(target=listen, daemon=True).start()
-    return _Server(process, answers)
+    """Return this process's connection to the server that all workers of pytest share; the first one starts
+    it. The name of its socket is no file."""
+    tests = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    name = f"\0dsft-forked-{tests}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, suppress(OSError):
+        listener.bind(name)  # fails where another worker has started it
+        listener.listen()
+        listener.set_inheritable(True)
+        command = [sys.executable, str(ROOT / "tests" / "forked.py"), str(listener.fileno()), str(tests)]
+        os.posix_spawn(sys.executable, command, _environ())
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(name)
+    atexit.register(connection.close)
+    return _Server(connection)
 
 
 def _environ() -> dict[str, str]:
