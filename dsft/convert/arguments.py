@@ -3,7 +3,7 @@ also under Axolotl's names, and the adapter, attention and preference keys of al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from os.path import exists
 from pathlib import Path
@@ -16,11 +16,11 @@ from dsft.convert.values import names_in, number, whole
 from dsft.errors import SpecError
 from dsft.spec.aliases import OTHER_NAMES, VALUES
 from dsft.spec.document import quote
-from dsft.spec.schema import Dpo, Kto, Optim, Schedule
+from dsft.spec.schema import PREFERENCE_LOSSES, Kto, Optim, Schedule
 from dsft.system import json_file
 
 OPTIMIZERS = get_args(Optim.model_fields["name"].annotation)
-LOSSES, KTO_LOSSES = (get_args(one.model_fields["loss_type"].annotation) for one in (Dpo, Kto))
+KTO_LOSSES = get_args(Kto.model_fields["loss_type"].annotation)
 _CARRIED = (
     "train.seed", "train.max_grad_norm", "train.neftune_alpha", "train.label_smoothing", "train.log_every",
     "train.eval_on_start", "optim.learning_rate", "optim.weight_decay", "optim.eps", "checkpoint.keep_last",
@@ -280,8 +280,8 @@ def preferences(
     or, with an adapter, the model without it."""
     given = draft.get(key) or default
     losses = given if isinstance(given, list) else [given]
-    if len(losses) > 1 or losses[0] not in LOSSES:
-        raise _other_loss(key, losses, "dpo", LOSSES)
+    if len(losses) > 1 or losses[0] not in PREFERENCE_LOSSES:
+        raise _other_loss(key, losses, "dpo", PREFERENCE_LOSSES)
     draft.put("dpo.loss_type", losses[0], draft.source(key) if draft.get(key) or not method else method)
     draft.carry("dpo.beta", beta)
     draft.carry("dpo.label_smoothing")
@@ -290,7 +290,7 @@ def preferences(
         draft.carry("dpo.simpo_gamma", note="a margin of rewards in both")
     else:
         draft.leave("simpo_gamma", "for the loss simpo only")
-    if losses[0] in ("simpo", "orpo"):
+    if not PREFERENCE_LOSSES[losses[0]].reference:
         draft.leave("ref_model ref_model_name_or_path", "this loss has no reference")
     else:
         _reference(draft, "dpo")
@@ -325,7 +325,7 @@ def classes(draft: Draft) -> None:
     draft.put("classify.labels", names, f"{note}; problem_type is always this one" if kind else note)
 
 
-def _other_loss(key: str, losses: Sequence[Any], task: str, offered: Sequence[str]) -> SpecError:
+def _other_loss(key: str, losses: Sequence[Any], task: str, offered: Iterable[str]) -> SpecError:
     found = ", ".join(map(str, losses))
     return mistake(key, f"{quote(found)} is not offered; task {task} takes one of {', '.join(offered)}")
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from dsft.data.steps.batch import Answers, MicroBatch
 from dsft.objective.answers import answer_logps
 from dsft.objective.api import Objective, Term
-from dsft.spec.schema import REFERENCE_FREE, Dpo, LossType
+from dsft.spec.schema import Dpo, LossType
 
 METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
@@ -90,13 +90,12 @@ LOSSES: Mapping[LossType, Callable[[Tensor, Dpo], Tensor]] = {
     "sigmoid": sigmoid, "robust": robust, "hinge": hinge, "apo_zero": apo_zero, "ipo": ipo, "simpo": simpo,
     "orpo": orpo,
 }  # fmt: skip
-AVERAGED = frozenset({"ipo", "simpo", "orpo"})  # their scores are per token
 
 
 def preference(dpo: Dpo) -> Objective:
     """Return the objective. Its terms: the loss, in `pairs`; with an SFT term, and for orpo always, the
     negative log-likelihood of the chosen answers, in `chosen_tokens`; then the metrics, of weight 0."""
-    weight = 1.0 if dpo.loss_type == "orpo" else dpo.sft_weight
+    weight = dpo.loss.nll_weight or dpo.sft_weight
     likelihood = (Term("chosen_tokens", weight, NLL),) if weight else ()
     terms = (Term("examples"), *likelihood, *(Term("examples", 0.0, name) for name in METRICS))
 
@@ -118,23 +117,22 @@ def margin(scores: Tensor, dpo: Dpo) -> Tensor:
 
 
 def scores(logps: Tensor, answers: Answers, dpo: Dpo) -> Tensor:
-    """Return (n, 2): what the loss compares, ρ or π of each answer, summed, or per token for `AVERAGED`
-    losses."""
+    """Return (n, 2): what the loss compares, ρ or π of each answer, summed, or per token for losses
+    that average."""
     found = _against_reference(logps, answers, dpo)
-    return found / _num_tokens(logps, answers) if dpo.loss_type in AVERAGED else found
+    return found / _num_tokens(logps, answers) if dpo.loss.averages else found
 
 
 def rewards(logps: Tensor, answers: Answers, dpo: Dpo) -> Tensor:
-    """Return (n, 2): β ρ(y), for simpo and orpo β π(y) ÷ |y|."""
-    if dpo.loss_type in REFERENCE_FREE:
-        return dpo.beta * scores(logps, answers, dpo)
-    return dpo.beta * _against_reference(logps, answers, dpo)
+    """Return (n, 2): β × ρ(y), or π(y) without a reference; for simpo and orpo β π(y) ÷ |y|."""
+    found = _against_reference(logps, answers, dpo)
+    return dpo.beta * (found / _num_tokens(logps, answers) if dpo.loss.per_token else found)
 
 
 def _metrics(logps: Tensor, answers: Answers, dpo: Dpo) -> tuple[Tensor, ...]:
     """Return sums over the pairs, in the order of METRICS."""
     chosen, rejected = rewards(logps, answers, dpo).unbind(1)
-    shown = logps / _num_tokens(logps, answers) if dpo.loss_type in REFERENCE_FREE else logps
+    shown = logps / _num_tokens(logps, answers) if dpo.loss.per_token else logps
     margins = chosen - rejected
     won = (margins > rounding(logps, answers, dpo)).double()
     figures = (chosen, rejected, margins, won, *shown.unbind(1))
@@ -145,21 +143,21 @@ def rounding(logps: Tensor, answers: Answers, dpo: Dpo) -> Tensor:
     """Return (n,): the margin that float32 rounding alone can give a pair. A smaller margin is a tie, and
     counts as not won.
 
-    β × 2^-23 × Σ max(|log π(y)|, |y|) over the sums in the rewards: those of both answers by the policy and
-    by the reference; for simpo and orpo by the policy, per token. The |y| are one nat for each token, since a
-    token's log-probability is the difference of two larger numbers.
+    β × 2^-23 × Σ max(|log π(y)|, |y|) over the sums in the rewards: those of both answers by the policy and,
+    if the loss has one, by the reference; for simpo and orpo per token. The |y| are one nat for each token,
+    since a token's log-probability is the difference of two larger numbers.
     """
     num_tokens = _num_tokens(logps, answers)
     sizes = torch.maximum(logps.abs(), num_tokens)
-    if dpo.loss_type in REFERENCE_FREE:
-        sizes = sizes / num_tokens
-    elif answers.reference is not None:
+    if dpo.loss.reference and answers.reference is not None:
         sizes = sizes + torch.maximum(answers.reference[: len(logps)].abs(), num_tokens)
+    if dpo.loss.per_token:
+        sizes = sizes / num_tokens
     return dpo.beta * EPSILON * sizes.sum(1)
 
 
 def _against_reference(logps: Tensor, answers: Answers, dpo: Dpo) -> Tensor:
-    if dpo.loss_type in REFERENCE_FREE:
+    if not dpo.loss.reference:
         return logps
     if answers.reference is None:
         raise ValueError(f"{dpo.loss_type} needs the reference's log-probabilities of its pairs")

@@ -7,10 +7,19 @@ from collections.abc import Iterable, Iterator
 
 from dsft.spec.document import quote
 from dsft.spec.findings import Finding, finding, value_at, value_finding
-from dsft.spec.schema import REFERENCE_FREE, SECTIONS, Classify, Distill, Dpo, Kto, Reference, Section, Spec
+from dsft.spec.schema import (
+    PREFERENCE_LOSSES,
+    SECTIONS,
+    Classify,
+    Distill,
+    Dpo,
+    Kto,
+    Reference,
+    Section,
+    Spec,
+)
 from dsft.spec.task import TASKS
 
-SMOOTHED = ("sigmoid", "robust")
 _OF_STORE = ("reference_store", "recheck_rows")
 _OF_REFERENCE = tuple(key for key in Reference.model_fields if key not in _OF_STORE)
 SHARING = ("auto", "sdpa")
@@ -80,17 +89,14 @@ def _policy_is_not_its_reference(spec: Spec) -> Iterator[Finding]:
 
 def _dpo(spec: Spec, dpo: Dpo) -> Iterator[Finding]:
     """Check that no key is set that belongs to another loss."""
-    no_effect = f"has no effect with loss_type {dpo.loss_type}, "
-    term = "cannot be combined with loss_type orpo, which already has this term with weight 1"
+    loss, no_effect = dpo.loss, f"has no effect with loss_type {dpo.loss_type}, "
+    smooth = " and ".join(name for name, other in PREFERENCE_LOSSES.items() if other.smooths)
+    term = f"cannot be combined with loss_type {dpo.loss_type}, which already has this term with weight "
     for keys, is_unused, reason in (
-        (
-            ("label_smoothing",),
-            dpo.loss_type not in SMOOTHED,
-            f"{no_effect}only with {' and '.join(SMOOTHED)}",
-        ),
+        (("label_smoothing",), not loss.smooths, f"{no_effect}only with {smooth}"),
         (("simpo_gamma",), dpo.loss_type != "simpo", f"{no_effect}only with simpo"),
-        (("sft_weight",), dpo.loss_type == "orpo", term),
-        (Reference.model_fields, dpo.loss_type in REFERENCE_FREE, f"{no_effect}which needs no reference"),
+        (("sft_weight",), loss.nll_weight, f"{term}{loss.nll_weight:g}"),
+        (Reference.model_fields, not loss.reference, f"{no_effect}which needs no reference"),
     ):
         if is_unused:
             yield from _unused(spec, dpo, keys, "loss_type", reason)

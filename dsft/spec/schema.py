@@ -6,6 +6,7 @@ A default written here is the value that the run uses, except where the docstrin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil
 from typing import Annotated, Any, Literal
 
@@ -286,8 +287,35 @@ class Reference(Section):
 
 
 LossType = Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "simpo", "orpo"]
-REFERENCE_FREE = ("simpo", "orpo")
-"""Losses without a reference."""
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """Properties of a preference loss.
+
+    reference   it compares the policy with a frozen reference
+    averages    it compares log-probabilities per token, not the sums of answers
+    per_token   rewards and log-probabilities are reported per token, too
+    smooths     it takes dpo.label_smoothing
+    nll_weight  weight of the next-token loss on chosen answers that belongs to it
+    """
+
+    reference: bool = True
+    averages: bool = False
+    per_token: bool = False
+    smooths: bool = False
+    nll_weight: float = 0.0
+
+
+PREFERENCE_LOSSES: dict[LossType, PreferenceLoss] = {
+    "sigmoid": PreferenceLoss(smooths=True),
+    "robust": PreferenceLoss(smooths=True),
+    "ipo": PreferenceLoss(averages=True),
+    "hinge": PreferenceLoss(),
+    "apo_zero": PreferenceLoss(),
+    "simpo": PreferenceLoss(reference=False, averages=True, per_token=True),
+    "orpo": PreferenceLoss(reference=False, averages=True, per_token=True, nll_weight=1.0),
+}
 
 
 class Dpo(Reference):
@@ -308,8 +336,13 @@ class Dpo(Reference):
     """Target margin of simpo, in units of the reward."""
 
     @property
+    def loss(self) -> PreferenceLoss:
+        """Properties of the loss."""
+        return PREFERENCE_LOSSES[self.loss_type]
+
+    @property
     def is_needed(self) -> bool:
-        return self.loss_type not in REFERENCE_FREE
+        return self.loss.reference
 
 
 class Kto(Reference):

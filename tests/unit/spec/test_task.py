@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from dsft.spec.schema import REFERENCE_FREE, LossType
+from dsft.spec.schema import PREFERENCE_LOSSES, LossType
 from dsft.spec.task import TASKS
 from tests.specs import minimal_spec
 
@@ -19,5 +19,6 @@ def test_the_longest_example_has_all_its_rows(task, tokens):
     assert spec.longest_example == tokens
 
 
-def test_losses_without_a_reference_are_losses():
-    assert set(REFERENCE_FREE) < set(LOSSES)
+def test_each_loss_has_its_properties():
+    assert tuple(PREFERENCE_LOSSES) == LOSSES
+    assert [name for name, loss in PREFERENCE_LOSSES.items() if not loss.reference] == ["simpo", "orpo"]
