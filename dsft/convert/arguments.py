@@ -1,9 +1,9 @@
 """Convert what LLaMA-Factory, Axolotl, TRL and ms-swift share: the keys of transformers' TrainingArguments,
-also under Axolotl's names, and the adapter, attention and preference keys of all of them."""
+also under Axolotl's names, and the adapter and attention keys of all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os.path import exists
 from pathlib import Path
@@ -13,14 +13,12 @@ from dsft.convert import adapter
 from dsft.convert.draft import Draft, hub_path, is_file_name, mistake
 from dsft.convert.parallel import parallel
 from dsft.convert.values import names_in, number, whole
-from dsft.errors import SpecError
 from dsft.spec.aliases import OTHER_NAMES, VALUES
 from dsft.spec.document import quote
-from dsft.spec.schema import PREFERENCE_LOSSES, Kto, Optim, Schedule
+from dsft.spec.schema import Optim, Schedule
 from dsft.system import json_file
 
 OPTIMIZERS = get_args(Optim.model_fields["name"].annotation)
-KTO_LOSSES = get_args(Kto.model_fields["loss_type"].annotation)
 _CARRIED = (
     "train.seed", "train.max_grad_norm", "train.neftune_alpha", "train.label_smoothing", "train.log_every",
     "train.eval_on_start", "optim.learning_rate", "optim.weight_decay", "optim.eps", "checkpoint.keep_last",
@@ -270,70 +268,6 @@ def _checkpointing(draft: Draft) -> None:
     if on in ("offload", "offload_disk") or draft.get("activation_offloading") not in (None, False):
         draft.put("model.activation_offload", True, "activations in host memory")
         draft.put("model.gradient_checkpointing", True, "needed by activation_offload")
-
-
-def preferences(
-    draft: Draft, key: str, default: str = "", *, method: str = "", beta: str | None = None
-) -> None:
-    """Convert section dpo. key: names the loss, alone or in a list; default: the loss where it is not given;
-    method: the key that `default` follows from; beta: the tool's keys for it. The reference is another model,
-    or, with an adapter, the model without it."""
-    given = draft.get(key) or default
-    losses = given if isinstance(given, list) else [given]
-    if len(losses) > 1 or losses[0] not in PREFERENCE_LOSSES:
-        raise _other_loss(key, losses, "dpo", PREFERENCE_LOSSES)
-    draft.put("dpo.loss_type", losses[0], draft.source(key) if draft.get(key) or not method else method)
-    draft.carry("dpo.beta", beta)
-    draft.carry("dpo.label_smoothing")
-    draft.carry("dpo.sft_weight", "pref_ftx rpo_alpha")
-    if losses == ["simpo"]:
-        draft.carry("dpo.simpo_gamma", note="a margin of rewards in both")
-    else:
-        draft.leave("simpo_gamma", "for the loss simpo only")
-    if not PREFERENCE_LOSSES[losses[0]].reference:
-        draft.leave("ref_model ref_model_name_or_path", "this loss has no reference")
-    else:
-        _reference(draft, "dpo")
-
-
-def labeled_answers(draft: Draft, key: str | None = None) -> None:
-    """Convert section kto. key: names the loss, kto where it is not given; None: the tool has no other. The
-    reference is as in `preferences`."""
-    if key is not None and (loss := draft.get(key)) is not None:
-        if loss not in KTO_LOSSES:
-            raise _other_loss(key, [loss], "kto", KTO_LOSSES)
-        draft.put("kto.loss_type", loss, key)
-    draft.carry("kto.beta", OTHER_NAMES["dpo.beta"], "the divergence is estimated over the whole step here")
-    draft.carry_all("kto.desirable_weight", "kto.undesirable_weight")
-    _reference(draft, "kto")
-
-
-def rewards(draft: Draft) -> None:
-    """Convert section reward."""
-    draft.carry("reward.center_rewards_coefficient")
-    draft.leave("num_labels task_type", "a reward model has one label")
-
-
-def classes(draft: Draft) -> None:
-    """Convert section classify. Labels get the names of transformers' default; rows have their numbers."""
-    kind, count = draft.get("problem_type"), int(draft.number("num_labels"))
-    if kind not in (None, "single_label_classification") or count < 2:
-        key = "num_labels" if count < 2 else "problem_type"
-        raise mistake(key, "task classify needs rows with one of two or more labels")
-    names = [f"LABEL_{number}" for number in range(count)]
-    note = "num_labels; name them as you like, in their order"
-    draft.put("classify.labels", names, f"{note}; problem_type is always this one" if kind else note)
-
-
-def _other_loss(key: str, losses: Sequence[Any], task: str, offered: Iterable[str]) -> SpecError:
-    found = ", ".join(map(str, losses))
-    return mistake(key, f"{quote(found)} is not offered; task {task} takes one of {', '.join(offered)}")
-
-
-def _reference(draft: Draft, section: str) -> None:
-    other = draft.carry(f"{section}.reference_model", OTHER_NAMES["dpo.reference_model"])
-    if other is None and draft.has("model.lora"):
-        draft.put(f"{section}.reference", "adapter", "the model without its adapter, as there")
 
 
 def rows(draft: Draft, too_long: str, note: str) -> None:

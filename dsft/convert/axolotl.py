@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dsft.convert import arguments
+from dsft.convert import arguments, sections
 from dsft.convert.draft import Draft, mistake, refuse
 from dsft.spec.document import quote
 
-_LOSSES = {"dpo": "sigmoid", "ipo": "ipo", "simpo": "simpo", "orpo": "orpo"}
+_METHODS = ("dpo", "ipo", "simpo", "orpo")
 _QUESTION = {"instruction": "question"}
 _ARGILLA = {"chosen": "chosen_response", "rejected": "rejected_response"}
 _ROWS: dict[str, dict[str, str]] = {
@@ -38,7 +38,7 @@ _DETECTED = ("chat_template", "bradley_terry", "completion", "pretrain", "chatml
 
 def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     method = draft.get("rl")
-    if task is None and method is not None and method not in (*_LOSSES, "kto"):
+    if task is None and method is not None and method not in (*_METHODS, "kto"):
         raise refuse("rl", str(method))
     if draft.is_on("kd_trainer"):
         way_out = "take it out to convert the other keys, then set task: distill (docs/distill.md)"
@@ -56,15 +56,10 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
         draft.given = rest | {f"bnb_config_kwargs.{name}": value for name, value in section.items()}
     arguments.model(draft, TOOL, "adapter")
     _data(draft, task)
-    if task == "dpo":
-        beta = "orpo_alpha rl_beta dpo_beta" if method == "orpo" else "rl_beta dpo_beta"
-        arguments.preferences(draft, "dpo_loss_type", _LOSSES[method or "dpo"], method="rl", beta=beta)
-        draft.get("precompute_ref_log_probs")
-    elif task == "kto":
-        arguments.labeled_answers(draft)
-    elif task == "reward":
-        arguments.rewards(draft)
-        draft.leave("model_type", "the class follows from the task")
+    beta = "orpo_alpha rl_beta dpo_beta" if method == "orpo" else "rl_beta dpo_beta"
+    pairs = {"key": "dpo_loss_type", "method": method or "dpo", "named": "rl", "beta": beta}
+    sections.section(draft, dpo=pairs, kto={}, reward={})
+    draft.read.add("precompute_ref_log_probs")
     arguments.training(draft, "fp32")
     if not any(map(draft.is_given, ("warmup_steps", "warmup_ratio"))):
         draft.put("optim.warmup_ratio", 0.03, "default there: 3 % of the steps, at most 100 steps")

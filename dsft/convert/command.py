@@ -67,15 +67,16 @@ def convert_file(
     """Convert a config, or a command line given as a string, and write the spec. Raise MissingInputError and
     SpecError if it cannot be read or converted, StorageError if the spec cannot be written."""
     path = Path("the command") if isinstance(source, str) else source
-    given, named = _options_of(path, source) if isinstance(source, str) else _read(path)
+    given, command = _options_of(path, source) if isinstance(source, str) else _read(path)
     if task is not None and task not in TASKS:
         raise mistake("--task", f"{quote(task)} is not offered; use {task_names()}")
-    task = task or named
+    named = VALUES["task"].get(command, command)
+    task = task or (named if named in TASKS else None)
     kind = tool or recognized(given)
     if kind not in TOOLS:
         raise mistake("--from", f"{quote(kind)} is not known; use one of {', '.join(TOOLS)}")
     title = TOOLS[kind].title
-    draft = Draft(given, dict(TOOLS[kind].defaults), path, TOOLS[kind].reasons)
+    draft = Draft(given, dict(TOOLS[kind].defaults), path, command, TOOLS[kind].reasons)
     try:
         TOOLS[kind].convert(draft, task, dataset_info)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
@@ -125,8 +126,8 @@ def recognized(given: Mapping[str, Any]) -> str:
     return best
 
 
-def _read(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the mapping in a YAML or JSON file, or the options in a shell script with the task of its
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the mapping in a YAML or JSON file and "", or the options in a shell script and the name of its
     command."""
     try:
         text = read_text(path, MAX_BYTES)
@@ -145,13 +146,13 @@ def _read(path: Path) -> tuple[dict[str, Any], str | None]:
             raise mistake(str(path), f"it is neither YAML nor JSON ({error})") from error
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise mistake(str(path), "it is no mapping of keys to values")
-    return found, None
+    return found, ""
 
 
-def _options_of(path: Path, text: str) -> tuple[dict[str, Any], str | None]:
+def _options_of(path: Path, text: str) -> tuple[dict[str, Any], str]:
     """Return the options of a script's one training command over those of the config file that it names, and
-    its task (None: the options have it). Nothing is run and no variable is filled in. Raise SpecError for a
-    script that has none or several, or needs a shell."""
+    the name of the command or Python file. Nothing is run and no variable is filled in. Raise SpecError
+    for a script that has none or several, or needs a shell."""
     lines = re.sub(r"(?m)(^|\s)#.*$", "", text.replace("\\\n", " ")).splitlines()
     found = [match for line in lines if (match := _COMMAND.search(line))]
     if len(found) != 1:
@@ -183,13 +184,12 @@ def _options_of(path: Path, text: str) -> tuple[dict[str, Any], str | None]:
     given: dict[str, Any] = {}
     for file in values.pop("config", ()):
         given |= _read(Path(file))[0]
-    task = VALUES["task"].get(name, name)
     for key, each in values.items():
         if each:
             given[key] = each if len(each) > 1 else each[0]
         else:  # a switch
             given[key.removeprefix("no_")] = not key.startswith("no_")
-    return given, task if task in TASKS else None
+    return given, name
 
 
 def _name_sources(draft: Draft) -> None:

@@ -29,6 +29,7 @@ class Draft:
     given     the config: its keys and values
     defaults  what the tool takes for a key that the config leaves out, where that decides the result
     path      the config file
+    command   name of the training command or script that the config is from, such as "dpo"; "" for a file
     reasons   reason -> keys of the tool that are not carried over for it
     values    dotted key of the spec -> value
     comments  dotted key, or section, of the spec -> the key that its value comes from, and a note
@@ -42,6 +43,7 @@ class Draft:
     given: Mapping[str, Any]
     defaults: dict[str, Any]
     path: Path
+    command: str = ""
     reasons: Mapping[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dsft.convert import arguments
+from dsft.convert import arguments, sections
 from dsft.convert.draft import Draft, hub_path, mistake, read_json, refuse
 from dsft.convert.values import flag, whole
 from dsft.spec.aliases import VALUES
@@ -43,14 +43,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     arguments.model(draft, TOOL, "finetuning_type")
     _data(draft, task, dataset_info)
     _thinking(draft, task)
-    if task == "dpo":
-        arguments.preferences(draft, "pref_loss")
-    elif task == "kto":
-        arguments.labeled_answers(draft)
-        draft.leave("pref_ftx", "kto has no next-token term here")
-    elif task == "reward":
-        arguments.rewards(draft)
-        draft.comments["task"] += "; the export is a model …ForSequenceClassification, without a bias"
+    sections.section(draft, dpo={"key": "pref_loss"}, kto={}, reward={})
     arguments.training(draft, "fp32")
 
 

@@ -6,22 +6,21 @@ from os.path import exists
 from pathlib import Path
 from typing import Any
 
-from dsft.convert import arguments
-from dsft.convert.distill import distillation
+from dsft.convert import arguments, sections
 from dsft.convert.draft import Draft, refuse
 from dsft.convert.values import names_in, whole
 from dsft.spec.aliases import VALUES
 from dsft.spec.document import quote
 from dsft.spec.task import TASKS, task_names
 
-_METHODS = {"dpo": "sigmoid", "simpo": "simpo", "orpo": "orpo", "cpo": "simpo"}
+_METHODS = ("dpo", "simpo", "orpo", "cpo")
 _TASKS = {"kto": "kto", "rm": "reward", "gkd": "distill"}
 _TRAIN_ON = {"last_round": "last", "all": "all", "default": "assistant"}
 _THINKING = ("enable_thinking", "preserve_thinking", "add_non_thinking_prefix", "disable_ignore_empty_think")
 
 
 def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
-    method = draft.get("rlhf_type")
+    method = draft.get("rlhf_type") or ("dpo" if draft.command == "rlhf" else None)
     if task is None and method not in (None, *_TASKS, *_METHODS):
         raise refuse("rlhf_type", str(method))
     if draft.get("task_type") not in (None, "causal_lm", *(["seq_cls"] if method in ("rm", None) else [])):
@@ -35,18 +34,12 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     kind = arguments.model(draft, TOOL, "tuner_type train_type sft_type")
     draft.comments["model.name_or_path"] = "model; a name of ModelScope may differ on the Hugging Face hub"
     draft.defaults |= {"learning_rate": 1e-4 if kind == "lora" else 1e-5}
-    draft.defaults |= {"beta": 2.0, "simpo_gamma": 1.0} if method == "simpo" else {"beta": 0.1}
+    draft.defaults |= {"beta": 2.0 if method == "simpo" else 0.1, "simpo_gamma": 1.0}
     _data(draft, task)
-    if task == "dpo":
-        arguments.preferences(draft, "loss_type", _METHODS[method or "dpo"], method="rlhf_type")
-    elif task == "kto":
-        arguments.labeled_answers(draft, "loss_type")
-    elif task == "reward":
-        arguments.rewards(draft)
-    elif task == "classify":
-        arguments.classes(draft)
-    elif task == "distill":
-        distillation(draft, cools=True)
+    pairs = {"key": "loss_type", "method": method or "dpo", "named": "rlhf_type"}
+    sections.section(
+        draft, dpo=pairs, kto={"key": "loss_type"}, reward={}, classify={}, distill={"cools": True}
+    )
     dtype = draft.get("torch_dtype dtype")
     arguments.training(draft, VALUES["train.precision"].get(str(dtype), "bf16"))
     note = draft.comments["train.precision"]

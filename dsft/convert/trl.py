@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dsft.convert import adapter, arguments
-from dsft.convert.distill import distillation
+from dsft.convert import adapter, arguments, sections
 from dsft.convert.draft import Draft, hub_path, is_file_name
 from dsft.convert.values import flag
 from dsft.spec.task import task_names
@@ -13,6 +12,7 @@ from dsft.system.json_file import read_text
 
 _PREFERENCES = (
     "beta", "precompute_ref_log_probs", "ref_model_mixup_alpha", "sync_ref_model", "max_prompt_length",
+    "cpo_alpha",
 )  # fmt: skip
 _LABELED = ("desirable_weight", "undesirable_weight")
 _REWARDS = "center_rewards_coefficient"
@@ -32,9 +32,12 @@ _OF_TRL = {
 
 
 def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
-    labeled = any(map(draft.is_given, _LABELED)) or draft.given.get("loss_type") in arguments.KTO_LOSSES
+    labeled = any(map(draft.is_given, _LABELED)) or draft.given.get("loss_type") in sections.KTO_LOSSES
     other = "reward" if draft.is_given(_REWARDS) else "sft"
-    other = "kto" if labeled else "dpo" if any(map(draft.is_given, _PREFERENCES)) else other
+    is_cpo = draft.is_given("cpo_alpha") or draft.given.get("loss_type") == "simpo"
+    method = draft.command if draft.command in ("cpo", "orpo") else "cpo" if is_cpo else "dpo"
+    of_pairs = method != "dpo" or any(map(draft.is_given, _PREFERENCES))
+    other = "kto" if labeled else "dpo" if of_pairs else other
     task = task or ("distill" if any(map(draft.is_given, _TAUGHT)) else other)
     trl = any(map(draft.is_given, _MARKS))
     if trl:
@@ -50,14 +53,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
             draft.put("model.lora.target_modules", "all-linear", _TARGETS)
     _data(draft)
     _rows(draft, task, trl)
-    if task == "dpo":
-        arguments.preferences(draft, "loss_type", "sigmoid")
-    elif task == "kto":
-        arguments.labeled_answers(draft, "loss_type")
-    elif task == "reward":
-        arguments.rewards(draft)
-    elif task == "distill":
-        distillation(draft, cools=False)
+    pairs = {"key": "loss_type", "method": method}
+    sections.section(draft, dpo=pairs, kto={"key": "loss_type"}, reward={}, distill={"cools": False})
     arguments.training(draft, "bf16" if trl and draft.given.get("bf16") is None else "fp32")
 
 

@@ -153,7 +153,7 @@ VALUES: dict[str, dict[str, str]] = {
     },
     "dpo.loss_type": {
         "dpo": "sigmoid", "cdpo": "sigmoid with dpo.label_smoothing", "rdpo": "robust", "slic": "hinge",
-        "rso": "hinge", "apo": "apo_zero", "cpo": "simpo with dpo.simpo_gamma: 0",
+        "rso": "hinge", "apo": "apo_zero",
     },
     "model.attention": {
         "disabled": "eager", **dict.fromkeys(("flex_attention", "fa2", "fa3", "flash_attn"), "auto"),

@@ -102,9 +102,10 @@ NOT_OFFERED: tuple[NotOffered, ...] = (
         f"the tasks are {task_names()}",
         "reward_model reward_funcs grpo ppo num_generations vllm hybrid_engine",
         TASKS,
-        "ppo grpo gspo dapo rloo reinforce online_dpo",
+        "ppo grpo gspo dapo rloo reinforce online_dpo nash_md xpo",
         "hybrid_engine",
     ),
+    NotOffered("BCO", "use task: kto, which trains on the same rows", "", TASKS, "bco"),
     NotOffered(
         "adapters other than LoRA and DoRA (prompt and prefix tuning, IA³, OFT, PiSSA, …)",
         "use model.lora, or model.trainable for a part of the model's own weights",

@@ -237,6 +237,22 @@ def test_trl_and_training_arguments() -> None:
         converted(plain)
 
 
+@pytest.mark.parametrize(("config", "dpo"), [
+    ({**SWIFT, "rlhf_type": "cpo", "loss_type": "simpo"}, "simpo, simpo_gamma: 1.0, sft_weight: 1.0"),
+    ({**SWIFT, "rlhf_type": "simpo"}, "simpo, beta: 2.0, simpo_gamma: 1.0, sft_weight: 1.0"),
+    ({**SWIFT, "rlhf_type": "simpo", "cpo_alpha": 0}, "simpo, beta: 2.0, simpo_gamma: 1.0, sft_weight: 0.0"),
+    ({**SWIFT, "rlhf_type": "orpo", "loss_type": "sigmoid"}, "orpo, beta: 0.1, sft_weight: 0.0"),
+    ({**TRL, "loss_type": "simpo"}, "simpo, beta: 0.1, simpo_gamma: 0.5, sft_weight: 1.0"),
+    ({**TRL, "loss_type": "simpo", "cpo_alpha": 0.3}, "simpo, beta: 0.1, simpo_gamma: 0.5, sft_weight: 0.3"),
+    ({**AXOLOTL, "rl": "simpo", "sample_packing": False}, "simpo, beta: 0.1, sft_weight: 1.0"),
+    ({**AXOLOTL, "rl": "orpo", "orpo_alpha": 0.2, "dpo_loss_type": ["ipo"]}, "orpo, beta: 0.2"),
+])  # fmt: skip
+def test_methods_without_a_reference(config: dict[str, Any], dpo: str) -> None:
+    spec, _ = converted(config)
+    assert spec.task == "dpo" and spec.reference is None
+    assert_has(spec.dpo, f"loss_type: {dpo}")
+
+
 @pytest.mark.parametrize(
     ("config", "kto"),
     [
@@ -525,6 +541,10 @@ def test_deepspeed() -> None:
     ({"stage": "ppo", "template": "x", "dataset": "identity"}, "stage: 'ppo': dsft does not offer"),
     ({"base_model": "a/b", "datasets": [], "process_reward_model": True}, "scores the steps of"),
     ({"kd_trainer": True, "base_model": "a/b", "datasets": []}, "kd_trainer: Axolotl reads a teacher's"),
+    ({**SWIFT, "rlhf_type": "cpo", "cpo_alpha": 0.5}, "rlhf_type: 'sigmoid': CPO has no reference"),
+    ({**SWIFT, "rlhf_type": "cpo", "loss_type": "sigmoid"}, "loss_type: 'sigmoid': CPO has no reference"),
+    ({**SWIFT, "rlhf_type": "simpo", "loss_type": "hinge"}, "loss_type: 'hinge': CPO has no reference"),
+    ({**TRL, "cpo_alpha": 0.5}, "loss_type: 'sigmoid': CPO has no reference"),
     ({"rlhf_type": "grpo", "model": "a/b", "tuner_type": "lora"}, "rlhf_type: 'grpo'"),
     ({"model": "a", "dataset": "b.json", "task_type": "seq_cls", "tuner_type": "lora"}, "num_labels"),
     ({"stage": "sft", "template": "x", "dataset": "nothing"}, "'nothing' is not in dataset_info"),
@@ -613,7 +633,14 @@ def test_options_of_a_shell_script() -> None:
         spec, done = of(f"set -e\n{command} {options}\n")
         assert (done.title, spec.task) == ("TRL or transformers", "dpo")
         assert spec.model.lora is not None and not spec.model.gradient_checkpointing
+    for command, loss in (("orpo.py", "orpo"), ("cpo.py --loss_type simpo", "simpo"), ("dpo.py", "sigmoid")):
+        spec, _ = of(f"python {command} {options}\n")
+        assert_has(spec.dpo, f"loss_type: {loss}")
+    spec, _ = of("swift rlhf --model a/b --dataset x/y\n")
+    assert_has(spec.dpo, "loss_type: sigmoid")
     for text, reason in {
+        "python cpo.py --model_name_or_path a/b --dataset_name x/y\n": "CPO has no reference",
+        "python bco.py --model_name_or_path a/b --dataset_name x/y\n": "'bco': dsft does not offer",
         "llamafactory-cli version\n": "needs one training command with options, and has 0; or put",
         "trl sft --a b\ntrl dpo --a b\n": "and has 2",
         "trl sft --model_name_or_path $MODEL\n": r"\$MODEL is filled in by the shell; write its value",

@@ -1,0 +1,110 @@
+"""Convert the section of a task, such as `dpo`, from the keys that the other tools have for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, get_args
+
+from dsft.convert.distill import distillation
+from dsft.convert.draft import Draft, mistake
+from dsft.errors import SpecError
+from dsft.spec.aliases import OTHER_NAMES
+from dsft.spec.document import quote
+from dsft.spec.schema import PREFERENCE_LOSSES, Kto
+
+KTO_LOSSES = get_args(Kto.model_fields["loss_type"].annotation)
+METHODS = {"dpo": "sigmoid", "ipo": "ipo", "cpo": "sigmoid", "simpo": "simpo", "orpo": "orpo"}
+"""Method by which another tool trains on pairs -> its loss where no other is named."""
+_CPO = "CPO has no reference, and dsft offers it with the loss simpo alone (docs/limits.md); name that loss"
+
+
+def preferences(
+    draft: Draft, key: str, method: str = "dpo", named: str = "", beta: str | None = None
+) -> None:
+    """Convert section dpo. key: names the loss, alone or in a list; method: see `METHODS`; named: the key
+    that names it; beta: the tool's keys for it. The reference is another model, or, with an adapter, the
+    model without it.
+
+    CPO and SimPO are one trainer, which adds cpo_alpha × the next-token loss on chosen answers. ORPO has one
+    loss, whatever `key` says.
+    """
+    given, is_cpo = draft.get(key) or METHODS[method], method in ("cpo", "simpo")
+    losses = given if isinstance(given, list) else [given]
+    source = draft.source(key) if draft.get(key) or not named else named
+    if method == "orpo":
+        draft.leave(key, "orpo has one loss")
+        losses, source = ["orpo"], named
+    if len(losses) > 1 or losses[0] not in PREFERENCE_LOSSES:
+        raise _other_loss(key, losses, "dpo", PREFERENCE_LOSSES)
+    if is_cpo and losses != ["simpo"]:
+        raise mistake(key if draft.is_given(key) else named or key, f"{quote(losses[0])}: {_CPO}")
+    draft.put("dpo.loss_type", losses[0], source)
+    draft.carry("dpo.beta", beta)
+    draft.carry("dpo.label_smoothing")
+    draft.defaults |= {"cpo_alpha": 1.0}
+    draft.carry("dpo.sft_weight", "cpo_alpha" if is_cpo else "pref_ftx rpo_alpha")
+    if losses == ["simpo"]:
+        draft.carry("dpo.simpo_gamma", note="a margin of rewards in both")
+    else:
+        draft.leave("simpo_gamma", "for the loss simpo only")
+    if PREFERENCE_LOSSES[losses[0]].reference:
+        _reference(draft, "dpo")
+    else:
+        draft.leave("ref_model ref_model_name_or_path", "this loss has no reference")
+
+
+def labeled_answers(draft: Draft, key: str | None = None) -> None:
+    """Convert section kto. key: names the loss, kto where it is not given; None: the tool has no other. The
+    reference is as in `preferences`."""
+    if key is not None and (loss := draft.get(key)) is not None:
+        if loss not in KTO_LOSSES:
+            raise _other_loss(key, [loss], "kto", KTO_LOSSES)
+        draft.put("kto.loss_type", loss, key)
+    draft.carry("kto.beta", OTHER_NAMES["dpo.beta"], "the divergence is estimated over the whole step here")
+    draft.carry_all("kto.desirable_weight", "kto.undesirable_weight")
+    draft.leave("pref_ftx", "kto has no next-token term here")
+    _reference(draft, "kto")
+
+
+def rewards(draft: Draft) -> None:
+    """Convert section reward."""
+    draft.carry("reward.center_rewards_coefficient")
+    draft.leave("num_labels task_type", "a reward model has one label")
+    draft.leave("model_type", "the class follows from the task")
+    draft.comments["task"] += "; the export is a model …ForSequenceClassification, without a bias"
+
+
+def classes(draft: Draft) -> None:
+    """Convert section classify. Labels get the names of transformers' default; rows have their numbers."""
+    kind, count = draft.get("problem_type"), int(draft.number("num_labels"))
+    if kind not in (None, "single_label_classification") or count < 2:
+        key = "num_labels" if count < 2 else "problem_type"
+        raise mistake(key, "task classify needs rows with one of two or more labels")
+    names = [f"LABEL_{number}" for number in range(count)]
+    note = "num_labels; name them as you like, in their order"
+    draft.put("classify.labels", names, f"{note}; problem_type is always this one" if kind else note)
+
+
+SECTIONS: Mapping[str, Callable[..., None]] = {
+    "dpo": preferences, "kto": labeled_answers, "reward": rewards, "classify": classes,
+    "distill": distillation,
+}  # fmt: skip
+
+
+def section(draft: Draft, **options: Mapping[str, Any]) -> None:
+    """Convert the section of the draft's task. options: task whose section the tool has -> arguments of its
+    function in `SECTIONS`."""
+    task = draft.values["task"]
+    if task in options:
+        SECTIONS[task](draft, **options[task])
+
+
+def _other_loss(key: str, losses: Sequence[Any], task: str, offered: Iterable[str]) -> SpecError:
+    found = ", ".join(map(str, losses))
+    return mistake(key, f"{quote(found)} is not offered; task {task} takes one of {', '.join(offered)}")
+
+
+def _reference(draft: Draft, section: str) -> None:
+    other = draft.carry(f"{section}.reference_model", OTHER_NAMES["dpo.reference_model"])
+    if other is None and draft.has("model.lora"):
+        draft.put(f"{section}.reference", "adapter", "the model without its adapter, as there")
