@@ -6,6 +6,7 @@ A default written here is the value that the run uses, except where the docstrin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Annotated, Any, Literal
@@ -22,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError
 
+from dsft.spec.formats import FORMATS
 from dsft.spec.task import TASKS, Head, TaskFacts
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -38,17 +40,26 @@ Part = Annotated[float, Field(gt=0, lt=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _known_task(name: object) -> object:
-    if not isinstance(name, str) or name not in TASKS:
-        *most, last = map(repr, TASKS)
-        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
-    return name
+def _key_of(table: Mapping[str, Any]) -> Callable[[object], object]:
+    """Return a check that a value is a key of a table, which others may have added to."""
+
+    def check(name: object) -> object:
+        if not isinstance(name, str) or name not in table:
+            *most, last = map(repr, table)
+            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
+        return name
+
+    return check
 
 
 TaskName = Annotated[
-    str, BeforeValidator(_known_task), WithJsonSchema({"enum": list(TASKS), "type": "string"})
+    str, BeforeValidator(_key_of(TASKS)), WithJsonSchema({"enum": list(TASKS), "type": "string"})
 ]
 """The name of a task in `TASKS`."""
+FormatName = Annotated[
+    str, BeforeValidator(_key_of(FORMATS)), WithJsonSchema({"enum": list(FORMATS), "type": "string"})
+]
+"""The name of a format in `FORMATS`."""
 
 
 class Section(BaseModel):
@@ -175,12 +186,7 @@ class Source(Section):
     path: Text
     """File, folder, pattern or hub data set (owner/name[:split]); or builtin:quickstart,
     builtin:quickstart-heldout, and for pairs builtin:quickstart-pairs, builtin:quickstart-pairs-heldout."""
-    format: (
-        Literal[
-            "text", "messages", "alpaca", "sharegpt", "prompt_completion", "preference", "kto", "classify"
-        ]
-        | None
-    ) = None
+    format: FormatName | None = None
     """Format of the rows; by default it is detected from their keys and printed."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Columns to rename, as {name in dsft: name in the file}, such as {text: content}."""

@@ -127,7 +127,7 @@ def _alpaca(fields: Fields, found: Format) -> Row:
     return Row((conversation(messages, row_tools(fields)),))
 
 
-CONVERT: Mapping[str, Callable[[Fields, Format], Row]] = {
+CONVERT: dict[str, Callable[[Fields, Format], Row]] = {
     "text": lambda fields, found: Row((Text(((fields.string("text"), True),)),)),
     "messages": _messages,
     "sharegpt": partial(_messages, key="conversations", dialect=SHAREGPT),

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dsft.data.formats.answers import is_desirable
 from dsft.data.formats.values import Fields, quoted
 from dsft.data.rows import BadRowError, Line
-from dsft.spec.formats import NEEDS, column_names
+from dsft.spec.formats import FORMATS, column_names
 from dsft.spec.schema import Source
 from dsft.spec.task import TASKS
 
-_EXCLUDED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("conversations", "chosen", "rejected"), ("sharegpt",)),
-    (("messages", "rejected_response"), ("messages",)),
-    (("messages", "rejected_messages"), ("messages",)),
-    (("prompt", "completion", "label"), ("prompt_completion",)),
-    (("kto_tag",), ("messages", "sharegpt", "alpaca", "prompt_completion")),
-)
-"""(keys, formats): a row with all these keys is not of these formats, even though it has their keys."""
 _QUESTIONS = ("prompt", "question", "query", "problem", "instruction", "input")
 _ANSWERS = ("completion", "response", "answer", "solution", "output")
 """Names of questions and answers in files, in lower case."""
@@ -68,7 +60,7 @@ def choose(source: Source, lines: Sequence[Line], task: str, labels: tuple[str, 
 
 def check_row(fields: Fields, found: Format) -> None:
     """Raise BadRowError if a row lacks keys that its file's format needs."""
-    needs = NEEDS[found.name]
+    needs = FORMATS[found.name].needs
     row, columns = fields.row, fields.columns
     for keys in needs:
         for key in keys:
@@ -122,8 +114,8 @@ def _detected(lines: Sequence[Line], columns: Mapping[str, str], task: str) -> F
 
 
 def _is_known(name: str, task: str) -> bool:
-    """Return whether rows can be detected to have a format. Those of classify have the keys of others."""
-    return name != "classify" or name in TASKS[task].formats
+    """Return whether rows can be detected to have a format."""
+    return not FORMATS[name].by_task or name in TASKS[task].formats
 
 
 def _fitting(fields: Fields) -> list[str]:
@@ -134,13 +126,15 @@ def _fitting(fields: Fields) -> list[str]:
 
 
 def _with_keys(fields: Fields) -> list[str]:
-    fits = [
-        name for name, needs in NEEDS.items() if any(all(fields.has(key) for key in keys) for keys in needs)
-    ]
-    if "kto" in fits and not _is_labeled(fields):
-        return [name for name in fits if name != "kto"]
-    claimed = {name for keys, names in _EXCLUDED if all(fields.has(key) for key in keys) for name in names}
-    return [name for name in fits if name not in claimed]
+    fits = [name for name in FORMATS if _keys_of(name, fields) and (name not in IS_OF or IS_OF[name](fields))]
+    excludes = [pair for name in fits for pair in FORMATS[name].excludes.items()]
+    excluded = {name for keys, names in excludes if all(map(fields.has, keys)) for name in names}
+    return [name for name in fits if name not in excluded]
+
+
+def _keys_of(name: str, fields: Fields) -> tuple[str, ...] | None:
+    """Return the first set of keys of a format that the row has; None if it has none."""
+    return next((keys for keys in FORMATS[name].needs if all(map(fields.has, keys))), None)
 
 
 def _is_labeled(fields: Fields) -> bool:
@@ -152,6 +146,10 @@ def _is_labeled(fields: Fields) -> bool:
     except BadRowError:
         return False
     return fields.has("completion") or isinstance(fields.get("label"), bool)
+
+
+IS_OF: dict[str, Callable[[Fields], bool]] = {"kto": _is_labeled}
+"""What else than its keys a row needs to be of a format."""
 
 
 def _format_for(fits: Sequence[str], task: str) -> str:
@@ -172,10 +170,10 @@ def _trains_on(name: str, task: str) -> str:
 
 
 def _why(name: str, fields: Fields) -> str:
-    keys = next(keys for keys in NEEDS[name] if all(fields.has(key) for key in keys))
+    keys, column = _keys_of(name, fields) or (), FORMATS[name].messages
     reason = f"every row has {' and '.join(quoted([fields.name(key)]) for key in keys)}"
-    if name == "sharegpt":
-        messages = fields.get("conversations")
+    if column is not None:
+        messages = fields.get(column)
         first = messages[0] if isinstance(messages, list) and messages else None
         inside = [
             key for key in ("from", "role", "value", "content") if isinstance(first, dict) and key in first
@@ -187,10 +185,8 @@ def _why(name: str, fields: Fields) -> str:
 def _as_text(name: str, fields: Fields) -> str:
     """Return the note that strings are used without a chat template, if the row has strings where a template
     might be expected."""
-    answer = "chosen" if name == "preference" else "completion"
-    is_text = name in ("prompt_completion", "preference", "kto") and all(
-        isinstance(fields.get(key), str) for key in ("prompt", answer)
-    )
+    keys = FORMATS[name].strings
+    is_text = keys and all(isinstance(fields.get(key), str) for key in keys)
     return "; the strings are used as they are, without a chat template" if is_text else ""
 
 
@@ -203,7 +199,7 @@ def _no_format(fields: Fields, task: str) -> str:
     if suggestion:
         return f"no format fits the keys {quoted(row)}; did you mean {suggestion}?"
     formats = "; ".join(
-        f"{name} needs {quoted(needs[0])}" for name, needs in NEEDS.items() if _is_known(name, task)
+        f"{name} needs {quoted(facts.needs[0])}" for name, facts in FORMATS.items() if _is_known(name, task)
     )
     renamed = "rename keys with columns: {name in dsft: name in the file}"
     return f"no format fits the keys {quoted(row)}: {formats}; {renamed}"

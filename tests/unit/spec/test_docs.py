@@ -65,17 +65,14 @@ def _default(field: FieldInfo) -> str:
 
 
 def _what(field: FieldInfo) -> str:
-    offered = _choices(field.annotation) or tuple(
-        name
-        for part in field.metadata
-        if isinstance(part, WithJsonSchema)
-        for name in part.json_schema["enum"]
-    )
+    offered = tuple(choice for part in (field.annotation, *field.metadata) for choice in _choices(part))
     one_of = f" One of {', '.join(f'`{choice}`' for choice in offered)}." if offered else ""
     return " ".join((field.description or "").split()) + one_of
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:
+    if isinstance(annotation, WithJsonSchema):
+        return tuple(annotation.json_schema["enum"])
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     return tuple(choice for part in get_args(annotation) for choice in _choices(part))
