@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor, nn
@@ -86,15 +86,15 @@ class StepResult:
     grad_norm   2-norm of the averaged, unscaled gradient before clipping; may be a device scalar
     applied     False where that norm was not finite
     loss_scale  the step's loss scale, in fp16 alone
-    experts     of a mixture of experts, this rank's share of the step's `Routing.pop`, (layers, experts + 1)
-                float64 on the device
+    figures     by name, what else is added up like `sums`, float64 on the device; the same names and shapes
+                on all ranks. "experts": `Routing.pop` of a mixture of experts
     """
 
     sums: Tensor
     grad_norm: float | Tensor
     applied: bool
     loss_scale: LossScale | None = None
-    experts: Tensor | None = None
+    figures: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Scorer(Protocol):

@@ -208,8 +208,8 @@ class TrainingEngine(Engine):
 
     def _result(self, total: Tensor) -> StepResult:
         """Return the outcome of a step with these sums (n_terms,)."""
-        experts = None if self._routing is None else self._routing.pop(self._world.device)
-        return StepResult(self._split.reported(total), *self._deepspeed.outcome(), experts=experts)
+        figures = {"experts": self._routing.pop(self._world.device)} if self._routing else {}
+        return StepResult(self._split.reported(total), *self._deepspeed.outcome(), figures)
 
     def _zeros(self) -> Tensor:
         return torch.zeros(len(self._objective.terms), dtype=torch.float64, device=self._world.device)

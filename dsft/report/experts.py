@@ -12,11 +12,10 @@ STARVED = 0.1
 """Fraction of the mean load below which an expert counts as starved."""
 
 
-def expert_record(routing: Routing, summed: Tensor, steps: int) -> dict[str, float]:
+def expert_record(routing: Routing, table: Tensor, steps: int) -> dict[str, float]:
     """Return the metrics of each layer, and of all layers the largest load and the mean share of starved
-    experts, and the balance loss per step. summed: `Routing.pop` over all ranks and steps, flattened."""
+    experts, and the balance loss per step. table: the sum of `Routing.pop` over all ranks and steps."""
     record: dict[str, float] = {}
-    table = summed.view(len(routing.layers), -1)
     loads, starved = [], []
     for layer, row in zip(routing.layers, table, strict=True):
         tokens = row[: layer.num_experts]

@@ -10,7 +10,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -23,9 +23,7 @@ from dsft.dist.world import World
 from dsft.engine.api import Engine, StepResult
 from dsft.engine.replicas import Replicas
 from dsft.errors import NonFiniteError, StoppedError
-from dsft.model.routing import Routing
 from dsft.objective.api import Objective, means
-from dsft.report.experts import expert_record
 from dsft.report.hosts import HostWatch
 
 Record = dict[str, float]
@@ -130,7 +128,7 @@ class Window:
     last: tuple[StepResult, float] | None = None
     skipped: tuple[GlobalStep, Sequence[MicroBatch]] | None = None
     sums: Tensor | None = None
-    experts: Tensor | None = None
+    figures: dict[str, Tensor] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
     squared: int = 0
@@ -144,8 +142,8 @@ class Window:
         """Add a step. waited: seconds for its data."""
         self.last = result, learning_rate
         self.sums = result.sums if self.sums is None else self.sums + result.sums
-        if result.experts is not None:
-            self.experts = result.experts if self.experts is None else self.experts + result.experts
+        for name, figure in result.figures.items():
+            self.figures[name] = self.figures[name] + figure if name in self.figures else figure
         self.counts.update(batch.counts)
         self.num_tokens += batch.num_tokens
         self.squared += batch.squared
@@ -252,7 +250,8 @@ class Recorder:
               step, its batch, its micro-batches and the loss of its window. A collective
     watch     watches for stragglers
     replicas  compares replicated weights between ranks
-    routing   of a mixture of experts
+    figures   by name of `StepResult.figures`, what makes metrics of their sum over all ranks and steps and
+              of the number of steps
     mfu       computes the model FLOPs utilization from Σ lengths and Σ lengths² of the examples and from
               seconds; None where the peak of the device is not known
     """
@@ -263,7 +262,7 @@ class Recorder:
     skipped: Callable[[int, GlobalStep, Sequence[MicroBatch], float], str]
     watch: HostWatch | None = None
     replicas: Replicas | None = None
-    routing: Routing | None = None
+    figures: Mapping[str, Callable[[Tensor, int], Record]] = field(default_factory=dict)
     mfu: Callable[[int, int, float], float] | None = None
     _unread: Callable[[], Record] | None = None  # waits for sums that are being copied to the host
 
@@ -301,7 +300,7 @@ class Recorder:
             window.sums,
             watch.mine(window.steps, window.began, window.data_wait, window.computed) if watch else none,
             replicas.mine(progress.step, saves=saves) if replicas else none,
-            none if window.experts is None else window.experts.flatten(),
+            *(figure.flatten() for figure in window.figures.values()),
         )
         summed = to_host(self.world.sum(torch.cat(parts)))
         result, learning_rate = window.last
@@ -310,13 +309,13 @@ class Recorder:
         launched = time.perf_counter() if can_wait else None
 
         def read() -> Record:
-            sums, spent, digests, experts = torch.split(summed(), [len(part) for part in parts])
+            sums, spent, digests, *rest = torch.split(summed(), [len(part) for part in parts])
             if replicas:
                 replicas.check(digests, progress.step)
-            figures = means(self.objective, sums, window.counts, "train")
-            figures |= watch.record(spent) if watch else {}
-            if self.routing is not None and len(experts):
-                figures |= expert_record(self.routing, experts, window.steps)
+            record = means(self.objective, sums, window.counts, "train")
+            record |= watch.record(spent) if watch else {}
+            for (name, figure), total in zip(window.figures.items(), rest, strict=True):
+                record |= self.figures[name](total.view_as(figure), window.steps)
             seconds = (launched or time.perf_counter()) - window.began
             tokens_per_second = window.num_tokens / seconds
             mfu = None if self.mfu is None else self.mfu(window.num_tokens, window.squared, seconds)
@@ -324,7 +323,7 @@ class Recorder:
                 position(progress)
                 | ({} if mfu is None else {"perf/mfu": mfu})
                 | window.sources
-                | figures
+                | record
                 | {
                     "perf/step_time": seconds / window.steps,
                     "perf/tokens_per_second": tokens_per_second,

@@ -31,6 +31,7 @@ from dsft.plan.flops import peak_tflops, work
 from dsft.plan.reference import reference_facts
 from dsft.plan.schedule import batch_scale, learning_rate, scaling_equation
 from dsft.rank.stopping import REASONS
+from dsft.report.experts import expert_record
 from dsft.report.folder import versions
 from dsft.report.hosts import HostWatch, RankLocation
 from dsft.report.profile import StepTrace
@@ -53,7 +54,7 @@ class Trainer:
 
     def __init__(self, run: Run, inputs: Inputs, model: Model, task: Task, progress: Progress) -> None:
         self.run, self.inputs, self.model, self.progress = run, inputs, model, progress
-        spec, world = run.spec, run.world
+        spec, world, routing = run.spec, run.world, model.policy.routing
         self.rank = world.rank
         self.report = self._open_report()
         self.evaluation = task.evaluation(run, inputs, model) if inputs.held_out else None
@@ -67,7 +68,7 @@ class Trainer:
             skipped=self._skipped,
             watch=watch_hosts(world, self.waits, self.report.line),
             replicas=Replicas(model.engine.replicated, world, spec.train.compare_ranks_every),
-            routing=model.policy.routing,
+            figures={"experts": partial(expert_record, routing)} if routing else {},
             mfu=mfu_of(run, inputs, model.plan.counted),
         )
         self.agreement = Agreement(world)

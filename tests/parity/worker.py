@@ -241,7 +241,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
         assert result.applied is not BROKEN["now"], f"rank {world.rank}, step {number}: {result.applied}"
         sums.append(world.sum(result.sums))
         norms.append(float(result.grad_norm))
-        balances.append(0.0 if result.experts is None else float(world.sum(result.experts)[:, -1].sum()))
+        balances.append(float(world.sum(result.figures["experts"])[:, -1].sum()) if result.figures else 0.0)
     BROKEN["now"] = False
     most_gathers = max(gathers.values(), default=0) / sum(map(len, steps))
     evaluated = world.sum(engine.evaluate(refer(held_out_batches)))

@@ -18,6 +18,7 @@ from dsft.errors import NonFiniteError, StoppedError
 from dsft.objective.api import Objective, Term, evaluation_record, with_perplexity
 from dsft.run import loop
 from dsft.run.loop import Progress, Record, Schedule, fit, position, seed_step
+from tests.make import make_micro_batch
 from tests.trainers import PlainTrainer
 
 OBJECTIVE = Objective((Term("tokens"),), lambda logps, micro_batch: (-logps.double().sum(),))
@@ -390,6 +391,36 @@ def test_training_reports_the_metrics_of_a_window() -> None:
     assert log.of("train/loss") == [(2, pytest.approx(4 / 5 + 0.5 * 20 / 40))]
     assert log.of("train/nll_loss") == [(2, 0.5)]
     assert log.of("train/rewards/margins") == [(2, pytest.approx(8 / 5))]
+
+
+def test_a_figure_of_a_step_is_a_producer_and_a_reader() -> None:
+    """The widths and heights of micro-batches, over two of them, two steps and two ranks."""
+
+    class Measured(FakeEngine):
+        def step(
+            self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int], learning_rate: float
+        ) -> StepResult:
+            result = super().step(micro_batches, counts, learning_rate)
+            sizes = torch.tensor([[*batch.shape] for batch in micro_batches], dtype=torch.float64)
+            return replace(result, figures={"none": torch.zeros(0), "sizes": sizes.sum(0, keepdim=True)})
+
+    class TwoMicroBatches(Steps):
+        def step(self, index: int) -> GlobalStep:
+            shapes = [(1, 2 + index), (3, 10)]
+            batches = [make_micro_batch(*[torch.zeros(shape, dtype=torch.int64)] * 3) for shape in shapes]
+            return replace(super().step(index), micro_batches=tuple(batches))
+
+    def sizes(total: Tensor, steps: int) -> Record:
+        assert total.shape == (1, 2)
+        return {"train/rows": total[0, 0].item() / steps, "train/lengths": total[0, 1].item()}
+
+    log = Log()
+    run = log.run(figures={"none": lambda total, steps: {}, "sizes": sizes})
+    run.recorder.world.sum = lambda mine: 2 * mine  # type: ignore[method-assign, assignment]
+    fit(Measured(), TwoMicroBatches(), schedule(total_steps=3, log_every=2, save_every=None), run, Progress())
+    assert log.of("train/rows") == [(2, 8.0), (3, 8.0)]
+    assert log.of("train/lengths") == [(2, 2 * (12 + 13)), (3, 2 * 14)]
+    assert log.of("train/loss") == [(2, pytest.approx(2 * 130 / 30)), (3, 6.0)]
 
 
 def test_random_numbers_differ_by_seed_step_and_rank() -> None:
