@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from dsft.data.steps.batch import GlobalStep, MicroBatch
+from dsft.data.steps.batch import GlobalStep
 from dsft.objective.api import Objective
-from dsft.run.loop import Progress, Record, Recorder, Window
+from dsft.run.loop import Progress, Record, Recorder
 
 
 class PlainTrainer:
@@ -37,16 +37,13 @@ class PlainTrainer:
     def ask(self) -> Callable[[], str | None]:
         return lambda: None
 
-    def annotate(self, step: GlobalStep) -> Sequence[MicroBatch]:
-        return step.micro_batches
-
-    def record(self, window: Window, progress: Progress, *, saves: bool, pauses: bool) -> str:
-        return self.recorder.record(window, progress, saves=saves, pauses=pauses)
+    def annotate(self, step: GlobalStep) -> GlobalStep:
+        return step
 
     def checkpoint(self, progress: Progress, *, evaluates: bool, saves: bool) -> str | None:
         return None
 
 
-def named(step: int, batch: GlobalStep, micro_batches: Sequence[MicroBatch], loss: float) -> str:
+def named(step: int, batch: GlobalStep, loss: float) -> str:
     """Name examples as `dsft.run.trainer.skipped_rows` names rows."""
     return f"examples {list(batch.example_ids)[:8]}"

@@ -12,7 +12,7 @@ from dsft.checkpoint.compare import check_same_base, check_same_rows
 from dsft.checkpoint.read import CheckpointReader
 from dsft.engine.ops import prepare_ops
 from dsft.plan.ds_entries import HostFacts
-from dsft.run.main import checks, prepared
+from dsft.run.main import checks, load, prepared
 from dsft.setup.inputs import Inputs, longest
 from dsft.setup.read import read
 from dsft.setup.resolve import swap_folders
@@ -32,7 +32,7 @@ def evaluated(run: Run, asked: Mapping[str, Any]) -> dict[str, Any]:
         for line in checks(run, inputs, model, task):
             run.log(line)
         if start is not None:
-            run.world.each(lambda: model.engine.load(start.read, 0))
+            load(run, model, start)
         metrics = task.evaluation(run, inputs, model)(0)
         named = {"target": asked["target"], "checkpoint": checkpoint, "task": run.spec.task}
         return {**named, "rows": _rows(inputs), "metrics": metrics}

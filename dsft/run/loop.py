@@ -10,7 +10,7 @@ import hashlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsft.data.steps.batch import GlobalStep, MicroBatch
+from dsft.data.steps.batch import GlobalStep
 from dsft.dist.world import World
 from dsft.engine.api import Engine, StepResult
 from dsft.engine.replicas import Replicas
@@ -94,20 +94,17 @@ class Trainer(Protocol):
 
     @property
     def rank(self) -> int: ...
+    @property
+    def recorder(self) -> Recorder: ...
 
     def step(self, done: int) -> AbstractContextManager[Callable[[], str | None]]:
         """Return the context of the step after `done` steps, with the fetching of its data. It begins to
         agree, over all ranks, on whether the run should stop; the function that it gives waits for the
         reason, or None."""
 
-    def annotate(self, step: GlobalStep) -> Sequence[MicroBatch]:
-        """Return the step's micro-batches, and in them what the objective needs beside the policy's
+    def annotate(self, step: GlobalStep) -> GlobalStep:
+        """Return the step, and in its micro-batches what the objective needs beside the policy's
         log-probabilities."""
-
-    def record(self, window: Window, progress: Progress, *, saves: bool, pauses: bool) -> str:
-        """Report the metrics of a window. Return the rows of a step that was not applied, as messages name
-        them; "" if all were applied, or if in fp16 only the loss scale was too high. saves: a checkpoint
-        follows; pauses: the next step does not follow at once."""
 
     def checkpoint(self, progress: Progress, *, evaluates: bool, saves: bool) -> str | None:
         """Evaluate the held-out rows if `evaluates`, then commit a checkpoint, with their loss, if `saves`.
@@ -119,14 +116,14 @@ class Window:
     """What has happened since the last log record.
 
     last      the last step's result, and its learning rate
-    skipped   a step that was not applied, and its annotated micro-batches
+    skipped   a step that was not applied
     squared   as in `GlobalStep`
     computed  this rank's positions, padding included
     sources   figures by metric name, where the data has several sources
     """
 
     last: tuple[StepResult, float] | None = None
-    skipped: tuple[GlobalStep, Sequence[MicroBatch]] | None = None
+    skipped: GlobalStep | None = None
     sums: Tensor | None = None
     figures: dict[str, Tensor] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
@@ -171,16 +168,15 @@ def fit(
     progress = replace(progress, owes_evaluation=False)
     window, is_checked = Window(), False
     while progress.step < schedule.total_steps:
-        learning_rate = schedule.learning_rate(progress.applied_steps)
         with trainer.step(progress.step) as agree_on_stop:
             fetched = time.perf_counter()
             batch = steps.step(progress.step)
             waited = time.perf_counter() - fetched
 
-            micro_batches = trainer.annotate(batch)
-            seed_step(schedule.seed, progress.step, trainer.rank)
-            given = micro_batches, batch.counts, learning_rate
-            result = engine.step(*given) if is_checked else engine.first_step(*given, progress.applied_steps)
+            batch = trainer.annotate(batch)
+            result, learning_rate = train_step(
+                engine, batch, schedule, progress, trainer.rank, is_checked=is_checked
+            )
             is_checked = is_checked or (result.applied and learning_rate > 0)
             stop = agree_on_stop()
         progress = progress.after(batch, result)
@@ -191,9 +187,9 @@ def fit(
         # A window never spans a checkpoint, so that a resumed run reports the same windows.
         if saves or due(progress.step, schedule.log_every) or not result.applied:
             if not result.applied:
-                window.skipped = batch, micro_batches
+                window.skipped = batch
             pauses = saves or evaluates or not result.applied
-            rows = trainer.record(window, progress, saves=saves, pauses=pauses)
+            rows = trainer.recorder.record(window, progress, saves=saves, pauses=pauses)
             window = Window()
             if progress.nonfinite_in_a_row >= schedule.max_nonfinite_in_a_row:
                 raise NonFiniteError(
@@ -217,6 +213,24 @@ def fit(
             )
         window.began += time.perf_counter() - paused  # evaluation and save are no part of the step time
     return progress
+
+
+def train_step(
+    engine: Engine,
+    batch: GlobalStep,
+    schedule: Schedule,
+    progress: Progress,
+    rank: int,
+    *,
+    is_checked: bool = True,
+) -> tuple[StepResult, float]:
+    """Make the step after `progress` on annotated micro-batches. Return its result and learning rate.
+    is_checked: an earlier step has been checked, so that this one is not."""
+    learning_rate = schedule.learning_rate(progress.applied_steps)
+    seed_step(schedule.seed, progress.step, rank)
+    given = batch.micro_batches, batch.counts, learning_rate
+    result = engine.step(*given) if is_checked else engine.first_step(*given, progress.applied_steps)
+    return result, learning_rate
 
 
 def plan(schedule: Schedule, step: int) -> tuple[bool, bool, bool]:
@@ -247,7 +261,7 @@ class Recorder:
     once the next step is launched, so that the device is not idle while the host writes.
 
     skipped   names, by the ranks that computed them, the rows of a step that was not applied; called with the
-              step, its batch, its micro-batches and the loss of its window. A collective
+              step, its batch and the loss of its window. A collective
     watch     watches for stragglers
     replicas  compares replicated weights between ranks
     figures   by name of `StepResult.figures`, what makes metrics of their sum over all ranks and steps and
@@ -259,7 +273,7 @@ class Recorder:
     objective: Objective
     world: World
     report: Callable[[Record], None]
-    skipped: Callable[[int, GlobalStep, Sequence[MicroBatch], float], str]
+    skipped: Callable[[int, GlobalStep, float], str]
     watch: HostWatch | None = None
     replicas: Replicas | None = None
     figures: Mapping[str, Callable[[Tensor, int], Record]] = field(default_factory=dict)
@@ -268,7 +282,9 @@ class Recorder:
 
     def record(self, window: Window, progress: Progress, *, saves: bool, pauses: bool) -> str:
         """Begin the record of a window, by one collective, and report it, or leave that to the next call of
-        `read`. Return what `Trainer.record` does."""
+        `read`. Return the rows of a step that was not applied, as messages name them; "" if all were applied,
+        or if in fp16 only the loss scale was too high. saves: a checkpoint follows; pauses: the next step
+        does not follow at once."""
         self._unread, can_wait = self._begin(window, progress, saves=saves, pauses=pauses)
         if can_wait:
             return ""
@@ -276,7 +292,7 @@ class Recorder:
         # In fp16 overflows with a finite loss are normal: the loss scale is found by them.
         if window.skipped is None or (math.isfinite(loss) and not progress.nonfinite_in_a_row):
             return ""
-        return self.skipped(progress.step, *window.skipped, loss)
+        return self.skipped(progress.step, window.skipped, loss)
 
     def read(self) -> Record:
         """Report the record that has begun and return it; return {} if there is none."""

@@ -17,8 +17,9 @@ from typing import NoReturn
 
 import torch
 
+from dsft.checkpoint.read import CheckpointReader
 from dsft.dist.world import Ring, World
-from dsft.engine.api import Engine, LossScale
+from dsft.engine.api import LossScale
 from dsft.engine.initialize import check_precision, set_tf32
 from dsft.engine.join import join
 from dsft.engine.ops import prepare_ops
@@ -88,7 +89,7 @@ def run(job: Job) -> None:
     with joined(job) as (run, ranks):
         spec, log, world = run.spec, run.log, run.world
         run = replace(run, start=resume_point(run))
-        progress = Progress(**run.start.state["progress"]) if run.start else Progress()
+        progress = progress_at(run.start)
         progress = replace(progress, owes_evaluation=is_evaluation_missing(progress, run))
         # If the spec gives the number of steps, no rows need to be read to see that all are done.
         done = progress.step >= (spec.train.max_steps or math.inf)
@@ -125,7 +126,11 @@ def train(run: Run, progress: Progress) -> Path | None:
         held_out = held_out and task.for_probe(run.spec, held_out)
         probe_memory(model.engine, task.for_probe(run.spec, largest), held_out, model.memory.meter)
         model.memory.enter("load")
-        load(run, model.engine, progress)
+        if run.start is None:
+            run.log(f"starting at step 0: {run.folder} has no checkpoint")
+        else:
+            load(run, model, run.start)
+            run.log(f"going on from step {progress.step}: {run.start.path}")
         for line in (*resume_warnings(run, inputs, progress), *checks(run, inputs, model, task)):
             run.log(line)
         return Trainer(run, inputs, model, task, progress).fit()
@@ -145,16 +150,16 @@ def prepared(run: Run, inputs: Inputs, facts: HostFacts, tokens: int) -> tuple[I
         return inputs, build(run, inputs, plan, memory, task), task
 
 
-def load(run: Run, engine: Engine, progress: Progress) -> None:
-    """Load the checkpoint that the run resumes from into the engine, if there is one. A collective."""
-    start = run.start
-    if start is None:
-        run.log(f"starting at step 0: {run.folder} has no checkpoint")
-        return
-    run.world.each(lambda: engine.load(start.read, progress.applied_steps))
+def progress_at(start: CheckpointReader | None) -> Progress:
+    return Progress(**start.state["progress"]) if start else Progress()
+
+
+def load(run: Run, model: Model, start: CheckpointReader) -> None:
+    """Load a checkpoint into the model: all that changes in training. A collective."""
+    progress = progress_at(start)
+    run.world.each(lambda: model.engine.load(start.read, progress.applied_steps))
     if progress.loss_scale is not None:
-        engine.set_loss_scale(LossScale(progress.loss_scale, progress.loss_scale_steps))
-    run.log(f"going on from step {progress.step}: {start.path}")
+        model.engine.set_loss_scale(LossScale(progress.loss_scale, progress.loss_scale_steps))
 
 
 def checks(run: Run, inputs: Inputs, model: Model, task: Task) -> Iterator[str]:

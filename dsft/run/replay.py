@@ -9,6 +9,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from dsft.errors import Problem, SpecError
 from dsft.objective.api import means
 from dsft.plan.ds_entries import HostFacts
 from dsft.report.jsonl import written
-from dsft.run.loop import Progress, Window, seed_step
-from dsft.run.main import checks, load, prepared
+from dsft.run.loop import Progress, Window, train_step
+from dsft.run.main import checks, load, prepared, progress_at
 from dsft.run.trainer import schedule
 from dsft.setup.inputs import Inputs, longest
 from dsft.setup.read import read
@@ -55,9 +56,9 @@ def replayed(run: Run, asked: Mapping[str, Any]) -> dict[str, Any]:
         if start is not None:
             run.world.first(start.verify)
         inputs, model, task = prepared(run, inputs, facts, longest(run, inputs)[0].shape.numel())
-        progress = Progress(**start.state["progress"]) if start else Progress()
+        progress = progress_at(start)
         if start is not None:
-            load(run, model.engine, progress)
+            load(run, model, start)
         for line in checks(run, inputs, model, task):
             run.log(line)
         found = Replay(run, inputs, model).result(progress, asked)
@@ -95,8 +96,8 @@ class Replay:
                     self._save(progress)
                     others = self._annotated(steps.step(progress.step, left_out))
                     found["other"] = self._watched(others, batch, progress)[1]
-                    saved = _opened(run, str(step_folder(run.folder, progress.step)))
-                    load(replace(run, start=saved), model.engine, progress)
+                    saved = step_folder(run.folder, progress.step)
+                    load(run, model, world.each(partial(CheckpointReader.open, saved)))
                 result, figures = self._watched(batch, batch, progress)
                 found |= figures
                 if left_out:
@@ -111,14 +112,11 @@ class Replay:
         return found
 
     def _annotated(self, step: GlobalStep) -> GlobalStep:
-        annotator = self.model.annotator
-        return step if annotator is None else annotator.now(annotator.ahead(step))
+        return self.model.annotator.now(self.model.annotator.ahead(step))
 
     def _step(self, batch: GlobalStep, progress: Progress) -> StepResult:
         when = schedule(self.run.spec, self.run.batch, self.inputs.total_steps)
-        seed_step(when.seed, progress.step, self.run.world.rank)
-        rate = when.learning_rate(progress.applied_steps)
-        return self.model.engine.step(batch.micro_batches, batch.counts, rate)
+        return train_step(self.model.engine, batch, when, progress, self.run.world.rank)[0]
 
     def _save(self, progress: Progress) -> None:
         """Save the state before the step into the folder of this replay, which is removed at its end."""

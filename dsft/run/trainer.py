@@ -18,7 +18,7 @@ from torch import Tensor
 from dsft.checkpoint.card import origin_of
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.data.sets.dataset import Dataset
-from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch, unchanged_step
+from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch
 from dsft.data.steps.prefetch import Prefetcher
 from dsft.data.steps.steps import TrainSteps
 from dsft.dist.world import Agreement, World
@@ -36,7 +36,7 @@ from dsft.report.folder import versions
 from dsft.report.hosts import HostWatch, RankLocation
 from dsft.report.profile import StepTrace
 from dsft.report.sinks import Report
-from dsft.run.loop import Progress, Record, Recorder, Schedule, Window, fit, position
+from dsft.run.loop import Progress, Record, Recorder, Schedule, fit, position
 from dsft.setup.inputs import Inputs
 from dsft.setup.memory_probe import explain_out_of_memory
 from dsft.setup.run import Log, Run
@@ -77,7 +77,7 @@ class Trainer:
     def fit(self) -> Path:
         """Train to the last step. Return the checkpoint that it has saved."""
         run, inputs, model = self.run, self.inputs, self.model
-        train, annotator = run.spec.train, model.annotator
+        train = run.spec.train
         when = schedule(run.spec, run.batch, inputs.total_steps, evaluates=self.evaluation is not None)
         run.stopping.stage = "train"  # from here on the loop handles a stop, and saves
         model.memory.enter("steady")
@@ -85,7 +85,7 @@ class Trainer:
             inputs.train, run.batch, run.world.data_rank, train.seed, inputs.pad_id, train.neftune_alpha
         )
         try:
-            ahead = annotator.ahead if annotator else unchanged_step
+            ahead = model.annotator.ahead
             prefetcher = Prefetcher(steps.step, inputs.total_steps, run.world.device, ahead)
             with explain_out_of_memory(model.memory.meter), prefetcher:
                 end = fit(model.engine, prefetcher, when, self, self.progress)
@@ -106,13 +106,9 @@ class Trainer:
         finally:
             self.recorder.read()
 
-    def annotate(self, step: GlobalStep) -> Sequence[MicroBatch]:
+    def annotate(self, step: GlobalStep) -> GlobalStep:
         self.run.heartbeat.mark("step")
-        annotator = self.model.annotator
-        return (step if annotator is None else annotator.now(step)).micro_batches
-
-    def record(self, window: Window, progress: Progress, *, saves: bool, pauses: bool) -> str:
-        return self.recorder.record(window, progress, saves=saves, pauses=pauses)
+        return self.model.annotator.now(step)
 
     def checkpoint(self, progress: Progress, *, evaluates: bool, saves: bool) -> str | None:
         """See `dsft.run.loop.Trainer.checkpoint`. Raises on all ranks what `FolderLock.check` raises where
@@ -171,9 +167,8 @@ class Trainer:
         self.latest.update(record)
         self.report.metrics(record | self.model.memory.record())
 
-    def _skipped(self, step: int, batch: GlobalStep, micro_batches: Sequence[MicroBatch], loss: float) -> str:
-        engine, data = self.model.engine, self.inputs.train
-        why, rows = skipped_rows(engine, data, self.run.world, batch, micro_batches, loss)
+    def _skipped(self, step: int, batch: GlobalStep, loss: float) -> str:
+        why, rows = skipped_rows(self.model.engine, self.inputs.train, self.run.world, batch, loss)
         self.report.line(f"warning: step {step} was skipped: {why} {rows}")
         return rows
 
@@ -190,7 +185,7 @@ class Trainer:
         return answer
 
     def _state(self, progress: Progress, held_out_loss: float | None) -> CheckpointState:
-        run, inputs, annotator = self.run, self.inputs, self.model.annotator
+        run, inputs = self.run, self.inputs
         spec, files = run.spec, inputs.files.get("weights")
         is_known = held_out_loss is not None and math.isfinite(held_out_loss)
         return CheckpointState(
@@ -205,7 +200,7 @@ class Trainer:
             built_from=inputs.built_from,
             software=inputs.software,
             new_rows=asdict(inputs.rows) if inputs.rows else None,
-            reference=dict(annotator.identity) if annotator else None,
+            reference=self.model.annotator.identity,
             origin=origin_of(spec.model.name_or_path, files, reference_facts(spec)),
         )
 
@@ -248,12 +243,7 @@ def mfu_of(run: Run, inputs: Inputs, counted: Census) -> Callable[[int, int, flo
 
 
 def skipped_rows(
-    engine: Scorer,
-    data: Dataset,
-    world: World,
-    batch: GlobalStep,
-    micro_batches: Sequence[MicroBatch],
-    loss: float,
+    engine: Scorer, data: Dataset, world: World, batch: GlobalStep, loss: float
 ) -> tuple[str, str]:
     """Return why a step was skipped, and its rows: those with an infinite or NaN loss, with the rank that
     computed each. Where the loss is finite, or is finite when recomputed without dropout, no single row is to
@@ -261,7 +251,7 @@ def skipped_rows(
     finite."""
     found: list[list[int]] = []
     if not math.isfinite(loss):
-        mine = list(_not_finite(engine, data, batch, micro_batches))
+        mine = list(_not_finite(engine, data, batch))
         found = world.gather(mine if world.sequence_rank == 0 else [])  # a group's ranks have the same rows
     if any(found):
         rows = [f"{data.source(id)} (rank {rank})" for rank, ids in enumerate(found) for id in ids]
@@ -272,13 +262,11 @@ def skipped_rows(
     return why, _listed([data.source(id) for id in batch.example_ids])
 
 
-def _not_finite(
-    engine: Scorer, data: Dataset, batch: GlobalStep, micro_batches: Sequence[MicroBatch]
-) -> Iterator[int]:
+def _not_finite(engine: Scorer, data: Dataset, batch: GlobalStep) -> Iterator[int]:
     """Yield the ids of this rank's examples that have a target with an infinite or NaN log-probability; none
     on ranks without the last stage."""
-    scored = engine.score(micro_batches, _faults)
-    for faults, ids, micro_batch in zip(scored, batch.assigned_ids, micro_batches, strict=False):
+    scored = engine.score(batch.micro_batches, _faults)
+    for faults, ids, micro_batch in zip(scored, batch.assigned_ids, batch.micro_batches, strict=False):
         parts: Sequence[Tensor] = ()
         if ids and micro_batch.segments is not None:  # packed: one row
             parts = torch.split(faults[0], data.lengths[list(ids)].tolist())

@@ -10,7 +10,7 @@ import torch
 
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.load import HeldOutSet
-from dsft.data.steps.batch import Annotate, Complete, MicroBatch, unchanged
+from dsft.data.steps.batch import Annotate, Complete, MicroBatch, unchanged, unchanged_step
 from dsft.data.steps.steps import evaluation
 from dsft.engine.api import Engine
 from dsft.model.policy import Policy
@@ -32,23 +32,23 @@ class Annotator:
     """Fills into micro-batches what an objective needs beside the policy's log-probabilities, such as those
     of a reference.
 
+    held_out  completes the micro-batches of each held-out set before it is evaluated. A collective
     ahead     completes a training step while it is prefetched, in any thread, so it only reads and looks up
     now       completes a training step right before it is trained, on the device. A collective
-    held_out  completes the micro-batches of each held-out set before it is evaluated. A collective
-    identity  what checkpoints record of it; its task compares a resumed run's with it
+    identity  what checkpoints record of a reference; the task compares a resumed run's with it
     """
 
-    ahead: Complete
-    now: Complete
     held_out: Sequence[Annotate]
-    identity: Mapping[str, Any]
+    ahead: Complete = unchanged_step
+    now: Complete = unchanged_step
+    identity: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Model:
     """The model that a run trains, on this rank: its policy, or a stage of it, and the policy's engine.
 
-    annotator  fills in what the objective needs; None where it needs the policy alone
+    annotator  fills in what the objective needs beside the policy
     plan       the settings that follow from the hosts and the size of the model
     memory     measures the phases of the run
     files      on rank 0, the contents of the run's model folder, read when it was written: every checkpoint
@@ -58,7 +58,7 @@ class Model:
     policy: Policy
     engine: Engine
     objective: Objective
-    annotator: Annotator | None
+    annotator: Annotator
     plan: Plan
     memory: MemoryFile
     files: Mapping[str, bytes]
@@ -77,11 +77,9 @@ class EvaluationSet:
 
 def evaluation_sets(run: Run, inputs: Inputs, model: Model) -> list[EvaluationSet]:
     """Return the held-out sets, in the order of the data."""
-    sets = inputs.held_out
-    annotate = model.annotator.held_out if model.annotator else [unchanged] * len(sets)
     return [
         EvaluationSet(one, *evaluation(one.data, run.batch, run.world.data_rank, inputs.pad_id), fill)
-        for one, fill in zip(sets, annotate, strict=True)
+        for one, fill in zip(inputs.held_out, model.annotator.held_out, strict=True)
     ]
 
 
@@ -126,12 +124,10 @@ class Task:
         `annotator` as `prepared`."""
         return None
 
-    def annotator(
-        self, run: Run, inputs: Inputs, policy: Policy, engine: Engine, prepared: Any
-    ) -> Annotator | None:
-        """Return what fills in micro-batches; None if the objective needs nothing beside the policy. The
-        policy still has its initial values: no checkpoint has been loaded."""
-        return None
+    def annotator(self, run: Run, inputs: Inputs, policy: Policy, engine: Engine, prepared: Any) -> Annotator:
+        """Return what fills in micro-batches. The policy still has its initial values: no checkpoint has been
+        loaded."""
+        return Annotator([unchanged] * len(inputs.held_out))
 
     def for_probe(self, spec: Spec, micro_batch: MicroBatch) -> MicroBatch:
         """Return a micro-batch with arbitrary values in the fields that an annotator fills in, for the memory

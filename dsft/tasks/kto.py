@@ -53,11 +53,10 @@ class LabeledAnswers(Referenced):
 
 def with_estimate(found: References, run: Run, inputs: Inputs, engine: Engine) -> Annotator:
     """Return an annotator that estimates the divergence too."""
-    base, world, pairs = found.annotator(len(inputs.held_out)), run.world, inputs.also_scored
-    refer = found.annotate[1 + len(inputs.held_out) :]
+    base, world, pairs, refer = found.annotator(), run.world, inputs.also_scored, found.also
 
     def batches(which: int, first: int, count: int) -> Sequence[MicroBatch]:
-        """Return this rank's share of some of the pairs."""
+        """Return this rank's share of `count` pairs of a set, from the one with number `first`."""
         ids = np.arange(first, first + count)
         return micro_batches_of(pairs[which], ids, run.batch, world.data_rank, inputs.pad_id)
 
@@ -82,9 +81,8 @@ def with_estimate(found: References, run: Run, inputs: Inputs, engine: Engine) -
 
         return annotate
 
-    return Annotator(
-        ahead, now, [of_held_out(which) for which in range(len(inputs.held_out))], found.identity
-    )
+    held_out = [of_held_out(which) for which in range(len(inputs.held_out))]
+    return Annotator(held_out, ahead, now, found.identity)
 
 
 def divergence(micro_batches: Sequence[MicroBatch], count: int, engine: Engine, world: World) -> Tensor:

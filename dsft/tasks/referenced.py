@@ -41,25 +41,27 @@ FILE = "reference.json"
 
 @dataclass(frozen=True)
 class References:
-    """What fills in the reference's values.
+    """What fills in the reference's values of data.train, of each held-out set and of each of
+    `Inputs.also_scored`.
 
-    annotate    a function for each dataset: data.train, each held-out set, then each of `Inputs.also_scored`
     identity    that of the reference
-    prefetched  `annotate` only looks values up. Otherwise it is a collective
+    prefetched  values are only looked up. Otherwise each of the functions is a collective
     """
 
-    annotate: Sequence[Annotate]
+    train: Annotate
+    held_out: Sequence[Annotate]
+    also: Sequence[Annotate]
     identity: Mapping[str, Any]
     prefetched: bool = False
 
-    def annotator(self, held_out: int) -> Annotator:
-        """Return what fills in the values of data.train and of the held-out sets. held_out: their number."""
+    def annotator(self) -> Annotator:
+        """Return what fills in the values of data.train and of the held-out sets."""
 
         def fill(step: GlobalStep) -> GlobalStep:
-            return replace(step, micro_batches=tuple(self.annotate[0](step.micro_batches)))
+            return replace(step, micro_batches=tuple(self.train(step.micro_batches)))
 
         ahead, now = (fill, unchanged_step) if self.prefetched else (unchanged_step, fill)
-        return Annotator(ahead, now, self.annotate[1 : 1 + held_out], self.identity)
+        return Annotator(self.held_out, ahead, now, self.identity)
 
 
 class Referenced(Task):
@@ -96,20 +98,22 @@ class Referenced(Task):
         policy: Policy,
         engine: Engine,
         prepared: PrecomputedReference | None,
-    ) -> Annotator | None:
+    ) -> Annotator:
         """Open the reference. Raises CheckpointError where the run began with another one."""
         spec = run.spec
         if spec.reference is None:
-            return None
+            return super().annotator(run, inputs, policy, engine, prepared)
         if prepared is None:
             return self.annotator_of(self._opened(run, inputs, policy, engine), run, inputs, engine)
         run.world.each(lambda: check_weights(spec, prepared.key))
-        found = References(prepared.annotate, prepared.key.as_json(), prefetched=True)
+        train, *others = prepared.annotate
+        held_out, also = others[: len(inputs.held_out)], others[len(inputs.held_out) :]
+        found = References(train, held_out, also, prepared.key.as_json(), prefetched=True)
         return self.annotator_of(found, run, inputs, engine)
 
     def annotator_of(self, found: References, run: Run, inputs: Inputs, engine: Engine) -> Annotator:
         """Return what fills in the reference's values, and what else the loss needs."""
-        return found.annotator(len(inputs.held_out))
+        return found.annotator()
 
     def _opened(self, run: Run, inputs: Inputs, policy: Policy, engine: Engine) -> References:
         """Open a reference that scores during training."""
@@ -130,8 +134,8 @@ class Referenced(Task):
                 run.log(f"reference: {line}")
 
         annotate = live_reference(spec, inputs.facts, world, policy, engine, prove)
-        datasets = 1 + len(inputs.held_out) + len(inputs.also_scored)
-        return References([annotate] * datasets, key.as_json())
+        held_out, also = ([annotate] * len(sets) for sets in (inputs.held_out, inputs.also_scored))
+        return References(annotate, held_out, also, key.as_json())
 
     def for_probe(self, spec: Spec, micro_batch: MicroBatch) -> MicroBatch:
         """Fill in zeros as the reference's values."""
@@ -145,7 +149,7 @@ class Referenced(Task):
         precomputed reference, check random examples too, different ones at each start."""
         spec, data_rank, policy = run.spec, run.world.data_rank, model.policy
         own, annotator = spec.reference, model.annotator
-        if annotator is None or own is None or not own.is_start or own.reference_model is not None:
+        if own is None or not own.is_start or own.reference_model is not None:
             return
         steps = TrainSteps(inputs.train, run.batch, data_rank, spec.train.seed, inputs.pad_id)
         first = steps.step(0)

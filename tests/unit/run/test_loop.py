@@ -24,6 +24,11 @@ from tests.trainers import PlainTrainer
 OBJECTIVE = Objective((Term("tokens"),), lambda logps, micro_batch: (-logps.double().sum(),))
 
 
+def micro_batch(*shape: int) -> MicroBatch:
+    nothing = torch.zeros(shape, dtype=torch.int64)
+    return make_micro_batch(nothing, nothing, nothing)
+
+
 class Steps:
     def step(self, index: int) -> GlobalStep:
         return GlobalStep((), {"tokens": 10 * (index + 1)}, 100, (index + 1) / 4, (index,))
@@ -128,9 +133,18 @@ def test_an_evaluation_before_the_first_step_is_reported_once() -> None:
 
 def test_step_is_trained_on_annotated_micro_batches() -> None:
     annotated: list[GlobalStep] = []
-    run = Log().run(annotate=lambda step: annotated.append(step) or ())
-    fit(FakeEngine(), Steps(), schedule(), run, Progress())
-    assert [step.micro_batches for step in annotated] == [()] * 5
+    batch = micro_batch(1, 2)
+
+    class Given(FakeEngine):
+        def step(self, micro_batches: Sequence[MicroBatch], *given: Any) -> StepResult:
+            assert micro_batches == (batch,)
+            return super().step(micro_batches, *given)
+
+    run = Log().run(
+        annotate=lambda step: annotated.append(step) or replace(step, micro_batches=(batch,))  # type: ignore[func-returns-value]
+    )
+    fit(engine := Given(), Steps(), schedule(), run, Progress())
+    assert [step.micro_batches for step in annotated] == [()] * 5 and len(engine.rates) == 5
 
 
 def test_every_step_is_reported_and_the_end_is_evaluated_and_saved_once() -> None:
@@ -212,7 +226,7 @@ def test_several_nonfinite_steps_in_a_row_end_the_run_with_their_examples_named(
 def test_rows_of_each_nonfinite_step_are_named_at_once() -> None:
     asked: list[tuple[int, float]] = []
 
-    def named(step: int, batch: GlobalStep, micro_batches: Sequence[MicroBatch], loss: float) -> str:
+    def named(step: int, batch: GlobalStep, loss: float) -> str:
         asked.append((step, loss))
         return f"a.jsonl:{batch.example_ids[0]} (rank 1)"
 
@@ -406,9 +420,8 @@ def test_a_figure_of_a_step_is_a_producer_and_a_reader() -> None:
 
     class TwoMicroBatches(Steps):
         def step(self, index: int) -> GlobalStep:
-            shapes = [(1, 2 + index), (3, 10)]
-            batches = [make_micro_batch(*[torch.zeros(shape, dtype=torch.int64)] * 3) for shape in shapes]
-            return replace(super().step(index), micro_batches=tuple(batches))
+            batches = micro_batch(1, 2 + index), micro_batch(3, 10)
+            return replace(super().step(index), micro_batches=batches)
 
     def sizes(total: Tensor, steps: int) -> Record:
         assert total.shape == (1, 2)

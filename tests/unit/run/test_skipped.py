@@ -65,7 +65,7 @@ def skipped(scorer: Scorer, world: Any, batch: BatchSizes, loss: float, pairs: b
     """Why, and the rows."""
     data = dataset(pairs)
     step = TrainSteps(data, batch, 1, 0, PAD).step(0)
-    return [*skipped_rows(scorer, data, world, step, step.micro_batches, loss)]
+    return [*skipped_rows(scorer, data, world, step, loss)]
 
 
 def mine(batch: BatchSizes, pairs: bool = False) -> list[int]:

@@ -13,6 +13,7 @@ from dsft.rank.stopping import REASONS
 from dsft.run import trainer as module
 from dsft.run.loop import Progress
 from dsft.run.trainer import Trainer
+from dsft.tasks.api import Annotator
 from dsft.tasks.referenced import References
 
 
@@ -24,7 +25,9 @@ class Heartbeat:
         self.happened.append((phase, step))
 
 
-def make(happened: list[Any], reason: str | None = None, lock: Any = None, annotator: Any = None) -> Trainer:
+def make(
+    happened: list[Any], reason: str | None = None, lock: Any = None, annotator: Annotator | None = None
+) -> Trainer:
     """Return a trainer of one rank whose parts only record what is done with them."""
     made: Any = object.__new__(Trainer)
     world = SimpleNamespace(first=lambda work: work(), rank=0)
@@ -35,7 +38,7 @@ def make(happened: list[Any], reason: str | None = None, lock: Any = None, annot
     )  # fmt: skip
     memory = SimpleNamespace(enter=lambda phase: happened.append(f"memory {phase}"), record=dict)
     engine = SimpleNamespace(owned_fragments=tuple, shapes=dict)
-    made.model = SimpleNamespace(memory=memory, engine=engine, files={}, annotator=annotator)
+    made.model = SimpleNamespace(memory=memory, engine=engine, files={}, annotator=annotator or Annotator(()))
     made.report = SimpleNamespace(line=happened.append, metrics=lambda record: happened.append(record))
     made.evaluation = lambda step: {"eval/loss": 2.0}
     made.waits = SimpleNamespace(timing=nullcontext)
@@ -50,7 +53,7 @@ def test_step_marks_heartbeats_and_reports_the_record_before_it_at_its_end() -> 
     happened: list[Any] = []
     trainer = make(happened, reason="SIGTERM")
     with trainer.step(4) as agree_on_stop:
-        assert trainer.annotate(GlobalStep((), {}, 0, 0.0, ())) == ()
+        assert trainer.annotate(step := GlobalStep((), {}, 0, 0.0, ())) is step
         assert agree_on_stop() == "SIGTERM"
         assert happened == [("data", 4), ("step", None)]
     assert happened[2:] == ["record"]
@@ -61,10 +64,10 @@ def test_step_marks_heartbeats_and_reports_the_record_before_it_at_its_end() -> 
 
 @pytest.mark.parametrize("prefetched", [False, True])
 def test_micro_batches_are_annotated_in_the_step_unless_they_were_prefetched(prefetched: bool) -> None:
-    annotator = References([lambda batches: ("annotated",)], {}, prefetched).annotator(0)  # type: ignore[list-item]
+    annotator = References(lambda batches: ("annotated",), (), (), {}, prefetched).annotator()  # type: ignore[arg-type,return-value]
     step: Any = GlobalStep(("plain",), {}, 0, 0.0, ())  # type: ignore[arg-type]
     trainer: Any = make([], annotator=annotator)
-    assert trainer.annotate(step) == (("plain",) if prefetched else ("annotated",))
+    assert trainer.annotate(step).micro_batches == (("plain",) if prefetched else ("annotated",))
     assert annotator.ahead(step).micro_batches == (("annotated",) if prefetched else ("plain",))
 
 
