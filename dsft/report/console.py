@@ -31,6 +31,20 @@ _BAR = 20  # characters
 _LEAST_IMPORTANT = ("lr ", "grad norm ", "[━─]", "margin ", "accuracy ", ".* tokens/s")
 """Beginnings of the parts of a line of a step that a narrow terminal leaves out, in this order."""
 
+METRICS = {
+    "loss": "loss {:.4f}",
+    "perplexity": "perplexity {:.4g}",
+    "rewards/accuracies": "accuracy {:.3f}",
+    "accuracy": "accuracy {:.3f}",
+    "rewards/margins": "margin {:.3g}",
+    "grad_norm": "grad norm {:.3g}",
+    "learning_rate": "lr {:.3g}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+}
+"""The metrics that a line shows, rounded, by name without train/, eval/ or perf/; metrics.jsonl has all."""
+PLOTTED = ("rewards/margins", "rewards/accuracies", "accuracy", "kl", "kd_loss")
+"""Those that have an axis of curves.png beside loss, learning rate and gradient norm."""
+
 
 class Console:
     """The terminal output of rank 0. total_steps and first_step are optimizer steps: the last of the run, and
@@ -58,20 +72,21 @@ class Console:
 
     def metrics(self, record: Mapping[str, float]) -> None:
         step = int(record[STEP])
-        where, facts = f"step {step}/{self._total}", "  ".join(_facts(record))
+        known = facts(record, "train") + facts(record, "perf") + facts(record, "eval", "held-out ")
+        where, shown = f"step {step}/{self._total}", "  ".join(known)
         if "train/loss" not in record:  # an evaluation has its own line
-            self.line(f"{where}  {facts}")
+            self.line(f"{where}  {shown}")
             return
         remaining = self._remaining(step)
-        shown = facts if remaining is None else f"{facts}  {remaining} left"
+        left = "" if remaining is None else f"  {remaining} left"
         with self._lock:
             if self._terminal.is_terminal:
                 self._bar.start()  # it appears with the first record
-                line = with_bar(f"{where}  {shown}", step, self._total, self._terminal.width)
+                line = with_bar(f"{where}  {shown}{left}", step, self._total, self._terminal.width)
                 self._bar.update(self._task, description=line)
             elif self._is_due(step):
-                self._print(f"{where}  {shown}")
-            self._write(f"{where}  {facts}")
+                self._print(f"{where}  {shown}{left}")
+            self._write(f"{where}  {shown}")
 
     def _is_due(self, step: int) -> bool:
         """Return whether a step gets a line where there is no bar: the first and the last, every tenth, and
@@ -116,30 +131,13 @@ class Console:
                 raise write_error(Path(self._log.name), error) from error
 
 
-def _facts(record: Mapping[str, float]) -> list[str]:
-    """Return the metrics to show during the run, rounded; metrics.jsonl has all of them."""
-    formats = {
-        "train/loss": "loss {:.4f}",
-        "train/rewards/accuracies": "accuracy {:.3f}",
-        "train/accuracy": "accuracy {:.3f}",
-        "train/rewards/margins": "margin {:.3g}",
-        "train/grad_norm": "grad norm {:.3g}",
-        "train/learning_rate": "lr {:.3g}",
-        "perf/tokens_per_second": "{:,.0f} tokens/s",
-        "eval/loss": "held-out loss {:.4f}",
-        "eval/perplexity": "held-out perplexity {:.4g}",
-        "eval/rewards/accuracies": "held-out accuracy {:.3f}",
-        "eval/accuracy": "held-out accuracy {:.3f}",
-        "eval/rewards/margins": "held-out margin {:.3g}",
-    }
-    facts = [form.format(record[name]) for name, form in formats.items() if name in record]
-    return facts + [f"{name} {loss:.4f}" for name, loss in named_losses(record).items()]
-
-
-def named_losses(record: Mapping[str, float]) -> dict[str, float]:
-    """Return evaluation set -> its loss, from `eval/NAME/loss`."""
-    found = ((re.fullmatch(r"eval/(.+)/loss", key), value) for key, value in record.items())
-    return {match[1]: value for match, value in found if match}
+def facts(record: Mapping[str, float], part: str, before: str = "") -> list[str]:
+    """Return the metrics of train, perf or eval that a record has, each with `before` before it, and the loss
+    of each evaluation set, from `eval/NAME/loss`."""
+    named = ((f"{part}/{name}", before + form) for name, form in METRICS.items())
+    sets = ((re.fullmatch(f"{part}/(.+)/loss", key), value) for key, value in record.items())
+    found = [form.format(record[key]) for key, form in named if key in record]
+    return found + [f"{match[1]} {value:.4f}" for match, value in sets if match]
 
 
 def with_bar(line: str, step: int, total: int, columns: int) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dsft.errors import printable
+from dsft.report.console import PLOTTED
 from dsft.report.jsonl import STEP
 
 Points = tuple[list[int], list[float]]
@@ -23,7 +24,6 @@ Points = tuple[list[int], list[float]]
 SMOOTHED_FROM = 60
 """Number of points from which on the training loss is also shown smoothed."""
 BLUE, RED = "#1f5fa8", "#c0392b"
-REWARDS = ("rewards/margins", "rewards/accuracies", "accuracy", "kl", "kd_loss")
 COLORS = (BLUE, "#e07a1f", "#2a9d5c", "#8e44ad", "#b8336a", "#0f8b8d", "#7a5c3e")
 DOTTED: dict[str, Any] = {"marker": "o", "markersize": 4}
 
@@ -80,7 +80,7 @@ def figure(name: str, records: Sequence[Mapping[str, float]]) -> Any:
     drawn = _empty(7)
     rows: list[Any] = [["loss", "loss"], ["rate", "norm"]]
     names = {key.partition("/")[2] for record in records for key in record}
-    shown = [key for key in REWARDS if key in names]
+    shown = [key for key in PLOTTED if key in names]
     if shown:
         rows.insert(1, [shown[0], shown[-1]])
     axes = drawn.subplot_mosaic(rows, height_ratios=[1.6, *[1.0] * (len(rows) - 1)])

@@ -9,7 +9,7 @@ from dsft.checkpoint.export import NOT_FOR_PEFT, export_checkpoint
 from dsft.checkpoint.merge import rows_of
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.retain import best_checkpoint
-from dsft.report.console import named_losses
+from dsft.report.console import facts
 from dsft.report.curves import write_curves
 from dsft.report.jsonl import read_metrics
 from dsft.setup.run import Run
@@ -55,15 +55,7 @@ def outcome(records: list[dict[str, float]]) -> list[str]:
         )
     if held_out:
         last = held_out[-1]
-        named = "".join(f", {name} {loss:.4f}" for name, loss in named_losses(last).items())
-        formats = {
-            "eval/perplexity": ", perplexity {:.4g}",
-            "eval/rewards/accuracies": ", accuracy {:.3f}",
-            "eval/accuracy": ", accuracy {:.3f}",
-            "eval/rewards/margins": ", margin {:.3g}",
-        }
-        more = "".join(form.format(last[name]) for name, form in formats.items() if name in last)
-        lines.append(f"held-out loss {last['eval/loss']:.4f}{more}{named}")
+        lines.append(f"held-out {', '.join(facts(last, 'eval'))}")
     return lines
 
 
