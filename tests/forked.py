@@ -5,6 +5,8 @@ as JSON; get {"pid": …} at a launch's start and {"code": …} at its end. Ends
     python tests/forked.py LISTENER TESTS
     {"script", "args", "ranks", "supervised", "port", "environ", "cwd", "stdout", "stderr"}
 
+Over the stand-in GPU (tests/standin/gpu.py) it is a second server, which asks CUDA nothing.
+
 As under torchrun a rank that fails ends the others, and the exit code is then 1; unless `supervised` is
 false: then the others go on. With 0 ranks the script runs alone, as `python SCRIPT` does, and the exit code
 is its own.
@@ -22,11 +24,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -49,13 +52,14 @@ PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
 
 def serve(listener: socket.socket, tests: int) -> None:
     gc.disable()
-    for name in SHARED:
-        importlib.import_module(name)
-    from dsft.model.quantize import load_bitsandbytes
+    with unasked():
+        for name in SHARED:
+            importlib.import_module(name)
+        from dsft.model.quantize import load_bitsandbytes
 
-    load_bitsandbytes()  # before peft, as a rank does; it asks torch for a GPU
-    importlib.import_module("peft")
-    make_once()
+        load_bitsandbytes()  # before peft, as a rank does; it asks torch for a GPU
+        importlib.import_module("peft")
+        make_once()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
     gc.enable()
     gc.collect()
@@ -64,6 +68,24 @@ def serve(listener: socket.socket, tests: int) -> None:
     while psutil.pid_exists(tests):
         with suppress(TimeoutError), listener.accept()[0] as connection:
             child(lambda: answer(connection))  # noqa: B023  called at once
+
+
+@contextmanager
+def unasked() -> Iterator[None]:
+    """Let what is imported within know one GPU of the stand-in without asking CUDA, which torch refuses to
+    the forks of a process that has."""
+    if "STANDIN_MODE" not in os.environ:
+        yield
+        return
+    import torch
+
+    with (
+        mock.patch.object(torch._C, "_cuda_getDeviceCount", lambda: 1),
+        mock.patch.object(torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+    ):
+        yield
+    torch.cuda._cached_device_count = None
+    assert not torch.cuda.is_initialized()
 
 
 def answer(connection: socket.socket) -> int:
@@ -161,6 +183,8 @@ def run(asked: dict[str, Any], variables: Mapping[str, str] = MappingProxyType({
     sys.path[0] = str(Path(asked["script"]).resolve().parent)
     hidden: Any = None  # as if not installed: to draw a run's curves takes longer than to train
     sys.modules["matplotlib"] = hidden
+    if os.environ.get("STANDIN_MODE") == "numbers":
+        importlib.import_module("numbers_mode").start()
     runpy.run_path(asked["script"], run_name="__main__")
     return 0
 

@@ -79,24 +79,35 @@ def forked(
     return _forked(worker, nproc, args, timeout, supervised)
 
 
-def alone(script: Path, args: Sequence[str] = (), timeout: float = LATE) -> subprocess.CompletedProcess[str]:
+def alone(
+    script: Path,
+    args: Sequence[str] = (),
+    timeout: float = LATE,
+    standin: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
     """As `python SCRIPT ARGS`, with its exit code, where what it imports is not looked at; forked as `forked`
-    does, and where that does not, not."""
-    if os.environ.get("DS_ACCELERATOR") != "cpu":
+    does, and where that does not, not. standin: the variables of a process over the stand-in GPU, which is
+    forked from a server over it."""
+    if standin is None and os.environ.get("DS_ACCELERATOR") != "cpu":
         command = [sys.executable, str(script), *args]
         return subprocess.run(command, env=_environ(), capture_output=True, text=True, timeout=timeout)
-    return _forked(script, 0, args, timeout)
+    return _forked(script, 0, args, timeout, standin=standin)
 
 
 def _forked(
-    worker: Path, nproc: int, args: Sequence[str], timeout: float, supervised: bool = True
+    worker: Path,
+    nproc: int,
+    args: Sequence[str],
+    timeout: float,
+    supervised: bool = True,
+    standin: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    server = _server()
+    server = _server(standin is not None)
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         asked = {
             "script": str(worker), "args": list(args), "ranks": nproc, "supervised": supervised,
-            "port": free_port(), "environ": _environ(), "cwd": str(Path.cwd()),
+            "port": free_port(), "environ": {**(standin or _environ())}, "cwd": str(Path.cwd()),
             "stdout": str(out), "stderr": str(err),
         }  # fmt: skip
         server.ask(asked)
@@ -145,17 +156,19 @@ class _Server:
 
 
 @functools.cache
-def _server() -> _Server:
-    """Return this process's connection to the server that all workers of pytest share; the first one starts
-    it. The name of its socket is no file."""
+def _server(on_standin: bool) -> _Server:
+    """Return this process's connection to the server that all workers of pytest share, on the CPU or over the
+    stand-in GPU; the first one starts it. The name of its socket is no file."""
+    from tests.standin.gpu import environ
+
     tests = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
-    name = f"\0dsft-forked-{tests}"
+    name = f"\0dsft-forked-{tests}-{on_standin}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, suppress(OSError):
         listener.bind(name)  # fails where another worker has started it
         listener.listen()
         listener.set_inheritable(True)
         command = [sys.executable, str(ROOT / "tests" / "forked.py"), str(listener.fileno()), str(tests)]
-        os.posix_spawn(sys.executable, command, _environ())
+        os.posix_spawn(sys.executable, command, environ() if on_standin else _environ())
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(name)
     atexit.register(connection.close)

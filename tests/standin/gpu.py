@@ -1,22 +1,21 @@
 """Starts commands over the stand-in GPU and returns their reports, for the tests of this folder.
 
 The tests' own torch has no CUDA, so whatever meets the device runs in a process of its own, of which a module
-beside the test is the code: `answer("tests.standin.some_worker", "case")` starts `python -m
-tests.standin.some_worker case`, which ends with `inside.report(result)`. `inside.py` has what such a module
-counts with."""
+beside the test is the code: `answer("some_worker", "case")` does what `python -m tests.standin.some_worker
+case` would, in a fork of a process that has imported torch and dsft; the module ends with
+`inside.report(result)`. `inside.py` has what such a module counts with."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launching import LATE, ROOT
+from tests.launching import ROOT, alone
 
 HERE = Path(__file__).resolve().parent
 PREFIX = "stand-in: "
@@ -59,24 +58,20 @@ def environ(mode: str = "fast", *, devices: int = 1, gib: float | None = None, *
     return made | ({"STANDIN_GIB": str(gib)} if gib is not None else {}) | more
 
 
-def run(*command: str, mode: str = "fast", **settings: Any) -> subprocess.CompletedProcess[str]:
-    """A Python command over the stand-in GPU: `run("-c", "from dsft.cli import main; main()", "plan",
-    "spec.yaml")`. Settings as in `environ`."""
-    return subprocess.run(
-        [sys.executable, *command],
-        env=environ(mode, **settings),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LATE,
-    )
+def run(worker: str, *words: str, mode: str = "fast", **settings: Any) -> subprocess.CompletedProcess[str]:
+    """A module of this folder over the stand-in GPU, with words. Settings as in `environ`."""
+    return alone(HERE / f"{worker}.py", words, standin=environ(mode, **settings))
 
 
-def answer(module: str, *words: str, mode: str = "fast", **settings: Any) -> Any:
-    """Return what the module reports with `inside.report`; without one fail the test, with its output."""
-    done = run("-m", module, *words, mode=mode, **settings)
+def answer(worker: str, *words: str, **settings: Any) -> Any:
+    """Return what a module of this folder reports with `inside.report`."""
+    return reported(run(worker, *words, **settings))
+
+
+def reported(done: subprocess.CompletedProcess[str]) -> Any:
+    """Return a worker's report; without one fail the test, with the worker's output."""
     reports = [line.removeprefix(PREFIX) for line in done.stdout.splitlines() if line.startswith(PREFIX)]
     if done.returncode or not reports:
         output = f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-        pytest.fail(f"{module} ended with {done.returncode}:\n{output}", pytrace=False)
+        pytest.fail(f"{done.args} ended with {done.returncode}:\n{output}", pytrace=False)
     return json.loads(reports[-1])

@@ -9,7 +9,7 @@ import pytest
 from tests.standin.gpu import answer, torch_version
 
 pytestmark = pytest.mark.standin
-WORKER = "tests.standin.attention_worker"
+WORKER = "attention_worker"
 BEFORE_WINDOWS = torch_version().startswith("2.10.")
 """Whether torch's varlen_attn has no windows yet, nor torch cuDNN before FlashAttention."""
 ONE_CALL, CUDNN = ["_varlen_attn"], ["_scaled_dot_product_cudnn_attention"]

@@ -3,22 +3,28 @@ counts."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 
+from tests.launching import LATE, ROOT
 from tests.standin import finding_worker
-from tests.standin.gpu import answer
+from tests.standin.gpu import answer, environ, reported
 
 pytestmark = pytest.mark.standin
-WORKER = "tests.standin.finding_worker"
 
 
 @pytest.fixture(scope="module")
 def tried() -> Any:
-    """Return what was found in each pass, by its name."""
-    return answer(WORKER, "passes", mode="numbers")
+    """Return what was found in each pass, by its name; in a process that is started as a user starts one."""
+    command = [sys.executable, "-m", finding_worker.__name__, "passes"]
+    variables = environ("numbers")
+    return reported(
+        subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=LATE)
+    )
 
 
 def test_tensor_left_on_the_cpu_is_refused(tried: Any) -> None:
@@ -50,7 +56,7 @@ def test_gradients_equal_the_cpu(tried: Any) -> None:
     ],
 )
 def test_memory_beyond_the_host_is_counted(allocator: str, reserved: int) -> None:
-    found = answer(WORKER, "memory", gib=24, PYTORCH_ALLOC_CONF=allocator)
+    found = answer("finding_worker", "memory", gib=24, PYTORCH_ALLOC_CONF=allocator)
     assert "Tried to allocate 64.00 GiB" in found.pop("refused") and found == {
         "before": 8 << 30,
         "allocated": 16 << 30,

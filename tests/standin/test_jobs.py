@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import shutil
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.integration.runs import records, write_spec
+from tests.integration.runs import TRAIN, records, write_spec
 from tests.integration.test_preference import DPO, write_pairs
 from tests.launching import ROOT, alone
 from tests.selected import selected, tiered
-from tests.standin import jobs_worker
-from tests.standin.gpu import environ, run
+from tests.standin.gpu import environ
 
 pytestmark = pytest.mark.standin
 
@@ -42,7 +41,7 @@ KEYS = ("train/loss", "train/grad_norm", "eval/loss")
 
 def jobs(folder: Path, names: Collection[str]) -> list[dict[str, Any]]:
     """Return these runs, in the order in which they need each other; each in a folder of its name under
-    `folder`."""
+    `folder`. "from": a run's folder of which the job's "run" begins as a copy stopped at step 2."""
     made = []
 
     def add(name: str, *args: str, **more: str) -> None:
@@ -65,40 +64,41 @@ def jobs(folder: Path, names: Collection[str]) -> list[dict[str, Any]]:
     return made
 
 
-def done(folder: Path, place: str, names: Collection[str]) -> Path:
-    """Run the jobs in one process, on the stand-in GPU or on the CPU."""
+def stopped(run: Path, at: Path) -> None:
+    """Make a copy of a run as it was after its checkpoint of step 2."""
+    shutil.copytree(run, at)
+    shutil.rmtree(at / "checkpoints" / "step-4")
+    shutil.rmtree(at / "export")
+
+
+def done(folder: Path, names: Collection[str], standin: Mapping[str, str] | None = None) -> Path:
+    """Run the jobs, over the stand-in GPU or on the CPU."""
     (folder / "zero2-packed" / "small").mkdir(parents=True)
-    file = folder / "jobs.json"
-    file.write_text(json.dumps(jobs(folder, names)))
-    if place == "gpu":
-        ended = run("-m", jobs_worker.__name__, str(file), mode="numbers")
-    else:
-        ended = alone(Path(jobs_worker.__file__), [str(file)])
-    assert ended.returncode == 0, ended.stderr[-6000:]
+    for job in jobs(folder, names):
+        if "from" in job:
+            stopped(Path(job["from"]), Path(job["run"]))
+        ended = alone(TRAIN, job["args"], standin=standin)
+        log = Path(job["log"])
+        log.write_text(ended.stdout + ended.stderr)
+        log.with_suffix(".code").write_text(str(ended.returncode))
     return folder
 
 
 @pytest.fixture(scope="module")
-def both(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, Path]]:
-    """Yield the folders of all selected runs on the stand-in GPU and on the CPU."""
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return the folders of all selected runs on the stand-in GPU and on the CPU."""
     names = selected(request, "name")
     names += ["quickstart", "resumed"] if len(names) > len(ALWAYS) else []
     for variables in (environ("numbers"), os.environ):
         Path(variables["TORCH_EXTENSIONS_DIR"]).mkdir(parents=True, exist_ok=True)
     on_gpu, on_cpu = (tmp_path_factory.mktemp(place) for place in ("gpu", "cpu"))
-    with ThreadPoolExecutor(1) as pool:
-        gpu = pool.submit(done, on_gpu, "gpu", names)
-        done(on_cpu, "cpu", names)  # in this thread, with which the server that forks ranks ends
-        gpu.result()
-    yield on_gpu, on_cpu
+    return done(on_gpu, names, environ("numbers")), done(on_cpu, names)
 
 
 def run_of(folder: Path, name: str) -> Path:
     """Return the folder of a job's run; fails the test, with what the job wrote, where it did not end
     well."""
-    if json.loads((folder / "codes.json").read_text())[name]:
+    if (folder / f"{name}.code").read_text() != "0":
         pytest.fail(
             f"{name} on {folder.name}:\n{(folder / f'{name}.log').read_text()[-6000:]}", pytrace=False
         )

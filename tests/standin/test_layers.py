@@ -11,7 +11,7 @@ from tests.specs import minimal_spec
 from tests.standin.gpu import answer, torch_version
 
 pytestmark = pytest.mark.standin
-WORKER = "tests.standin.layers_worker"
+WORKER = "layers_worker"
 LAYERS, EXPERTS = 6, 16
 """Of the worker's models."""
 

@@ -35,7 +35,7 @@ def cases(
     """By name, of the cases that are selected."""
     output = tmp_path_factory.mktemp("memory") / "cases.jsonl"
     done = run(
-        "-m", "tests.standin.memory_worker", str(output), *selected(request, "name"),
+        "memory_worker", str(output), *selected(request, "name"),
         PYTORCH_ALLOC_CONF="expandable_segments:True",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.standin
 
 @pytest.fixture(scope="module")
 def report() -> Any:
-    return answer("tests.standin.overlap_worker", mode="numbers")
+    return answer("overlap_worker", mode="numbers")
 
 
 def test_backward_waits_only_for_its_next_buffer(report: Any) -> None:

@@ -78,7 +78,7 @@ def cases(
     output = tmp_path_factory.mktemp("quantized") / "cases.jsonl"
     names = selected(request, "name")
     done = run(
-        "-m", "tests.standin.rehearse_worker", str(output), *(given(**CASES[name]) for name in names),
+        "rehearse_worker", str(output), *(given(**CASES[name]) for name in names),
         PYTORCH_ALLOC_CONF="expandable_segments:True",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -73,7 +73,7 @@ def test_a_rehearsal_takes_what_torch_allocates(
     ]
     output = tmp_path / "cases.jsonl"
     done = run(
-        "-m", "tests.standin.rehearse_worker", str(output), *given,
+        "rehearse_worker", str(output), *given,
         PYTORCH_ALLOC_CONF="expandable_segments:True",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

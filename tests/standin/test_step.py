@@ -25,7 +25,7 @@ micro-batches."""
 @pytest.fixture(scope="module")
 def report(request: pytest.FixtureRequest) -> Any:
     names = [f"{task} {zero_stage}" for task, zero_stage in selected(request, "step")]
-    return answer("tests.standin.step_worker", *names, mode="numbers")
+    return answer("step_worker", *names, mode="numbers")
 
 
 CASES = [(task, zero_stage) for task in ("sft", "dpo") for zero_stage in (1, 2, 3)]
@@ -82,7 +82,7 @@ def test_launches_do_not_depend_on_the_number_of_answers(report: Any) -> None:
 @pytest.mark.long
 def test_device_calls_per_layer_do_not_depend_on_segments() -> None:
     """The tables of docs/performance.md."""
-    report = answer("tests.standin.counts", mode="numbers")
+    report = answer("counts", mode="numbers")
     of_a_layer = {(False, 1): 120, (False, 2): 240, (True, 1): 150, (True, 2): 300}  # a few more elsewhere
     for row in report["steps"]:
         asked, layer = row["step"], row["layer"]
