@@ -163,14 +163,14 @@ def _server(on_standin: bool) -> _Server:
 
     tests = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
     name = f"\0dsft-forked-{tests}-{on_standin}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, suppress(OSError):
-        listener.bind(name)  # fails where another worker has started it
-        listener.listen()
-        listener.set_inheritable(True)
-        command = [sys.executable, str(ROOT / "tests" / "forked.py"), str(listener.fileno()), str(tests)]
-        os.posix_spawn(sys.executable, command, environ() if on_standin else _environ())
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(name)
+    while connection.connect_ex(name):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, suppress(OSError):
+            listener.bind(name)  # fails where another worker is starting it
+            listener.listen()
+            listener.set_inheritable(True)
+            command = [sys.executable, str(ROOT / "tests" / "forked.py"), str(listener.fileno()), str(tests)]
+            os.posix_spawn(sys.executable, command, environ() if on_standin else _environ())
     atexit.register(connection.close)
     return _Server(connection)
 

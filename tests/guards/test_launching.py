@@ -1,7 +1,7 @@
 """The tests' own launchers leave no process behind; properties are tried quickly."""
 
+import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,9 +91,10 @@ def test_gpu_ranks_are_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dead_fork_server_is_reported_at_once() -> None:
-    server = launching._started([sys.executable, "-c", "raise SystemExit(3)"])
-    with server.process, pytest.raises(RuntimeError, match="exit code 3"):
-        server.answer("pid", LATE)
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    its.close()
+    with ours, pytest.raises(RuntimeError, match=r"forked\.py has ended"):
+        launching._Server(ours).answer("pid", LATE)
 
 
 def test_script_without_ranks_keeps_its_exit_code(tmp_path: Path) -> None:
