@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from dsft.data.steps.batch import GlobalStep
+from dsft.engine.api import StepResult
 from dsft.objective.api import Objective
 from dsft.run.loop import Progress, Record, Recorder
 
@@ -39,6 +40,9 @@ class PlainTrainer:
 
     def annotate(self, step: GlobalStep) -> GlobalStep:
         return step
+
+    def after(self, step: GlobalStep, result: StepResult) -> None:
+        pass
 
     def checkpoint(self, progress: Progress, *, evaluates: bool, saves: bool) -> str | None:
         return None

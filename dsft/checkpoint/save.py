@@ -73,6 +73,7 @@ class CheckpointState:
     new_rows  the new rows of the embeddings, as NewRows has them; None where there are none
     origin    what an export's card needs beside these: see `dsft.checkpoint.card.origin_of`
     reference  for preference pairs: the digest and components of the reference's key
+    carried  what the task carries from step to step, by `dsft.tasks.api.Annotator.state`
     held_out_loss  eval/loss at this step; None where it was not evaluated, or the loss was not finite
     """
 
@@ -89,6 +90,7 @@ class CheckpointState:
     new_rows: Mapping[str, int] | None = None
     origin: Mapping[str, Any] | None = None
     reference: Mapping[str, Any] | None = None
+    carried: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)

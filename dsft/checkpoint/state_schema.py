@@ -113,6 +113,7 @@ class _State(_Values):
     new_rows: _NewRows | None = None
     origin: _Origin | None = None
     reference: _Reference | None = None
+    carried: dict[str, FiniteFloat] | None = None
 
 
 def problem_of(state: Any) -> str | None:

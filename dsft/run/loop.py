@@ -106,6 +106,9 @@ class Trainer(Protocol):
         """Return the step, and in its micro-batches what the objective needs beside the policy's
         log-probabilities."""
 
+    def after(self, step: GlobalStep, result: StepResult) -> None:
+        """Take what the task carries from an annotated step to later ones."""
+
     def checkpoint(self, progress: Progress, *, evaluates: bool, saves: bool) -> str | None:
         """Evaluate the held-out rows if `evaluates`, then commit a checkpoint, with their loss, if `saves`.
         Return the reason for which a rank has been asked to stop by the end of a save, or None."""
@@ -174,9 +177,8 @@ def fit(
             waited = time.perf_counter() - fetched
 
             batch = trainer.annotate(batch)
-            result, learning_rate = train_step(
-                engine, batch, schedule, progress, trainer.rank, is_checked=is_checked
-            )
+            given = engine, batch, schedule, progress, trainer.rank, trainer.after
+            result, learning_rate = train_step(*given, is_checked=is_checked)
             is_checked = is_checked or (result.applied and learning_rate > 0)
             stop = agree_on_stop()
         progress = progress.after(batch, result)
@@ -221,15 +223,18 @@ def train_step(
     schedule: Schedule,
     progress: Progress,
     rank: int,
+    after: Callable[[GlobalStep, StepResult], None],
     *,
     is_checked: bool = True,
 ) -> tuple[StepResult, float]:
-    """Make the step after `progress` on annotated micro-batches. Return its result and learning rate.
-    is_checked: an earlier step has been checked, so that this one is not."""
+    """Make the step after `progress` on annotated micro-batches. Return its result and learning rate. after:
+    `Trainer.after`; is_checked: an earlier step has been checked, so that this one
+    is not."""
     learning_rate = schedule.learning_rate(progress.applied_steps)
     seed_step(schedule.seed, progress.step, rank)
     given = batch.micro_batches, batch.counts, learning_rate
     result = engine.step(*given) if is_checked else engine.first_step(*given, progress.applied_steps)
+    after(batch, result)
     return result, learning_rate
 
 

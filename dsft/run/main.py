@@ -160,6 +160,8 @@ def load(run: Run, model: Model, start: CheckpointReader) -> None:
     run.world.each(lambda: model.engine.load(start.read, progress.applied_steps))
     if progress.loss_scale is not None:
         model.engine.set_loss_scale(LossScale(progress.loss_scale, progress.loss_scale_steps))
+    if (carried := start.state.get("carried")) is not None:
+        model.annotator.restore(carried)
 
 
 def checks(run: Run, inputs: Inputs, model: Model, task: Task) -> Iterator[str]:

@@ -116,13 +116,15 @@ class Replay:
 
     def _step(self, batch: GlobalStep, progress: Progress) -> StepResult:
         when = schedule(self.run.spec, self.run.batch, self.inputs.total_steps)
-        return train_step(self.model.engine, batch, when, progress, self.run.world.rank)[0]
+        model, rank = self.model, self.run.world.rank
+        return train_step(model.engine, batch, when, progress, rank, model.annotator.after)[0]
 
     def _save(self, progress: Progress) -> None:
         """Save the state before the step into the folder of this replay, which is removed at its end."""
         run, engine = self.run, self.model.engine
         spec, batch = run.spec.model_dump(mode="json"), asdict(run.batch)
-        state = CheckpointState(asdict(progress), spec, batch, data={}, layout={}, versions={})
+        carried = self.model.annotator.state()
+        state = CheckpointState(asdict(progress), spec, batch, {}, layout={}, versions={}, carried=carried)
         fragments, shapes = engine.owned_fragments(), engine.shapes()
         save(run.folder, fragments, shapes, state, run.world, model_files={}, retention=run.spec.checkpoint)
 

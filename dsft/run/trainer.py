@@ -22,7 +22,7 @@ from dsft.data.steps.batch import NO_TARGET, GlobalStep, MicroBatch
 from dsft.data.steps.prefetch import Prefetcher
 from dsft.data.steps.steps import TrainSteps
 from dsft.dist.world import Agreement, World
-from dsft.engine.api import Scorer
+from dsft.engine.api import Scorer, StepResult
 from dsft.engine.comm_timer import CommunicationTimer
 from dsft.engine.replicas import Replicas
 from dsft.model.build import has_frozen
@@ -109,6 +109,9 @@ class Trainer:
     def annotate(self, step: GlobalStep) -> GlobalStep:
         self.run.heartbeat.mark("step")
         return self.model.annotator.now(step)
+
+    def after(self, step: GlobalStep, result: StepResult) -> None:
+        self.model.annotator.after(step, result)
 
     def checkpoint(self, progress: Progress, *, evaluates: bool, saves: bool) -> str | None:
         """See `dsft.run.loop.Trainer.checkpoint`. Raises on all ranks what `FolderLock.check` raises where
@@ -201,6 +204,7 @@ class Trainer:
             software=inputs.software,
             new_rows=asdict(inputs.rows) if inputs.rows else None,
             reference=self.model.annotator.identity,
+            carried=self.model.annotator.state(),
             origin=origin_of(spec.model.name_or_path, files, reference_facts(spec)),
         )
 

@@ -10,9 +10,9 @@ import torch
 
 from dsft.data.sets.dataset import Dataset
 from dsft.data.sets.load import HeldOutSet
-from dsft.data.steps.batch import Annotate, Complete, MicroBatch, unchanged, unchanged_step
+from dsft.data.steps.batch import Annotate, Complete, GlobalStep, MicroBatch, unchanged, unchanged_step
 from dsft.data.steps.steps import evaluation
-from dsft.engine.api import Engine
+from dsft.engine.api import Engine, StepResult
 from dsft.model.policy import Policy
 from dsft.objective.api import Objective, evaluation_record
 from dsft.report.memory import MemoryFile
@@ -36,12 +36,19 @@ class Annotator:
     ahead     completes a training step while it is prefetched, in any thread, so it only reads and looks up
     now       completes a training step right before it is trained, on the device. A collective
     identity  what checkpoints record of a reference; the task compares a resumed run's with it
+    after     takes numbers from a training step, and its result, for later ones, such as a running mean that
+              `now` and `held_out` fill in. A collective
+    state     returns these numbers, the same on all ranks, for a checkpoint
+    restore   replaces them by those of a checkpoint
     """
 
     held_out: Sequence[Annotate]
     ahead: Complete = unchanged_step
     now: Complete = unchanged_step
     identity: Mapping[str, Any] | None = None
+    after: Callable[[GlobalStep, StepResult], None] = lambda step, result: None
+    state: Callable[[], Mapping[str, float]] = dict
+    restore: Callable[[Mapping[str, float]], None] = lambda state: None
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,15 @@ The ranks' clocks are two hours apart, since nothing may depend on them.
 INSTANT: asked (SIGTERM in place of SIGKILL, in a step), step (before the step's forward), part (half of a
 rank's file written), manifest (before MANIFEST.json), rename (before the folder gets its name), latest
 (before `latest` names it).
+
+The script TASK of the environment, where there is one, registers a task of its own.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import runpy
 import signal
 import sys
 import time
@@ -78,4 +81,6 @@ if __name__ == "__main__":
     time.time = lambda: now() + ahead
     if os.environ["RANK"] == rank:
         arm(instant, int(step))
+    if "TASK" in os.environ:
+        runpy.run_path(os.environ["TASK"])
     sys.exit(main(arguments))

@@ -40,7 +40,8 @@ def plain(model: Path, task: str) -> tuple[list[float], dict[str, torch.Tensor]]
         if task == "ranking":
             loss = -logps.view(-1, 3).log_softmax(1)[:, 0].mean()
         else:
-            loss = -(logps * torch.tensor(WEIGHTS)).sum() / sum(len(ids) - 1 for ids in rows)
+            weights = torch.tensor(WEIGHTS) * (1 - sum(losses) / max(1, len(losses)) / 100)
+            loss = -(logps * weights).sum() / sum(len(ids) - 1 for ids in rows)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
