@@ -120,7 +120,7 @@ class Window:
 
     last      the last step's result, and its learning rate
     skipped   a step that was not applied
-    squared   as in `GlobalStep`
+    squared_lengths  as in `GlobalStep`
     computed  this rank's positions, padding included
     sources   figures by metric name, where the data has several sources
     """
@@ -131,7 +131,7 @@ class Window:
     figures: dict[str, Tensor] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
-    squared: int = 0
+    squared_lengths: int = 0
     computed: int = 0
     steps: int = 0
     data_wait: float = 0.0
@@ -146,7 +146,7 @@ class Window:
             self.figures[name] = self.figures[name] + figure if name in self.figures else figure
         self.counts.update(batch.counts)
         self.num_tokens += batch.num_tokens
-        self.squared += batch.squared
+        self.squared_lengths += batch.squared_lengths
         self.computed += sum(one.tokens.input_ids.numel() for one in batch.micro_batches)
         self.steps += 1
         self.data_wait += waited
@@ -227,9 +227,8 @@ def train_step(
     *,
     is_checked: bool = True,
 ) -> tuple[StepResult, float]:
-    """Make the step after `progress` on annotated micro-batches. Return its result and learning rate. after:
-    `Trainer.after`; is_checked: an earlier step has been checked, so that this one
-    is not."""
+    """Make the step after `progress` on annotated micro-batches. Return its result and learning rate.
+    after: `Trainer.after`; is_checked: an earlier step has been checked, so this one is not."""
     learning_rate = schedule.learning_rate(progress.applied_steps)
     seed_step(schedule.seed, progress.step, rank)
     given = batch.micro_batches, batch.counts, learning_rate
@@ -339,7 +338,7 @@ class Recorder:
                 record |= self.figures[name](total.view_as(figure), window.steps)
             seconds = (launched or time.perf_counter()) - window.began
             tokens_per_second = window.num_tokens / seconds
-            mfu = None if self.mfu is None else self.mfu(window.num_tokens, window.squared, seconds)
+            mfu = None if self.mfu is None else self.mfu(window.num_tokens, window.squared_lengths, seconds)
             return (
                 position(progress)
                 | ({} if mfu is None else {"perf/mfu": mfu})

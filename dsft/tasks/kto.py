@@ -61,14 +61,14 @@ def with_estimate(found: References, run: Run, inputs: Inputs, engine: Engine) -
         return micro_batches_of(pairs[which], ids, run.batch, world.data_rank, inputs.pad_id)
 
     def ahead(step: GlobalStep) -> GlobalStep:
-        others = batches(0, step.first, len(step.example_ids))
+        others = batches(0, step.examples_before, len(step.example_ids))
         if found.prefetched:
             others = refer[0](others)
-        return replace(base.ahead(step), mismatched=tuple(others))
+        return replace(base.ahead(step), estimate_batches=tuple(others))
 
     def now(step: GlobalStep) -> GlobalStep:
         step = base.now(step)
-        others = step.mismatched if found.prefetched else refer[0](step.mismatched)
+        others = step.estimate_batches if found.prefetched else refer[0](step.estimate_batches)
         kl = divergence(others, len(step.example_ids), engine, world)
         return replace(step, micro_batches=tuple(with_kl(batch, kl) for batch in step.micro_batches))
 

@@ -292,14 +292,14 @@ class GlobalStep:
     counts         global over all ranks and micro-batches, known before the first forward pass:
                    those of `Dataset.count`
     num_tokens     global: input tokens without padding
-    squared        global: Σ length² over the examples (for pairs, over their rows), the cost of attention
+    squared_lengths  global: Σ length² over the examples (for pairs, over their rows), the cost of attention
     epoch          epochs of the data after this step
     example_ids    global: indices of the step's examples in the dataset
     sources        global: by name of the source; empty if there is only one
     assigned_ids   of this rank: the example ids of each micro-batch, in order
-    first          global: number of examples of the run before this step
-    mismatched     of this rank: micro-batches that are scored before the step, for an estimate over the whole
-                   step; every rank has the same number of them
+    examples_before  global: number of the run's examples in the steps before
+    estimate_batches  of this rank: micro-batches that are scored before the step, for an estimate over the
+                   whole step; every rank has the same number of them
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -307,11 +307,11 @@ class GlobalStep:
     num_tokens: int
     epoch: float
     example_ids: tuple[int, ...]
-    squared: int = 0
+    squared_lengths: int = 0
     sources: Mapping[str, SourceShare] = field(default_factory=dict)
     assigned_ids: tuple[tuple[int, ...], ...] = ()
-    first: int = 0
-    mismatched: tuple[MicroBatch, ...] = ()
+    examples_before: int = 0
+    estimate_batches: tuple[MicroBatch, ...] = ()
 
 
 Complete = Callable[[GlobalStep], GlobalStep]

@@ -55,6 +55,7 @@ class Prefetcher:
     def _complete_step(self, index: int) -> GlobalStep:
         step = self._complete(self._build(index))
         batches, others = (
-            tuple(batch.to(self._device) for batch in some) for some in (step.micro_batches, step.mismatched)
+            tuple(batch.to(self._device) for batch in some)
+            for some in (step.micro_batches, step.estimate_batches)
         )
-        return replace(step, micro_batches=batches, mismatched=others)
+        return replace(step, micro_batches=batches, estimate_batches=others)

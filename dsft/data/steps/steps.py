@@ -58,10 +58,10 @@ class TrainSteps:
             num_tokens=int(data.lengths[sample.ids].sum(dtype=np.int64)),
             epoch=sample.epoch,
             example_ids=tuple(sample.ids.tolist()),
-            squared=int(data.squares[sample.ids].sum()),
+            squared_lengths=int(data.squares[sample.ids].sum()),
             sources=self._sources(sample),
             assigned_ids=tuple(tuple(ids.tolist()) for ids in assigned),
-            first=first,
+            examples_before=first,
         )
 
     def _sources(self, sample: StepSample) -> Mapping[str, SourceShare]:

@@ -51,7 +51,7 @@ def test_each_prompt_gets_the_answer_of_the_example_before_it_in_its_step() -> N
     steps = [order.step(index).ids.tolist() for index in range(5)]
     assert len(made) == sum(map(len, steps)) == 18 and [len(ids) for ids in steps] == [4, 4, 2, 4, 4]
     for number, ids in enumerate(steps):
-        assert TrainSteps(data, BatchSizes(4, 2, 1, 2), 0, SEED, 0).step(number).first == first
+        assert TrainSteps(data, BatchSizes(4, 2, 1, 2), 0, SEED, 0).step(number).examples_before == first
         for place, (prompt, answer) in enumerate(zip(ids, [ids[-1], *ids[:-1]], strict=True)):
             example = made[first + place]
             expected = [100 + prompt] * (1 + prompt % 3) + [200 + answer] * (1 + answer % 4)

@@ -489,7 +489,7 @@ def test_a_mixture_counts_pairs(tmp_path: Path) -> None:
     assert {name: of.examples for name, of in step.sources.items()} == {"a": 6, "b": 6}
     assert (
         step.counts == {"examples": 12, "tokens": 48, "chosen_tokens": 24, "sequences": 24}
-        and step.squared == 2 * 12 * 25
+        and step.squared_lengths == 2 * 12 * 25
     )
 
 
