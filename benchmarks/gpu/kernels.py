@@ -180,7 +180,7 @@ def softmax(sizes: Sizes, kind: str) -> dict[str, float]:
     rows = sizes.tokens // 4
     product = torch.randn(rows, sizes.vocabulary, device=device())
     targets = torch.randint(sizes.vocabulary, (rows,), device=device())
-    return {"ms": milliseconds(lambda: own.score(product, targets, HALF), sizes.repetitions)}
+    return {"ms": milliseconds(lambda: own.values(product, targets, HALF), sizes.repetitions)}
 
 
 def layers(sizes: Sizes, kernels: str) -> dict[str, float]:

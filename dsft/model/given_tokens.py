@@ -26,18 +26,18 @@ class GivenTokens(Softmax):
     temperature: float = 1.0
 
     keeps_gradient = False
-    num_sums = 6  # maximum and Σ exp(z - maximum): of z, of z ÷ temperature, of the rest of z ÷ temperature
+    num_stats = 6  # maximum and Σ exp(z - maximum): of z, of z ÷ temperature, of the rest of z ÷ temperature
 
     def num_values(self, targets: Tensor) -> tuple[int, ...]:
         return (targets.shape[1] + 1,)
 
-    def score(
+    def values(
         self, product: Tensor, targets: Tensor, dtype: torch.dtype, stored: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Softmax.score`; no gradient is computed, and `stored` is returned as it is."""
+        """See `Softmax.values`; no gradient is computed, and `stored` is returned as it is."""
         assert stored is not None and not len(stored), "the gradient is computed in the backward alone"
         logits = self.shaping(product)
-        target = self._values(logits, targets[:, :1].squeeze(1))
+        target = self._of_targets(logits, targets[:, :1].squeeze(1))
         given = logits.gather(1, targets[:, 1:])
         own = None
         if self.temperature != 1.0:
@@ -52,7 +52,7 @@ class GivenTokens(Softmax):
         self,
         product: Tensor,
         targets: Tensor,
-        sums: Tensor,
+        stats: Tensor,
         upstream: Tensor,
         vocabulary: int,
         dtype: torch.dtype,
@@ -65,7 +65,7 @@ class GivenTokens(Softmax):
         """
         logits = self.shaping(product)
         slope = self.shaping.slope(logits)
-        own, whole, rest = sums.split(2, dim=1)
+        own, whole, rest = stats.split(2, dim=1)
         pull, pulls, pull_rest = upstream.split((1, targets.shape[1] - 1, 1), dim=1)
         inside = (targets >= 0) & (targets < product.shape[1])
         columns = targets.clamp(0, product.shape[1] - 1)
@@ -105,7 +105,7 @@ class TopTokens(Softmax):
     def num_values(self, targets: Tensor) -> tuple[int, ...]:
         return (2 * self.top_k + 1,)
 
-    def score(
+    def values(
         self, product: Tensor, targets: Tensor, dtype: torch.dtype, stored: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert stored is not None and not len(stored), "there is no backward"
@@ -138,17 +138,17 @@ class OfWholeLogits(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, softmax: Softmax) -> Tensor:
-        values, sums, _ = softmax.score(logits.clone(), targets, logits.dtype, logits.new_empty(0, 0))
-        ctx.save_for_backward(logits, targets, sums)
+        values, stats, _ = softmax.values(logits.clone(), targets, logits.dtype, logits.new_empty(0, 0))
+        ctx.save_for_backward(logits, targets, stats)
         ctx.softmax = softmax
         return values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, sums = ctx.saved_tensors
+        logits, targets, stats = ctx.saved_tensors
         vocabulary = logits.shape[1]
-        gradient = ctx.softmax.gradient(logits.clone(), targets, sums, upstream, vocabulary, logits.dtype)
+        gradient = ctx.softmax.gradient(logits.clone(), targets, stats, upstream, vocabulary, logits.dtype)
         return gradient, None, None
 
 

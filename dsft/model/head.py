@@ -94,18 +94,18 @@ class Head(nn.Linear):
         smoothing = self.label_smoothing if self.training else 0.0
         chunk_bytes = self.chunk_bytes or chunk_on(hidden.device)
         several = several_tokens(self.shaping, smoothing, self.temperature, self.top, targets)
-        # DeepSpeed adds gradients over ranks in the order in which they are ready. A rank with fewer targets
-        # may compute a plain product where others compute chunks, and the plain product's order is another
-        # where DeepSpeed has replaced F.linear (ZeRO 3). So a bias's gradient always comes from chunks.
-        in_order = several is None and (self.bias is None or not torch.is_grad_enabled())
-        if in_order and not in_chunks(len(hidden) * self.out_features, chunk_bytes):
+        # DeepSpeed reduces gradients over ranks in the order of their arrival, and that of a bias may arrive
+        # later from a plain product (under ZeRO 3) than from chunks, which only ranks with many targets need.
+        # So it is computed in chunks on all of them.
+        plain_is_safe = several is None and (self.bias is None or not torch.is_grad_enabled())
+        if plain_is_safe and not in_chunks(len(hidden) * self.out_features, chunk_bytes):
             return plain_logps(self.shaping(super().forward(hidden)), targets, smoothing)
         if several is None:
             chunks = Chunks(self.softmax_on(hidden.device, smoothing).softmax, chunk_bytes)
         else:
             chunks = Chunks(several, chunk_bytes // SEVERAL_PARTS)
         if not torch.is_grad_enabled():
-            return chunks.score(hidden, self.weight, self.bias, targets)[0]
+            return chunks.values(hidden, self.weight, self.bias, targets)[0]
         # float16 is too coarse for gradients that are not yet multiplied by the loss scale.
         is_frozen = not any(p.requires_grad for p in self.parameters(recurse=False))
         in_forward = several is None and (self.uniform or is_frozen) and hidden.dtype != torch.float16
@@ -199,7 +199,7 @@ class Chunks:
     softmax: Softmax
     chunk_bytes: int
 
-    def score(
+    def values(
         self,
         hidden: Tensor,
         weight: Tensor,
@@ -207,26 +207,28 @@ class Chunks:
         targets: Tensor,
         stored: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities (n,), and the sums (n, 2) that Softmax returns, from hidden (n, H),
+        """Compute log-probabilities (n,), and the statistics (n, 2) that Softmax returns, from hidden (n, H),
         weight (V, H), bias (V,), targets (n,). stored (k, V): is filled with the gradient by the product of
         the first k rows. `GivenTokens` and `TopTokens` have other shapes, and store nothing."""
         logps = _wide(hidden, (len(hidden), *self.softmax.num_values(targets)))
-        sums = _wide(hidden, (len(hidden), self.softmax.num_sums))
+        stats = _wide(hidden, (len(hidden), self.softmax.num_stats))
         stored = weight.new_empty(0, len(weight)) if stored is None else stored
         for rows in pieces(len(hidden), weight.shape[0], self.chunk_bytes // SCORED_PARTS):
             logits = product(hidden[rows], weight, bias)
-            logps[rows], sums[rows], _ = self.softmax.score(logits, targets[rows], weight.dtype, stored[rows])
+            logps[rows], stats[rows], _ = self.softmax.values(
+                logits, targets[rows], weight.dtype, stored[rows]
+            )
             del logits
-        return logps, sums
+        return logps, stats
 
     def stored_rows(self, hidden: Tensor, weight: Tensor) -> int:
-        """Return for how many rows `score` keeps the gradient; none in float16, which loses gradients that
+        """Return for how many rows `values` keeps the gradient; none in float16, which loses gradients that
         are not yet multiplied by the loss scale."""
         if weight.dtype == torch.float16 or not self.softmax.keeps_gradient:
             return 0
         return kept_rows(len(hidden), len(weight) * weight.element_size(), self.chunk_bytes)
 
-    def score_with_gradients(
+    def values_with_gradients(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, needed: tuple[bool, ...]
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Return log-probabilities (n,), and the gradients of their sum by hidden, weight and bias, where
@@ -237,7 +239,7 @@ class Chunks:
         by_bias = _wide(bias, bias.shape) if bias is not None and needed[2] else None
         for rows in pieces(len(hidden), weight.shape[0], self.chunk_bytes):
             logits = product(hidden[rows], weight, bias)
-            logps[rows], _, gradient = self.softmax.score(logits, targets[rows], weight.dtype)
+            logps[rows], _, gradient = self.softmax.values(logits, targets[rows], weight.dtype)
             if by_bias is not None:
                 by_bias += gradient.sum(0, dtype=by_bias.dtype)
             for vocab in vocab_slices(weight):
@@ -252,16 +254,17 @@ class Chunks:
         self,
         upstream: Tensor,
         stored: Tensor,
-        sums: Tensor,
+        stats: Tensor,
         inputs: tuple[Tensor, Tensor, Tensor | None, Tensor],
         needed: tuple[bool, ...],
     ) -> list[Tensor | None]:
         """Return the same gradients for any upstream gradient, of the values' shape, from inputs = (hidden,
-        weight, bias, targets) and what `score` has stored of the first rows. Chunks are of the vocabulary
+        weight, bias, targets) and what `values` has stored of the first rows. Chunks are of the vocabulary
         here: each row of the weight's gradient is then written in its own type."""
         hidden, weight, bias, targets = inputs
         first, last = hidden.split((len(stored), len(hidden) - len(stored)))
-        pulls, pull = upstream[: len(stored)].flatten(), upstream[len(stored) :]  # rows kept have one value
+        # Rows are stored only where a target has one value, so `pulls` has one factor for each.
+        pulls, pull = upstream[: len(stored)].flatten(), upstream[len(stored) :]
         pulled = (first * pulls[:, None]).to(first.dtype)
         by_hidden = _wide(hidden, hidden.shape) if needed[0] else None
         by_weight = torch.empty_like(weight) if needed[1] else None
@@ -276,7 +279,7 @@ class Chunks:
             logits = product(last, part, None if bias is None else bias[vocab])
             here = targets[len(stored) :] - vocab.start
             gradient = self.softmax.gradient(
-                logits, here, sums[len(stored) :], pull, len(weight), weight.dtype
+                logits, here, stats[len(stored) :], pull, len(weight), weight.dtype
             )
             if by_bias is not None:
                 of_stored = pulls.to(stored.dtype) @ stored[:, vocab]
@@ -304,17 +307,17 @@ class GradientInBackward(torch.autograd.Function):
         ctx: Any, hidden: Tensor, bias: Tensor | None, weight: Tensor, targets: Tensor, chunks: Chunks
     ) -> Tensor:
         stored = aligned_empty(weight, chunks.stored_rows(hidden, weight), len(weight), weight.dtype)
-        logps, sums = chunks.score(hidden, weight, bias, targets, stored)
-        ctx.save_for_backward(hidden, weight, bias, targets, sums, stored)
+        logps, stats = chunks.values(hidden, weight, bias, targets, stored)
+        ctx.save_for_backward(hidden, weight, bias, targets, stats, stored)
         ctx.chunks = chunks
         return logps
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, sums, stored = ctx.saved_tensors
+        hidden, weight, bias, targets, stats, stored = ctx.saved_tensors
         inputs = (hidden, weight, bias, targets)
-        by_hidden, by_weight, by_bias = ctx.chunks.gradients(upstream, stored, sums, inputs, _needed(ctx))
+        by_hidden, by_weight, by_bias = ctx.chunks.gradients(upstream, stored, stats, inputs, _needed(ctx))
         return by_hidden, by_bias, by_weight, None, None
 
 
@@ -326,7 +329,7 @@ class GradientInForward(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, bias: Tensor | None, weight: Tensor, targets: Tensor, chunks: Chunks
     ) -> Tensor:
-        logps, ctx.gradients = chunks.score_with_gradients(hidden, weight, bias, targets, _needed(ctx))
+        logps, ctx.gradients = chunks.values_with_gradients(hidden, weight, bias, targets, _needed(ctx))
         ctx.dtypes = [hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype]
         return logps
 

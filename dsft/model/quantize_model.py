@@ -28,7 +28,8 @@ READ_BY_OTHERS = ("prediction_coefs", "correction_coefs")
 LINEAR = nn.Linear, Conv1D
 
 EXPERTS = "experts_in_4_bits"
-"""dsft's own key beside those of BitsAndBytesConfig, which knows linear layers only: names of parameters."""
+"""dsft's own key beside those of BitsAndBytesConfig, which knows linear layers only: names of parameters.
+Exports have it in their config.json."""
 
 
 def quantize_model(causal_lm: PreTrainedModel, model: Model) -> None:

@@ -50,46 +50,47 @@ class Softmax:
     smoothing: float = 0.0
 
     keeps_gradient: ClassVar[bool] = True
-    """Whether `score` can keep the gradient of a row, of one value, which the upstream gradient scales."""
-    num_sums: ClassVar[int] = 2
+    """Whether `values` can keep the gradient of a row, of one value, which the upstream gradient scales."""
+    num_stats: ClassVar[int] = 2
+    """Of a row's statistics: the maximum of z and Σ exp(z - maximum)."""
 
     def num_values(self, targets: Tensor) -> tuple[int, ...]:
-        """Return the shape of what `score` returns for each target."""
+        """Return the shape of what `values` returns for each target."""
         return ()
 
-    def score(
+    def values(
         self, product: Tensor, targets: Tensor, dtype: torch.dtype, stored: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute from a product (n, V), which is overwritten, and targets (n,): the log-probabilities (n,);
-        of each row the maximum of z and Σ exp(z - maximum), (n, 2); the gradient of the log-probabilities
+        the statistics of each row, (n, 2); the gradient of the log-probabilities
         with respect to the product, (n, V) in `dtype`. stored (k, V): if given, the gradient is computed for
         the first k rows only, written to it and returned."""
         logits = self.shaping(product)
-        values, rows = self._values(logits, targets), len(product) if stored is None else len(stored)
+        values, rows = self._of_targets(logits, targets), len(product) if stored is None else len(stored)
         slope = self.shaping.slope(logits[:rows])
-        sums = normalize_(logits)
+        stats = normalize_(logits)
         columns = targets[:rows, None]
         gradient = self._gradient(logits[:rows], columns, torch.ones_like(columns), product.shape[1])
         if not is_one(slope):
             gradient.mul_(slope)
-        logps = values - log_sum(sums)
-        return logps, sums, _of_type(gradient, dtype, product) if stored is None else stored.copy_(gradient)
+        logps = values - log_sum(stats)
+        return logps, stats, _of_type(gradient, dtype, product) if stored is None else stored.copy_(gradient)
 
     def gradient(
         self,
         product: Tensor,
         targets: Tensor,
-        sums: Tensor,
+        stats: Tensor,
         upstream: Tensor,
         vocabulary: int,
         dtype: torch.dtype,
     ) -> Tensor:
         """Return the gradient by the product, (n, v) in `dtype`, for an upstream gradient (n,) of the
         log-probabilities. product (n, v), which is overwritten, has v columns of the whole vocabulary;
-        targets (n,) are counted from the first of these; sums (n, 2): from `score`."""
+        targets (n,) are counted from the first of these; stats (n, 2): from `values`."""
         logits = self.shaping(product)
         slope = self.shaping.slope(logits)
-        top, total = sums.split(1, dim=1)
+        top, total = stats.split(1, dim=1)
         columns = targets[:, None]
         inside = (columns >= 0) & (columns < product.shape[1])
         logits.sub_(top).exp_().div_(total)
@@ -98,7 +99,7 @@ class Softmax:
             gradient.mul_(slope)
         return _of_type(gradient.mul_(upstream[:, None]), dtype, product)
 
-    def _values(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _of_targets(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return (1 - s) × z_target + s × mean(z), (n,)."""
         chosen = logits.gather(1, targets[:, None]).squeeze(1)
         return chosen if not self.smoothing else torch.lerp(chosen, logits.mean(1), self.smoothing)
@@ -121,9 +122,9 @@ def normalize_(logits: Tensor) -> Tensor:
     return torch.cat((top, total), 1)
 
 
-def log_sum(sums: Tensor) -> Tensor:
+def log_sum(stats: Tensor) -> Tensor:
     """Return log Σ exp(z), (n,)."""
-    return sums[:, 0] + sums[:, 1].log()
+    return stats[:, 0] + stats[:, 1].log()
 
 
 def _of_type(gradient: Tensor, dtype: torch.dtype, product: Tensor) -> Tensor:
@@ -190,9 +191,9 @@ def largest_differences(
     first = vocabulary // 3
     found = []
     for softmax in (plain, kernel):
-        logps, sums, gradient = softmax.score(product.clone(), targets, dtype)
+        logps, stats, gradient = softmax.values(product.clone(), targets, dtype)
         part = product[:, first:].clone()
-        of_part = softmax.gradient(part, targets - first, sums, upstream, vocabulary, dtype)
+        of_part = softmax.gradient(part, targets - first, stats, upstream, vocabulary, dtype)
         found.append((logps.double(), gradient.double(), of_part.double()))
     (exact, *exactly), (value, *gradients) = found
     by_largest = [(a - b).abs().max() / b.abs().max() for a, b in zip(gradients, exactly, strict=True)]

@@ -1,7 +1,7 @@
 """Compute the softmax part of the output layer in one Triton kernel, with the interface of Softmax.
 
-A program has one row. It reads the row's product once for the sums and once for the gradient, which it writes
-in the type that the next products take: 10 bytes of memory traffic per logit with 16-bit weights.
+A program has one row. It reads the row's product once for `stats` and once for the gradient, which it
+writes in the type that the next products take: 10 bytes of memory traffic per logit with 16-bit weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def softmax_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     product,  # *fp32 (n, width), rows product_stride apart
     targets,  # *int64 (n,)
     logps,  # *fp32 (n,), written unless SCORED
-    sums,  # *fp32 (n, 2): maximum and sum, read where SCORED, else written
+    stats,  # *fp32 (n, 2): maximum and sum, read where SCORED, else written
     upstream,  # *fp32 (n,), read where SCORED
     gradient,  # (rows, width), rows gradient_stride apart; may be the product's own memory
     product_stride,
@@ -61,11 +61,11 @@ def softmax_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
     target = tl.load(targets + row)
     pull = 1.0
     if SCORED:
-        top = tl.load(sums + 2 * row)
-        total = tl.load(sums + 2 * row + 1)
+        top = tl.load(stats + 2 * row)
+        total = tl.load(stats + 2 * row + 1)
         pull = tl.load(upstream + row)
     else:
-        # Before the sums: their barrier separates this read from the writes over the product.
+        # Before `stats`: their barrier separates this read from the writes over the product.
         value = shaped(tl.load(product + target), scale, softcap, CAPPED)
         tops = tl.full((BLOCK,), LOWEST, tl.float32)
         totals = tl.zeros((BLOCK,), tl.float32)
@@ -83,8 +83,8 @@ def softmax_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
         total = tl.sum(totals * tl.exp(tops - top), 0)
         if SMOOTHED:
             value += smoothing * (tl.sum(plain, 0) / width - value)
-        tl.store(sums + 2 * row, top)
-        tl.store(sums + 2 * row + 1, total)
+        tl.store(stats + 2 * row, top)
+        tl.store(stats + 2 * row + 1, total)
         tl.store(logps + row, value - (top + tl.log(total)))
     if row < rows:
         for start in range(0, width, BLOCK):
@@ -102,35 +102,35 @@ def softmax_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917
 class TritonSoftmax(Softmax):
     """The softmax part by `softmax_kernel`, for float32 products."""
 
-    def score(
+    def values(
         self, product: Tensor, targets: Tensor, dtype: torch.dtype, stored: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logps, sums = product.new_empty(len(product)), product.new_empty(len(product), 2)
+        logps, stats = product.new_empty(len(product)), product.new_empty(len(product), 2)
         gradient = room_of(product, dtype) if stored is None else stored
-        self._launch(product, targets, logps, sums, logps, gradient, product.shape[1], scored=False)
-        return logps, sums, gradient
+        self._launch(product, targets, logps, stats, logps, gradient, product.shape[1], scored=False)
+        return logps, stats, gradient
 
     def gradient(
         self,
         product: Tensor,
         targets: Tensor,
-        sums: Tensor,
+        stats: Tensor,
         upstream: Tensor,
         vocabulary: int,
         dtype: torch.dtype,
     ) -> Tensor:
         gradient = room_of(product, dtype)
-        given = (product, targets, sums, sums.contiguous(), upstream.contiguous(), gradient)
+        given = (product, targets, stats, stats.contiguous(), upstream.contiguous(), gradient)
         self._launch(*given, vocabulary, scored=True)
         return gradient
 
     def _launch(self, *tensors_and_vocabulary: Any, scored: bool) -> None:
-        product, targets, logps, sums, upstream, gradient, vocabulary = tensors_and_vocabulary
+        product, targets, logps, stats, upstream, gradient, vocabulary = tensors_and_vocabulary
         softmax_kernel[(len(product),)](
             product,
             targets,
             logps,
-            sums,
+            stats,
             upstream,
             gradient,
             product.stride(0),

@@ -81,11 +81,11 @@ def test_a_rest_of_little_probability_keeps_its_digits() -> None:
     logits = torch.full((1, VOCABULARY), -20.0)
     logits[0, 7] = 20.0
     tokens = torch.tensor([[7, 7]])
-    values, *_ = GivenTokens().score(logits.clone(), tokens, torch.float32, torch.empty(0, VOCABULARY))
+    values, *_ = GivenTokens().values(logits.clone(), tokens, torch.float32, torch.empty(0, VOCABULARY))
     rest = math.log(VOCABULARY - 1) - 40.0
     assert values.tolist() == [[pytest.approx(0, abs=1e-6), pytest.approx(0, abs=1e-6), pytest.approx(rest)]]
     far = logits * 10  # whose exp is 0 in float32
-    values, *_ = GivenTokens().score(far, tokens, torch.float32, torch.empty(0, VOCABULARY))
+    values, *_ = GivenTokens().values(far, tokens, torch.float32, torch.empty(0, VOCABULARY))
     assert values[0, 2].item() == pytest.approx(math.log(VOCABULARY - 1) - 400.0)
 
 
@@ -107,7 +107,7 @@ def test_the_most_probable_tokens(count: int, chunk: int | None) -> None:
 
 def test_tokens_that_the_student_lacks_belong_to_the_rest() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 9.0]])
-    values, *_ = TopTokens(top_k=2, candidates=3).score(
+    values, *_ = TopTokens(top_k=2, candidates=3).values(
         logits.clone(), torch.zeros(1), torch.float32, torch.empty(0, 4)
     )
     probabilities = logits[0].log_softmax(0)

@@ -135,8 +135,8 @@ def test_kernel_equals_float64(shaping: Shaping, words: int) -> None:
     given[:, 1::3] = -1e30 if shaping.softcap else -float("inf")
     targets -= targets % 3  # none of those
     kept, exact_kept = torch.full((4, words), 7.0), torch.empty(4, words, dtype=torch.float64)
-    exact, exact_sums, _ = plain.score(given.double(), targets, torch.float64, exact_kept)
-    values, sums, _ = kernel.score(given.clone(), targets, torch.float32, kept)
+    exact, exact_sums, _ = plain.values(given.double(), targets, torch.float64, exact_kept)
+    values, sums, _ = kernel.values(given.clone(), targets, torch.float32, kept)
     torch.testing.assert_close(values.double(), exact, rtol=1e-6, atol=4e-6)
     torch.testing.assert_close(sums.double(), exact_sums, rtol=4e-6, atol=4e-6)
     torch.testing.assert_close(kept.double(), exact_kept, rtol=1e-5, atol=1e-6)
@@ -150,8 +150,8 @@ def test_nan_stays_in_its_row(hole: float) -> None:
     given, targets = torch.randn(3, 50), torch.tensor([1, 2, 3])
     given[1, 7] = hole
     given[2] = -float("inf")
-    values, _, gradient = kernel.score(given.clone(), targets, torch.float32)
-    exact, _, exactly = plain.score(given.clone(), targets, torch.float32)
+    values, _, gradient = kernel.values(given.clone(), targets, torch.float32)
+    exact, _, exactly = plain.values(given.clone(), targets, torch.float32)
     assert values.isnan().tolist() == exact.isnan().tolist() == [False, True, True]
     torch.testing.assert_close(gradient[0], exactly[0])
     assert gradient[1:].isnan().any(1).all() and exactly[1:].isnan().any(1).all()

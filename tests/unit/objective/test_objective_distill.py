@@ -33,7 +33,7 @@ def losses(asked: Distill, teacher: Tensor, student: Tensor) -> tuple[Tensor, Te
     targets = torch.where(IS_TARGET, torch.arange(LENGTH), NO_TARGET)
     batch = make_micro_batch(targets, targets, targets)
     top = TopTokens(temperature=asked.temperature, top_k=asked.top_k)
-    rows, *_ = top.score(
+    rows, *_ = top.values(
         teacher[IS_TARGET].clone(), torch.zeros(int(IS_TARGET.sum())), torch.float32, torch.empty(0, 0)
     )
     batch = with_teacher(batch, rows)
