@@ -46,14 +46,14 @@ def build(run: Run, inputs: Inputs, plan: Plan, memory: MemoryFile, task: Task) 
     prepared = task.before_policy(run, inputs, memory)
     memory.enter("load")
     dtype = DTYPES[spec.train.precision]
-    keep, exchange = sharding_for(plan.config, world), exchange_of(world)
+    sharding, exchange = sharding_for(plan.config, world), exchange_of(world)
 
     switched_off: list[str] = []
     notes: list[str] = []
     attention: list[str] = []
 
-    def part() -> Policy:
-        mine = Part(world.stage, plan.cut, keep)
+    def build_part() -> Policy:
+        mine = Part(world.stage, plan.cut, sharding)
         policy = build_model(spec.model, inputs.facts, spec.train.seed, dtype, mine, plan.tokens)
         known = warnings(spec)  # printed before the imports
         lines = [*described(policy.causal_lm), *filter(None, [policy.kernels])]
@@ -65,7 +65,7 @@ def build(run: Run, inputs: Inputs, plan: Plan, memory: MemoryFile, task: Task) 
         attention.append(attend(policy.causal_lm, spec.model, spec.data, world.device, exchange))
         return policy
 
-    policy = world.each(part)
+    policy = world.each(build_part)
     share_buffers(policy.causal_lm, world)
     if switched_off:
         run.log(

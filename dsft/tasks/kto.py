@@ -45,44 +45,39 @@ class LabeledAnswers(Referenced):
         """Fill in the estimate beside the reference's values."""
         if not inputs.also_scored:
             return super().annotator_of(found, run, inputs, engine)
-        return with_estimate(found, run, inputs, engine)
+        base, world, pairs, refer = found.annotator(), run.world, inputs.also_scored, found.also
+
+        def batches(which: int, first: int, count: int) -> Sequence[MicroBatch]:
+            """Return this rank's share of `count` pairs of a set, from the one with number `first`."""
+            ids = np.arange(first, first + count)
+            return micro_batches_of(pairs[which], ids, run.batch, world.data_rank, inputs.pad_id)
+
+        def ahead(step: GlobalStep) -> GlobalStep:
+            others = batches(0, step.examples_before, len(step.example_ids))
+            if found.prefetched:
+                others = refer[0](others)
+            return replace(base.ahead(step), estimate_batches=tuple(others))
+
+        def now(step: GlobalStep) -> GlobalStep:
+            step = base.now(step)
+            others = step.estimate_batches if found.prefetched else refer[0](step.estimate_batches)
+            kl = divergence(others, len(step.example_ids), engine, world)
+            return replace(step, micro_batches=tuple(with_kl(batch, kl) for batch in step.micro_batches))
+
+        def of_held_out(which: int) -> Annotate:
+            def annotate(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+                known, count = base.held_out[which](micro_batches), len(pairs[1 + which])
+                others = refer[1 + which](batches(1 + which, 0, count))
+                kl = divergence(others, count, engine, world)
+                return LazyMicroBatches(len(known), lambda number: with_kl(known[number], kl))
+
+            return annotate
+
+        held_out = [of_held_out(which) for which in range(len(inputs.held_out))]
+        return Annotator(held_out, ahead, now, found.identity)
 
     def for_probe(self, spec: Spec, micro_batch: MicroBatch) -> MicroBatch:
         return with_kl(super().for_probe(spec, micro_batch), torch.zeros((), dtype=torch.float64))
-
-
-def with_estimate(found: References, run: Run, inputs: Inputs, engine: Engine) -> Annotator:
-    """Return an annotator that estimates the divergence too."""
-    base, world, pairs, refer = found.annotator(), run.world, inputs.also_scored, found.also
-
-    def batches(which: int, first: int, count: int) -> Sequence[MicroBatch]:
-        """Return this rank's share of `count` pairs of a set, from the one with number `first`."""
-        ids = np.arange(first, first + count)
-        return micro_batches_of(pairs[which], ids, run.batch, world.data_rank, inputs.pad_id)
-
-    def ahead(step: GlobalStep) -> GlobalStep:
-        others = batches(0, step.examples_before, len(step.example_ids))
-        if found.prefetched:
-            others = refer[0](others)
-        return replace(base.ahead(step), estimate_batches=tuple(others))
-
-    def now(step: GlobalStep) -> GlobalStep:
-        step = base.now(step)
-        others = step.estimate_batches if found.prefetched else refer[0](step.estimate_batches)
-        kl = divergence(others, len(step.example_ids), engine, world)
-        return replace(step, micro_batches=tuple(with_kl(batch, kl) for batch in step.micro_batches))
-
-    def of_held_out(which: int) -> Annotate:
-        def annotate(micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-            known, count = base.held_out[which](micro_batches), len(pairs[1 + which])
-            others = refer[1 + which](batches(1 + which, 0, count))
-            kl = divergence(others, count, engine, world)
-            return LazyMicroBatches(len(known), lambda number: with_kl(known[number], kl))
-
-        return annotate
-
-    held_out = [of_held_out(which) for which in range(len(inputs.held_out))]
-    return Annotator(held_out, ahead, now, found.identity)
 
 
 def divergence(micro_batches: Sequence[MicroBatch], count: int, engine: Engine, world: World) -> Tensor:

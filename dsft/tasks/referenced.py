@@ -158,10 +158,11 @@ class Referenced(Task):
             ids = run.world.broadcast(random_ids(len(inputs.train), own.recheck_rows))
             if len(ids):
                 checked += tuple(micro_batches_of(inputs.train, ids, run.batch, data_rank, inputs.pad_id))
-        # Not under ZeRO 3, where every pass must use the same modules as the one before.
-        bare = partial(adapter_off, policy) if spec.model.lora and spec.parallel.zero_stage < 3 else None
+        # One more pass, if they differ; not under ZeRO 3, whose passes must all use the same modules.
+        passes = spec.model.lora is not None and spec.parallel.zero_stage < 3
+        without_adapter = partial(adapter_off, policy) if passes else None
         annotated = annotator.now(annotator.ahead(replace(first, micro_batches=checked))).micro_batches
-        start = StartCheck(spec, self.beta(spec), inputs.train, annotated, inputs.pad_id, bare)
+        start = StartCheck(spec, self.beta(spec), inputs.train, annotated, inputs.pad_id, without_adapter)
         yield check_start(start, model.engine, policy, run.world)
 
 
