@@ -265,6 +265,7 @@ STATES: dict[str, tuple[Any, str]] = {
     "spec.model": ("a", "spec.model: Input should be"),
     "data": ({"data.train": {}}, "data.data.train.rows: Field required"),
     "base": ({"model.safetensors": 1}, "base.dict"),
+    "carried": ({"mean": "2"}, "carried.mean: Input should be a valid number"),
 }
 
 
