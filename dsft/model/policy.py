@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -110,7 +110,8 @@ class Policy(nn.Module):
             given = {"inputs_embeds": inputs.detach()}  # for their shape and type: masks, rotary tables
         given |= {"position_ids": position_ids, "use_cache": False}
         given |= keywords_of(self.causal_lm, position_ids, segments)
-        with with_noise(self.causal_lm, tokens.noise_scale if self.training and self.is_first else None):
+        noise = tokens.noise_scale if self.training and self.is_first else None
+        with nullcontext() if noise is None else with_noise(self.causal_lm, noise):
             output = (self.causal_lm if self.full_logits else self.causal_lm.base_model)(**given)
         if self.full_logits:
             return PolicyOutput(self._of_logits(output.logits, tokens.targets, tokens.others))
@@ -138,12 +139,9 @@ class Policy(nn.Module):
 
 
 @contextmanager
-def with_noise(causal_lm: PreTrainedModel, scale: Tensor | None) -> Iterator[None]:
+def with_noise(causal_lm: PreTrainedModel, scale: Tensor) -> Iterator[None]:
     """Add noise to the output of the input embedding inside the block. Embeddings are not passed to the model
     instead of tokens, since Gemma 3n and 4 look the tokens up a second time, in each layer."""
-    if scale is None:
-        yield
-        return
     embedding = causal_lm.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda module, inputs, output: add_noise(output, scale))
     try:

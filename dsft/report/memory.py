@@ -44,23 +44,18 @@ class MemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self.device = device
-        self._phase: Phase = "start"
+        self.phase: Phase = "start"  # the running one
         self._largest: Peaks = {}  # over all phases that have ended
         self._sampled = 0
         self.peaks: dict[Phase, Peaks] = {}
         self.method = RESET if _reset_host_peak() else SAMPLED
 
-    @property
-    def phase(self) -> Phase:
-        """The running phase."""
-        return self._phase
-
     def enter(self, phase: Phase) -> None:
         """End the running phase and begin this one."""
         ended = self.running()
-        _keep_larger(self.peaks.setdefault(self._phase, {}), ended)
+        _keep_larger(self.peaks.setdefault(self.phase, {}), ended)
         _keep_larger(self._largest, ended)
-        self._phase, self._sampled = phase, 0
+        self.phase, self._sampled = phase, 0
         if self.method == RESET:
             _reset_host_peak()
         if self._on_gpu:
