@@ -65,11 +65,13 @@ class RowField(NamedTuple):
     column   its name in a block of the cache
     dtype    its numpy type there; micro-batches have int64 or float64
     missing  the number of rows that have none
+    needed   whether a row without one is a bad row
     """
 
     column: str
     dtype: str
     missing: float = 0
+    needed: bool = False
 
 
 FIELDS: dict[str, RowField] = {

@@ -7,17 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from dsft.spec.document import quote
 from dsft.spec.findings import Finding, finding, value_at, value_finding
-from dsft.spec.schema import (
-    PREFERENCE_LOSSES,
-    SECTIONS,
-    Classify,
-    Distill,
-    Dpo,
-    Kto,
-    Reference,
-    Section,
-    Spec,
-)
+from dsft.spec.schema import PREFERENCE_LOSSES, SECTIONS, Classify, Distill, Dpo, Kto, Reference, Spec
 from dsft.spec.task import TASKS
 
 _OF_STORE = ("reference_store", "recheck_rows")
@@ -161,7 +151,7 @@ def _own_reference(spec: Spec, own: Reference) -> Iterator[Finding]:
         yield value_finding(spec, spec.own_key("reference_offload"), message, *reads)
 
 
-def _unused(spec: Spec, own: Section, keys: Iterable[str], other: str, reason: str) -> Iterator[Finding]:
+def _unused(spec: Spec, own: Reference, keys: Iterable[str], other: str, reason: str) -> Iterator[Finding]:
     """Yield a finding for each of these keys of the task's section that does not have its default."""
     for key in keys:
         value = getattr(own, key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 
 from dsft.spec.formats import FORMATS
-from dsft.spec.task import TASKS, Head, TaskFacts
+from dsft.spec.task import LABELS, TASKS, Head, TaskFacts
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
@@ -60,6 +60,8 @@ FormatName = Annotated[
     str, BeforeValidator(_key_of(FORMATS)), WithJsonSchema({"enum": list(FORMATS), "type": "string"})
 ]
 """The name of a format in `FORMATS`."""
+QuantizedForm = Literal["nf4", "fp4"]
+"""How weights are stored in 4 bits."""
 
 
 class Section(BaseModel):
@@ -137,7 +139,7 @@ class Model(Section):
     """Special tokens to add to the tokenizer; their embeddings start as the mean of all others."""
     lora: Lora | None = None
     """Train low-rank adapters instead of all weights."""
-    quantize: Literal["nf4", "fp4"] | None = None
+    quantize: QuantizedForm | None = None
     """Store the frozen weights of linear layers and experts in 4 bits (NF4 or FP4), with model.lora."""
     quantize_skip: Strings = ()
     """Patterns for the names of more weights that model.quantize leaves as they are."""
@@ -248,12 +250,16 @@ class Data(Section):
 class Reference(Section):
     """Base of the section of a task whose loss compares the policy with a frozen reference."""
 
+    is_start: ClassVar[bool] = True
+    """Whether the reference is the policy before training. Dropout and noise are then refused, since policy
+    and reference must agree at step 0."""
+
     reference: Literal["precomputed", "live", "adapter"] = "precomputed"
     """Where the reference's log-probabilities come from: precomputed (from disk), live (from a second engine)
     or adapter (from the policy with its adapter switched off)."""
     reference_model: Text | None = None
     """Hub id or folder of the reference; by default the model that is trained, as it is at the start."""
-    reference_quantize: Literal["nf4", "fp4"] | None = None
+    reference_quantize: QuantizedForm | None = None
     """Store the weights of linear layers and experts of reference_model in 4 bits, as model.quantize does."""
     reference_zero_stage: Literal[0, 3] | None = None
     """0: every GPU holds the whole reference; 3: it is sharded. By default 3 if parallel.zero_stage is 3,
@@ -272,14 +278,8 @@ class Reference(Section):
 
     @property
     def has_baseline(self) -> bool:
-        """Whether an estimate over each step is needed before it, from a pass over as many tokens again."""
+        """Whether each step needs one more forward pass before it, over as many tokens (KTO's divergence)."""
         return False
-
-    @property
-    def is_start(self) -> bool:
-        """Whether the loss takes the reference for what the policy was at the start, so that nothing random
-        (dropout, noise) may change the policy."""
-        return True
 
     @property
     def scored(self) -> dict[str, float]:
@@ -314,11 +314,9 @@ class PreferenceLoss:
 
 
 PREFERENCE_LOSSES: dict[LossType, PreferenceLoss] = {
-    "sigmoid": PreferenceLoss(smooths=True),
-    "robust": PreferenceLoss(smooths=True),
+    **dict.fromkeys(("sigmoid", "robust"), PreferenceLoss(smooths=True)),
     "ipo": PreferenceLoss(averages=True),
-    "hinge": PreferenceLoss(),
-    "apo_zero": PreferenceLoss(),
+    **dict.fromkeys(("hinge", "apo_zero"), PreferenceLoss()),
     "simpo": PreferenceLoss(reference=False, averages=True, per_token=True),
     "orpo": PreferenceLoss(reference=False, averages=True, per_token=True, nll_weight=1.0),
 }
@@ -390,6 +388,8 @@ class Classify(Section):
 class Distill(Reference):
     """Distillation from a teacher, which is the reference."""
 
+    is_start = False
+
     reference: Literal["precomputed", "live"] = "precomputed"
     """Where the teacher's log-probabilities come from: precomputed (from disk) or live (a second engine)."""
     reference_model: Text | None = None
@@ -408,10 +408,6 @@ class Distill(Reference):
     """Divisor of both models' logits before the divergence; the loss is not multiplied by its square."""
     weight: float = Field(default=0.5, gt=0, le=1)
     """Weight of the divergence in the loss; 1 - weight is that of the next-token loss."""
-
-    @property
-    def is_start(self) -> bool:
-        return False
 
     @property
     def scored(self) -> dict[str, float]:
@@ -696,8 +692,9 @@ class Spec(Section):
     @property
     def labels(self) -> tuple[str, ...]:
         """Names of the labels of rows that the loss uses, by their number; empty if it uses none."""
-        own = self.of_task
-        return own.labels if isinstance(own, Classify) else self.task_kind.labels
+        if self.task_kind.label == "class":
+            return tuple(getattr(self.of_task, "labels", ()))
+        return LABELS if self.task_kind.label == "answer" else ()
 
     @property
     def reference(self) -> Reference | None:

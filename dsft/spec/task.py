@@ -9,6 +9,12 @@ from typing import Any, Literal
 Kind = Literal["fine-tuning", "pretraining", "preference training"]
 """What a task is like; it decides which learning rates are usual."""
 
+Label = Literal["none", "answer", "class"]
+"""What the loss reads the label of a row as: nothing, so that rows labeled undesirable are left out; whether
+the answer is desirable; or the number of a class, which the task's section names in its key `labels`."""
+LABELS = ("undesirable", "desirable")
+"""The names of an answer's labels, 0 and 1."""
+
 Head = Literal["vocabulary", "score"]
 """What a model's last layer gives for a token: the log-probability of the next one, or scores: one number, or
 one for each label.
@@ -28,8 +34,7 @@ class TaskFacts:
     if_named    formats that are accepted only if the spec names them -> what the task then does
     answers     True if a row is a prompt and an answer, which is never split; False if it is text, which may
                 be
-    labels      names of the labels of rows that the loss uses, by their number; see `Spec.labels`. Without
-                any, undesirable rows are left out
+    label       see `Label`
     fields      fields of a row beside its label, by name, that the loss uses: of `dsft.data.rows.FIELDS`
     train_on    the value of data.train_on that the task needs; None: the spec's
     head        see `Head`. With a score, an answer has one target: its last token, at its own position
@@ -46,7 +51,7 @@ class TaskFacts:
     rows: int = 1
     if_named: Mapping[str, str] = field(default_factory=dict)
     answers: bool = True
-    labels: tuple[str, ...] = ()
+    label: Label = "none"
     fields: tuple[str, ...] = ()
     train_on: Literal["all"] | None = None
     head: Head = "vocabulary"
@@ -81,84 +86,50 @@ class TaskFacts:
 _ON_ANSWERS = TaskFacts(
     "row",
     ("messages", "alpaca", "text", "sharegpt", "prompt_completion", "preference", "kto"),
-    "next-token loss on answers",
-    "fine-tuning",
+    "next-token loss on answers", "fine-tuning",
     if_named={
-        "preference": "trains on the chosen answers",
-        "kto": "trains on the answers labeled true",
+        "preference": "trains on the chosen answers", "kto": "trains on the answers labeled true",
     },
-)
+)  # fmt: skip
 
 TASKS: dict[str, TaskFacts] = {
     "sft": _ON_ANSWERS,
     "pretrain": TaskFacts("row", ("text",), "next-token loss on all tokens", "pretraining", answers=False),
     "dpo": TaskFacts(
-        "pair",
-        ("preference",),
-        "DPO on preference pairs",
-        "preference training",
-        cut="answers",
-        rows=2,
-        section="dpo",
+        "pair", ("preference",), "DPO on preference pairs", "preference training",
+        cut="answers", rows=2, section="dpo",
         options={
-            "loss_type": "loss",
-            "beta": "β",
-            "label_smoothing": "label smoothing",
+            "loss_type": "loss", "beta": "β", "label_smoothing": "label smoothing",
             "sft_weight": "weight of the SFT term",
         },
     ),
     "kto": TaskFacts(
-        "row",
-        ("kto", "preference"),
-        "KTO on labeled answers",
-        "preference training",
-        cut="answers",
-        labels=("undesirable", "desirable"),
-        section="kto",
+        "row", ("kto", "preference"), "KTO on labeled answers", "preference training",
+        cut="answers", label="answer", section="kto",
         options={
-            "loss_type": "loss",
-            "beta": "β",
-            "desirable_weight": "weight of desirable answers",
+            "loss_type": "loss", "beta": "β", "desirable_weight": "weight of desirable answers",
             "undesirable_weight": "weight of undesirable answers",
         },
     ),
     "reward": TaskFacts(
-        "pair",
-        ("preference",),
-        "Bradley-Terry loss of rewards on preference pairs",
-        "fine-tuning",
-        cut="answers",
-        rows=2,
-        head="score",
-        fields=("margin",),
-        section="reward",
+        "pair", ("preference",), "Bradley-Terry loss of rewards on preference pairs", "fine-tuning",
+        cut="answers", rows=2, fields=("margin",), head="score", section="reward",
         options={
-            "center_rewards_coefficient": "weight of centering",
-            "label_smoothing": "label smoothing",
+            "center_rewards_coefficient": "weight of centering", "label_smoothing": "label smoothing",
         },
     ),
     "classify": TaskFacts(
-        "row",
-        ("classify",),
-        "cross entropy of each row's label",
-        "fine-tuning",
-        cut="answers",
-        train_on="all",
-        head="score",
-        section="classify",
+        "row", ("classify",), "cross entropy of each row's label", "fine-tuning",
+        cut="answers", label="class", train_on="all", head="score", section="classify",
     ),
     "distill": replace(
-        _ON_ANSWERS,
-        objective="distillation on answers",
-        section="distill",
+        _ON_ANSWERS, objective="distillation on answers", section="distill",
         options={
-            "loss_type": "loss",
-            "weight": "its weight beside the next-token loss",
-            "top_k": "tokens per target",
-            "temperature": "temperature",
+            "loss_type": "loss", "weight": "its weight beside the next-token loss",
+            "top_k": "tokens per target", "temperature": "temperature",
         },
     ),
-}
+}  # fmt: skip
 """The facts of each task; `dsft.tasks.registry` has what it does."""
 
 

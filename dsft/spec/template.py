@@ -187,9 +187,8 @@ def schema_text() -> str:
     """Return the JSON Schema (draft 2020-12) of a spec, for editors."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Spec.model_json_schema()}
     text = json.dumps(schema, indent=1, ensure_ascii=False)
-    return (
-        text.replace("\\n", " ") + "\n"
-    )  # an editor would show the line breaks of a description as paragraphs
+    # an editor would show the line breaks of a description as paragraphs
+    return text.replace("\\n", " ") + "\n"
 
 
 def write_template(
@@ -259,7 +258,9 @@ def _tiny(name: str, task: str, path: Path) -> str:
     kind = TASKS[task]
     data = _SFT_DATA
     if kind.of_prompts:
-        rows = "rows with labels, or pairs" if kind.labels else "rows with prompt, chosen, rejected"
+        rows = (
+            "rows with labels, or pairs" if kind.label == "answer" else "rows with prompt, chosen, rejected"
+        )
         data = _ANSWERS_DATA.format(rows=rows, packed=_packed(kind))
     if _rows(kind):
         data = _PRETRAIN_DATA if kind.kind == "pretraining" else _LABELED_DATA
@@ -297,7 +298,7 @@ def _own_spec(name: str, task: str, path: Path, model: str, data: Sequence[str],
 
 
 def _packed(kind: TaskFacts) -> str:
-    return "answers" if kind.labels else kind.examples
+    return "answers" if kind.label == "answer" else kind.examples
 
 
 def _filled(
@@ -326,9 +327,9 @@ def _quoted(text: str) -> str:
 
 def _rows(kind: TaskFacts) -> list[dict[str, str]]:
     """Return the rows for a tiny model that are written beside the spec; none if dsft has some of its own."""
-    labels = [{"label": label} for label in _LABELS] if kind.section == "classify" else [{}] * len(_TEXTS)
-    has_own = kind.answers and kind.section != "classify"
-    return [] if has_own else [{"text": text} | label for text, label in zip(_TEXTS, labels, strict=True)]
+    if kind.label == "class":
+        return [{"text": text, "label": label} for text, label in zip(_TEXTS, _LABELS, strict=True)]
+    return [] if kind.answers else [{"text": text} for text in _TEXTS]
 
 
 def _text_file(path: Path) -> Path:

@@ -40,7 +40,7 @@ _PROMPT_NAMES = ("question", "query", "input")
 
 def preference(fields: Fields, task: str) -> Row:
     """Return the chosen and the rejected sample, which have the same prompt: for sft only the chosen one, for
-    a task with labels both as records of their own."""
+    a task of labeled answers both as records of their own."""
     if fields.get("chosen") is None and fields.get("rejected_messages") is not None:
         ours = "messages" if fields.get("chosen_messages") is None else "chosen_messages"
         names = {"chosen": fields.name(ours), "rejected": fields.name("rejected_messages")}
@@ -53,7 +53,8 @@ def preference(fields: Fields, task: str) -> Row:
         pair = _pair(fields, task)
     if pair[0] == pair[1]:
         raise BadRowError("the chosen and the rejected answer are the same, so the pair has no preference")
-    return Row(pair, {"label": (True, False)}) if TASKS[task].labels else Row(pair[: TASKS[task].rows])
+    kind = TASKS[task]
+    return Row(pair, {"label": (True, False)}) if kind.label == "answer" else Row(pair[: kind.rows])
 
 
 def kto(fields: Fields) -> Row:

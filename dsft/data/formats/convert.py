@@ -5,26 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
 from dsft.data.formats.answers import classify, completed, kto, preference
 from dsft.data.formats.detect import Format, check_row, choose
-from dsft.data.formats.message import (
-    OPENAI,
-    SHAREGPT,
-    Dialect,
-    alpaca_turns,
-    conversation,
-    row_tools,
-    turns,
-    with_system,
-)
+from dsft.data.formats.message import SHAREGPT, alpaca, messages
 from dsft.data.formats.values import Fields, is_empty, number
 from dsft.data.read.files import DataFile, file_lines
-from dsft.data.rows import BadRowError, Conversation, Row, Text
+from dsft.data.rows import FIELDS, BadRowError, Conversation, Row, Text
 from dsft.spec.schema import Source
 from dsft.spec.task import TASKS
 
@@ -42,7 +32,9 @@ def convert(row: Mapping[str, Any], found: Format) -> Row:
     if found.name != "text":
         _check_media(row)
     converted = CONVERT[found.name](fields, found)
-    given = [name for name in TASKS[found.task].fields if not is_empty(fields.get(name))]
+    given = [
+        name for name in TASKS[found.task].fields if FIELDS[name].needed or not is_empty(fields.get(name))
+    ]
     if not given:
         return converted
     own = {name: (number(fields.get(name), fields.name(name)),) * len(converted.samples) for name in given}
@@ -116,22 +108,11 @@ def _check_media(row: Mapping[str, Any]) -> None:
             )
 
 
-def _messages(fields: Fields, found: Format, key: str = "messages", dialect: Dialect = OPENAI) -> Row:
-    name = fields.name(key)
-    messages = with_system(fields, turns(fields.get(key), name, dialect))
-    return Row((conversation(messages, row_tools(fields), name=name),))
-
-
-def _alpaca(fields: Fields, found: Format) -> Row:
-    messages = alpaca_turns(fields, fields.string("output"))
-    return Row((conversation(messages, row_tools(fields)),))
-
-
 CONVERT: dict[str, Callable[[Fields, Format], Row]] = {
     "text": lambda fields, found: Row((Text(((fields.string("text"), True),)),)),
-    "messages": _messages,
-    "sharegpt": partial(_messages, key="conversations", dialect=SHAREGPT),
-    "alpaca": _alpaca,
+    "messages": lambda fields, found: messages(fields),
+    "sharegpt": lambda fields, found: messages(fields, "conversations", SHAREGPT),
+    "alpaca": lambda fields, found: alpaca(fields),
     "prompt_completion": lambda fields, found: Row((completed(fields),)),
     "preference": lambda fields, found: preference(fields, found.task),
     "kto": lambda fields, found: kto(fields),

@@ -52,7 +52,7 @@ def choose(source: Source, lines: Sequence[Line], task: str, labels: tuple[str, 
     taken = TASKS[task].formats
     if found.name not in taken:
         way_out = "change the task or file"
-        if TASKS[task].labels:
+        if TASKS[task].label == "answer":
             way_out = f'add a "label" to each row, or {way_out}'
         raise BadRowError(f"the rows are {found.name}, but task {task} takes {', '.join(taken)}; {way_out}")
     return replace(found, labels=labels)

@@ -24,29 +24,17 @@ from dsft.data.formats.values import (
     string,
 )
 from dsft.data.read.json_rows import json_type
-from dsft.data.rows import BadRowError, Conversation, Message
+from dsft.data.rows import BadRowError, Conversation, Message, Row
 
 _CALL = "call"  # an assistant message whose content is the JSON of its calls
 _OPENAI_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "tool_call": _CALL,
-    "tool_response": "tool",
-}
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+    "function": "tool", "tool_call": _CALL, "tool_response": "tool",
+}  # fmt: skip
 _SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "gpt": "assistant",
-    "observation": "tool",
-    "function_call": _CALL,
-    "model": "assistant",
-    "function_response": "tool",
-    **_OPENAI_ROLES,
-}
+    "system": "system", "human": "user", "gpt": "assistant", "observation": "tool", "function_call": _CALL,
+    "model": "assistant", "function_response": "tool", **_OPENAI_ROLES,
+}  # fmt: skip
 _SHAREGPT_HINT = "for ShareGPT messages, set format: sharegpt, columns: {{conversations: {column}}}"
 _FLAGS = ("train", "weight", "loss", "loss_weight")
 _TEXT_KEYS = ("name", "tool_call_id")
@@ -273,6 +261,17 @@ def row_tools(fields: Fields) -> tuple[Mapping[str, Any], ...]:
             f'the row has "{fields.name("tools")}" and "{fields.name("functions")}"; give one of them'
         )
     return tools(older, fields.name("functions"))
+
+
+def messages(fields: Fields, column: str = "messages", dialect: Dialect = OPENAI) -> Row:
+    """Convert a row of the formats messages and sharegpt."""
+    name = fields.name(column)
+    given = with_system(fields, turns(fields.get(column), name, dialect))
+    return Row((conversation(given, row_tools(fields), name=name),))
+
+
+def alpaca(fields: Fields) -> Row:
+    return Row((conversation(alpaca_turns(fields, fields.string("output")), row_tools(fields)),))
 
 
 def alpaca_turns(fields: Fields, *answer: str) -> list[Turn]:

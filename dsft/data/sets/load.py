@@ -107,7 +107,7 @@ def load_data(
         | data.model_dump(mode="json", include=_SETTINGS),
     }
     identity = {
-        one.label: {key: mine["sources"][one.name][key] for key in ("rows", "tokens", "fingerprint")}
+        one.shown_as: {key: mine["sources"][one.name][key] for key in ("rows", "tokens", "fingerprint")}
         for sources, mine in zip(sets, accounts, strict=True)
         for one in sources
     }
@@ -142,7 +142,7 @@ def _sets(
         return Records(rows, kind.rows, kind.unit)
 
     read = [[records_of(one) for one in sources] for sources in (data.train, data.eval)]
-    divided, cut = divide(data, *read, labels=bool(spec.labels)), CUTS[kind.cut]
+    divided, cut = divide(data, *read, labels=kind.label != "none"), CUTS[kind.cut]
     return [[cut_with(cut, one, options) for one in sources] for sources in divided]
 
 

@@ -63,7 +63,7 @@ class Selected:
         return Account() if self.is_split else self.records.rows.account
 
     @property
-    def label(self) -> str:
+    def shown_as(self) -> str:
         """Name of this source of this set in messages."""
         if self.is_split:
             return f"what is held out of {self.name}"
@@ -130,8 +130,8 @@ def divide(
     """Return the sets: the training set, the sets of data.eval, then the held-out splits of data.train that
     have records (if none has, the first of them).
 
-    train, evaluated: the records of each source of data.train and of data.eval; labels: the task uses labels,
-    so that records of label 0, undesirable ones, are not left out.
+    train, evaluated: the records of each source of data.train and of data.eval; labels: the loss reads the
+    labels, so that records of label 0, undesirable ones, are not left out.
     """
     select = partial(_select, labels=labels)
     trained = held_out = select(TRAIN, None, train_names(data.train), data.train, train)

@@ -24,7 +24,7 @@ from dsft.spec.task import TASKS, TaskFacts
 from tests.unit.data.token_rows import FakeRows, spec_of
 
 LABELED = TaskFacts(
-    "row", ("kto",), "KTO", "preference training", cut="answers", labels=("no", "yes"),
+    "row", ("kto",), "KTO", "preference training", cut="answers", label="answer",
 )  # fmt: skip
 
 

@@ -114,6 +114,13 @@ def test_what_is_no_number_is_refused_with_its_place(margin: Any, tmp_path: Path
         loaded(tmp_path, rows_of([0, margin]))
 
 
+def test_a_needed_field_is_in_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FIELDS, "margin", FIELDS["margin"]._replace(needed=True))
+    assert loaded(tmp_path, rows_of([0.5, 2])).values["margin"].tolist() == [0.5, 2.0]
+    with pytest.raises(DataError, match=r'rows.jsonl:2: "margin" is null; it must be a number'):
+        loaded(tmp_path, rows_of([0.5, "absent"]))
+
+
 def test_a_new_field_is_two_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of FIELDS, and its name among those of the task."""
     monkeypatch.setitem(FIELDS, "weight", RowField("weights", "<f8", 1))

@@ -19,7 +19,7 @@ from dsft.data.steps.steps import TrainSteps, micro_batches_of
 from dsft.data.tokenizer.load import byte_level_tokenizer
 from dsft.spec.batch import BatchSizes
 from dsft.spec.schema import Data, Source
-from dsft.spec.task import TASKS
+from dsft.spec.task import LABELS
 from tests.unit.data.token_rows import FakeRows, spec_of
 
 SEED = 3
@@ -42,7 +42,7 @@ def dataset(*sizes: int) -> Dataset:
         options = CutOptions(64, "error", None)
         parts.append(cut_answers(Records(read, 1), np.arange(size, dtype=np.int32), options).examples)
         first += size
-    return Dataset(tuple(parts), None, tuple("abc"[: len(sizes)]), whole=True, labels=TASKS["kto"].labels)
+    return Dataset(tuple(parts), None, tuple("abc"[: len(sizes)]), whole=True, labels=LABELS)
 
 
 def test_each_prompt_gets_the_answer_of_the_example_before_it_in_its_step() -> None:
