@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import (
@@ -38,6 +38,7 @@ from dsft.model.lora import own_names
 from dsft.model.quantize import load_bitsandbytes
 from dsft.model.quantize_model import EXPERTS, quantize_loaded
 from dsft.model.read import load_whole
+from dsft.spec.schema import QuantizedForm
 from dsft.system.json_file import read_json
 from dsft.system.run_folder import named_export
 
@@ -241,10 +242,10 @@ def _quantization(path: Path) -> Any:
         case None:
             return None
         case {
-            "bnb_4bit_quant_type": "nf4" | "fp4",
+            "bnb_4bit_quant_type": form,
             "bnb_4bit_compute_dtype": "float32" | "bfloat16",
             "llm_int8_skip_modules": list(),
-        } if isinstance(found.get(EXPERTS, []), list):
+        } if form in get_args(QuantizedForm) and isinstance(found.get(EXPERTS, []), list):
             return found
     raise MissingInputError(
         f"{path}: {QUANTIZATION} is not as dsft export writes it; export the adapter again with dsft export."

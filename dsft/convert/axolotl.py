@@ -10,7 +10,6 @@ from dsft.convert import arguments, sections
 from dsft.convert.draft import Draft, mistake, refuse
 from dsft.spec.document import quote
 
-_METHODS = ("dpo", "ipo", "simpo", "orpo")
 _QUESTION = {"instruction": "question"}
 _ARGILLA = {"chosen": "chosen_response", "rejected": "rejected_response"}
 _ROWS: dict[str, dict[str, str]] = {
@@ -38,7 +37,7 @@ _DETECTED = ("chat_template", "bradley_terry", "completion", "pretrain", "chatml
 
 def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     method = draft.get("rl")
-    if task is None and method is not None and method not in (*_METHODS, "kto"):
+    if task is None and method is not None and method not in (*sections.METHODS, "kto"):
         raise refuse("rl", str(method))
     if draft.is_on("kd_trainer"):
         way_out = "take it out to convert the other keys, then set task: distill (docs/distill.md)"
@@ -152,8 +151,7 @@ TOOL = arguments.Tool(
         "rl_beta": 0.1,
     },
     keys={
-        "model.name_or_path": "base_model",
-        "model.tokenizer": "tokenizer_config",
+        "model.name_or_path": "base_model", "model.tokenizer": "tokenizer_config",
         "model.add_tokens": "tokens",
     },
     convert=convert,

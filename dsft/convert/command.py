@@ -22,12 +22,9 @@ from dsft.spec.task import TASKS, task_names
 from dsft.system.json_file import parse_json, read_text, reason_of
 
 TOOLS: Mapping[str, Tool] = {
-    "llamafactory": llamafactory.TOOL,
-    "axolotl": axolotl.TOOL,
-    "trl": trl.TOOL,
-    "ms-swift": swift.TOOL,
+    "llamafactory": llamafactory.TOOL, "axolotl": axolotl.TOOL, "trl": trl.TOOL, "ms-swift": swift.TOOL,
     "deepspeed": ds_json.TOOL,
-}
+}  # fmt: skip
 _VERSION_1 = {"peft_config", "dist_config", "kernel_config", "model_class"}
 _COMMAND = re.compile(
     r"\b(?:(?:trl|swift|llamafactory-cli|axolotl)\s+(?P<name>\w+)|(?P<script>\w+)\.py)"

@@ -13,20 +13,13 @@ from dsft.convert.parallel import deepspeed
 _ZERO = ("stage", "offload_optimizer", "offload_param", "zero_hpz_partition_size")
 _JSON = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "train_batch_size": "batch_size",
-    "gradient_clipping": "max_grad_norm",
-    "bf16.enabled": "bf16",
-    "fp16.enabled": "fp16",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.weight_decay": "weight_decay",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.betas": "adam_beta1 adam_beta2",
-    "scheduler.type": "lr_scheduler_type",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
-    "scheduler.params.total_num_steps": "max_steps",
-    "scheduler.params.cos_min_ratio": "min_lr_rate",
-}
+    "gradient_accumulation_steps": "gradient_accumulation_steps", "train_batch_size": "batch_size",
+    "gradient_clipping": "max_grad_norm", "bf16.enabled": "bf16", "fp16.enabled": "fp16",
+    "optimizer.params.lr": "learning_rate", "optimizer.params.weight_decay": "weight_decay",
+    "optimizer.params.eps": "adam_epsilon", "optimizer.params.betas": "adam_beta1 adam_beta2",
+    "scheduler.type": "lr_scheduler_type", "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps", "scheduler.params.cos_min_ratio": "min_lr_rate",
+}  # fmt: skip
 """Key of a DeepSpeed JSON -> key of TrainingArguments, or keys of the parts of its list."""
 
 

@@ -13,7 +13,6 @@ from dsft.spec.aliases import VALUES
 from dsft.spec.document import quote
 from dsft.spec.task import TASKS, task_names
 
-_METHODS = ("dpo", "simpo", "orpo", "cpo")
 _TASKS = {"kto": "kto", "rm": "reward", "gkd": "distill"}
 _TRAIN_ON = {"last_round": "last", "all": "all", "default": "assistant"}
 _THINKING = ("enable_thinking", "preserve_thinking", "add_non_thinking_prefix", "disable_ignore_empty_think")
@@ -21,7 +20,7 @@ _THINKING = ("enable_thinking", "preserve_thinking", "add_non_thinking_prefix", 
 
 def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     method = draft.get("rlhf_type") or ("dpo" if draft.command == "rlhf" else None)
-    if task is None and method not in (None, *_TASKS, *_METHODS):
+    if task is None and method not in (None, *_TASKS, *sections.METHODS):
         raise refuse("rlhf_type", str(method))
     if draft.get("task_type") not in (None, "causal_lm", *(["seq_cls"] if method in ("rm", None) else [])):
         raise refuse("task_type", str(draft.get("task_type")))

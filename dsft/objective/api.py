@@ -39,8 +39,8 @@ class Objective:
     sums              maps target log-probabilities, as in `PolicyOutput`, and their micro-batch to one
                       differentiable float64 scalar per term, in the order of `terms`; detached where the
                       weight is 0
-    uniform           the gradient of the sums by a target's log-probability is the same for all targets of a
-                      micro-batch, which spares the head a computation
+    uniform           True if all targets of a micro-batch have the same gradient: the head then computes its
+                      own gradients in the forward pass
     label_smoothing   probability mass that the head moves from each target to all tokens alike, in training:
                       `sums` then gets log-probabilities of the smoothed targets
     temperature       of the softmax from which the log-probabilities of `Tokens.others` are

@@ -100,7 +100,7 @@ def preference(dpo: Dpo) -> Objective:
     terms = (Term("examples"), *likelihood, *(Term("examples", 0.0, name) for name in METRICS))
 
     def of_answers(logps: Tensor, answers: Answers) -> tuple[Tensor, ...]:
-        loss = LOSSES[dpo.loss_type](scores(logps, answers, dpo), dpo).sum()
+        loss = LOSSES[dpo.loss_type](compared(logps, answers, dpo), dpo).sum()
         likelihood = (-logps[:, 0].sum(),) if weight else ()
         return loss, *likelihood, *_metrics(logps.detach(), answers, dpo)
 
@@ -116,7 +116,7 @@ def margin(scores: Tensor, dpo: Dpo) -> Tensor:
     return dpo.beta * (scores[:, 0] - scores[:, 1])
 
 
-def scores(logps: Tensor, answers: Answers, dpo: Dpo) -> Tensor:
+def compared(logps: Tensor, answers: Answers, dpo: Dpo) -> Tensor:
     """Return (n, 2): what the loss compares, ρ or π of each answer, summed, or per token for losses
     that average."""
     found = _against_reference(logps, answers, dpo)

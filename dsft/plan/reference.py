@@ -21,9 +21,8 @@ from dsft.spec.schema import Experts, Lora, Model, Parallel, Reference, Spec
 
 def reference_model(spec: Spec) -> Model:
     """Return the `model` section of the reference: the one that `reference_model` names, or the policy's
-    initial model, including the adapter in model.lora.path. Tokenizer and attention are the policy's, and
-    what computes the experts of its initial model, and in how many bits. Another model has bits of its
-    own."""
+    initial model, including the adapter in model.lora.path. It has the policy's tokenizer and attention. The
+    initial policy also has its expert implementation and quantization; another model has its own."""
     policy, other = spec.model, _keys(spec).reference_model
     own: dict[str, object] = {
         "gradient_checkpointing": False,

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from dsft.spec.schema import QuantizedForm
+
 FP32 = 4  # bytes of an element
 
-Form = Literal["plain", "nf4", "fp4"]
+Form = Literal["plain"] | QuantizedForm
 """How a parameter is stored: plain, in the type that the model computes in; else in 4 bits (model.quantize).
 """
 

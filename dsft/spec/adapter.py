@@ -18,14 +18,9 @@ from dsft.system.json_file import read_json
 FILE = "adapter_config.json"
 
 PEFT_KEYS = {
-    "rank": "r",
-    "alpha": "lora_alpha",
-    "dropout": "lora_dropout",
-    "target_modules": "target_modules",
-    "use_rslora": "use_rslora",
-    "use_dora": "use_dora",
-    "modules_to_save": "modules_to_save",
-}
+    "rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules",
+    "use_rslora": "use_rslora", "use_dora": "use_dora", "modules_to_save": "modules_to_save",
+}  # fmt: skip
 """Key of model.lora -> peft's key. dropout may differ, since it only affects training."""
 
 SUPPORTED: Mapping[str, tuple[Any, ...]] = {

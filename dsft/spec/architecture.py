@@ -5,11 +5,11 @@ cut into pipeline stages, attention heads that ranks cannot share.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_args
 
 from dsft.spec.document import quote
 from dsft.spec.findings import Finding, finding, value_finding
-from dsft.spec.schema import Parallel, Spec
+from dsft.spec.schema import Parallel, QuantizedForm, Spec
 
 MODEL = ("model.name_or_path", "model.from_config")
 
@@ -90,8 +90,8 @@ def _in_4_bits(config: Any) -> str | None:
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
             "bnb_4bit_use_double_quant": True,
-            "bnb_4bit_quant_type": "nf4" | "fp4" as form,
-        }:
+            "bnb_4bit_quant_type": form,
+        } if form in get_args(QuantizedForm):
             return str(form)
     return None
 

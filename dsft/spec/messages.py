@@ -61,14 +61,10 @@ def path_in(data: Any, error: ErrorDetails) -> KeyPath:
 
 
 _NEEDED = {
-    "int_type": "an integer",
-    "float_type": "a number",
-    "string_type": "a string",
-    "bool_type": "true or false",
-    "dict_type": "a mapping",
-    "model_type": "a mapping",
-    "tuple_type": "a list",
-}
+    "int_type": "an integer", "float_type": "a number", "string_type": "a string",
+    "bool_type": "true or false", "tuple_type": "a list",
+    **dict.fromkeys(("dict_type", "model_type"), "a mapping"),
+}  # fmt: skip
 """pydantic's type of an error -> the kind of value that is needed."""
 _BOUNDS = {
     "greater_than": ("above", "gt"),

@@ -17,15 +17,9 @@ BUILTIN = {
 }
 """Builtin sources -> the format of their rows."""
 KINDS: Mapping[str, str] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".txt": "text",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".csv": "csv", ".tsv": "tsv",
+    ".parquet": "parquet", ".arrow": "arrow",
+}  # fmt: skip
 COMPRESSED = ("jsonl", "json", "text", "csv", "tsv")
 """Kinds that are also read from .gz; Parquet and Arrow have their own compression."""
 READ = ".jsonl, .ndjson, .json, .txt, .csv, .tsv (each also .gz), .parquet and .arrow"

@@ -115,12 +115,8 @@ class FileHead:
 
 
 _COLUMNS: Mapping[str, Any] = {
-    "lengths": np.int64,
-    "trained": np.int64,
-    "ended": np.bool_,
-    "content": np.uint64,
-    "digests": np.uint64,
-}
+    "lengths": np.int64, "trained": np.int64, "ended": np.bool_, "content": np.uint64, "digests": np.uint64,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
