@@ -25,13 +25,13 @@ def preferences(
     model without it.
 
     CPO and SimPO are one trainer, which adds cpo_alpha × the next-token loss on chosen answers. ORPO has one
-    loss, whatever `key` says.
+    loss, whatever other keys say.
     """
     given, is_cpo = draft.get(key) or METHODS[method], method in ("cpo", "simpo")
     losses = given if isinstance(given, list) else [given]
     source = draft.source(key) if draft.get(key) or not named else named
     if method == "orpo":
-        draft.leave(key, "orpo has one loss")
+        draft.leave(f"{key} rpo_alpha cpo_alpha", "orpo has one loss")
         losses, source = ["orpo"], named
     if len(losses) > 1 or losses[0] not in PREFERENCE_LOSSES:
         raise _other_loss(key, losses, "dpo", PREFERENCE_LOSSES)
@@ -40,8 +40,9 @@ def preferences(
     draft.put("dpo.loss_type", losses[0], source)
     draft.carry("dpo.beta", beta)
     draft.carry("dpo.label_smoothing")
-    draft.defaults |= {"cpo_alpha": 1.0}
-    draft.carry("dpo.sft_weight", "cpo_alpha" if is_cpo else "pref_ftx rpo_alpha")
+    if method != "orpo":
+        draft.defaults |= {"cpo_alpha": 1.0}
+        draft.carry("dpo.sft_weight", "cpo_alpha" if is_cpo else "pref_ftx rpo_alpha")
     if losses == ["simpo"]:
         draft.carry("dpo.simpo_gamma", note="a margin of rewards in both")
     else:

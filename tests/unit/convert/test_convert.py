@@ -241,7 +241,7 @@ def test_trl_and_training_arguments() -> None:
     ({**SWIFT, "rlhf_type": "cpo", "loss_type": "simpo"}, "simpo, simpo_gamma: 1.0, sft_weight: 1.0"),
     ({**SWIFT, "rlhf_type": "simpo"}, "simpo, beta: 2.0, simpo_gamma: 1.0, sft_weight: 1.0"),
     ({**SWIFT, "rlhf_type": "simpo", "cpo_alpha": 0}, "simpo, beta: 2.0, simpo_gamma: 1.0, sft_weight: 0.0"),
-    ({**SWIFT, "rlhf_type": "orpo", "loss_type": "sigmoid"}, "orpo, beta: 0.1, sft_weight: 0.0"),
+    ({**SWIFT, "rlhf_type": "orpo", "loss_type": "sigmoid", "rpo_alpha": 1.0}, "orpo, sft_weight: 0.0"),
     ({**TRL, "loss_type": "simpo"}, "simpo, beta: 0.1, simpo_gamma: 0.5, sft_weight: 1.0"),
     ({**TRL, "loss_type": "simpo", "cpo_alpha": 0.3}, "simpo, beta: 0.1, simpo_gamma: 0.5, sft_weight: 0.3"),
     ({**AXOLOTL, "rl": "simpo", "sample_packing": False}, "simpo, beta: 0.1, sft_weight: 1.0"),
