@@ -307,15 +307,6 @@ def _lengths(spec: Spec) -> Iterator[Finding]:
         yield value_finding(spec, BUDGET, message, PACKING, "data.max_length")
 
 
-def _adapter_reference(spec: Spec) -> Iterator[Finding]:
-    """Refuse parameters on NVMe where the reference is the policy without its adapter."""
-    is_on_nvme, key = spec.parallel.offload_parameters.device == "nvme", spec.own_key("reference")
-    if is_on_nvme and spec.reference is not None and spec.reference.reference == "adapter":
-        message = f"does not work with {key} adapter, which exchanges the adapter's values with the initial "
-        message += f"ones in memory; set {key} to live or precomputed, or the device to cpu"
-        yield value_finding(spec, f"{PARAMETERS}.device", message, key)
-
-
 def _weights(spec: Spec) -> Iterator[Finding]:
     """Check source weights: they are shares of a whole, so all sources have one or none has."""
     has_weight = [source.weight is not None for source in spec.data.train]
@@ -330,6 +321,6 @@ def _weights(spec: Spec) -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
-    _model, _trained, _batch, _decay, _lengths, _groups, _weights, _adapter_reference, name_findings,
+    _model, _trained, _batch, _decay, _lengths, _groups, _weights, name_findings,
     format_findings, preference_findings, cut_findings, host_findings, environment_findings,
 )  # fmt: skip

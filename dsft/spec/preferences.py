@@ -117,9 +117,14 @@ def _distill(spec: Spec, own: Distill) -> Iterator[Finding]:
 
 
 def _adapter(spec: Spec, own: Reference) -> Iterator[Finding]:
+    key = spec.own_key("reference")
     if spec.model.lora is None:
         message = "needs model.lora, since its reference is the policy without the adapter; use precomputed"
-        yield value_finding(spec, spec.own_key("reference"), message, "model.lora")
+        yield value_finding(spec, key, message, "model.lora")
+    if spec.parallel.offload_parameters.device == "nvme":
+        message = f"does not work with {key} adapter, which exchanges the adapter's values with the initial "
+        message += f"ones in memory; set {key} to live or precomputed, or the device to cpu"
+        yield value_finding(spec, "parallel.offload_parameters.device", message, key)
     reason = "has no effect with reference adapter, whose reference is the policy without its adapter"
     yield from _unused(spec, own, (*_OF_REFERENCE[1:], *_OF_STORE), "reference", reason)
 
