@@ -74,17 +74,17 @@ def make_spec(precision: str, stage: int, offload: bool) -> Spec:
     )
 
 
-def live_bytes() -> int:
-    """Return bytes of the distinct storages behind all tensors that Python holds, gradients included."""
+def live_storages() -> dict[int, torch.UntypedStorage]:
+    """Return the storages behind all tensors that Python holds, gradients included, by their addresses."""
     gc.collect()
-    storages: dict[int, int] = {}
+    found = {}
     for thing in gc.get_objects():
         if type(thing) in (torch.Tensor, nn.Parameter):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 if tensor is not None:
                     storage = tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+                    found[storage.data_ptr()] = storage
+    return found
 
 
 SENT = {  # collective -> the argument that is whole on a rank, how often a ring of two sends half of it
@@ -119,7 +119,13 @@ def measure(spec: Spec, sent: list[int], make: Callable[[], nn.Module] = dense) 
     the steps frees the moments; bytes sent in the last of two steps, and by the plan. sent: of
     `count_collectives`."""
     ranks = layout_of(spec.parallel, torch.distributed.get_world_size())
-    before = live_bytes()
+    # Held, since the thread of the last case's last collective may let go of what it has sent meanwhile, and
+    # its address would be used again.
+    before = live_storages()
+
+    def live_bytes() -> int:
+        return sum(one.nbytes() for address, one in live_storages().items() if address not in before)
+
     config = deepspeed_config(spec, batch_sizes(spec.train, ranks.data_parallel))
     for key in config["zero_optimization"]:
         if key.endswith("bucket_size"):
@@ -142,7 +148,7 @@ def measure(spec: Spec, sent: list[int], make: Callable[[], nn.Module] = dense) 
             output = engine(torch.ones(1, WIDTH, dtype=dtype))
             engine.backward(output.float().pow(2).mean(), scale_wrt_gas=False)
             time.sleep(0.05)  # the thread of the last collective may still hold what it has sent
-            largest = max(largest, live_bytes() - before)
+            largest = max(largest, live_bytes())
             engine.step()
     hosts = {"here": ranks.world_size}
     rank = memory(census, spec, ranks, hosts).stages[0]
@@ -204,7 +210,7 @@ def main(precisions: Sequence[str]) -> None:
     sent = count_collectives()
     launched = detect(os.environ)
     join(launched, Layout(launched.world_size, 1))
-    gc.freeze()  # `live_bytes` looks only at what comes from here on
+    gc.freeze()  # `live_storages` looks only at what comes from here on
     cases = [
         case for case in itertools.product(precisions, range(4), (False, True)) if case[1] or not case[2]
     ]
