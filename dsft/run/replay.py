@@ -20,7 +20,6 @@ from torch import Tensor
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.save import CheckpointState, save
 from dsft.data.steps.batch import GlobalStep, MicroBatch
-from dsft.data.steps.steps import TrainSteps
 from dsft.engine.api import StepResult
 from dsft.engine.ops import prepare_ops
 from dsft.errors import Problem, SpecError
@@ -29,7 +28,7 @@ from dsft.plan.ds_entries import HostFacts
 from dsft.report.jsonl import written
 from dsft.run.loop import Progress, Window, train_step
 from dsft.run.main import checks, load, prepared, progress_at
-from dsft.run.trainer import schedule
+from dsft.run.trainer import schedule, steps_of
 from dsft.setup.inputs import Inputs, longest
 from dsft.setup.read import read
 from dsft.setup.resolve import swap_folders
@@ -82,10 +81,7 @@ class Replay:
     def result(self, progress: Progress, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Train, and return the figures of the step and of the record that it is in."""
         run, model = self.run, self.model
-        train, world = run.spec.train, run.world
-        steps = TrainSteps(
-            self.inputs.train, run.batch, world.data_rank, train.seed, self.inputs.pad_id, train.neftune_alpha
-        )
+        world, steps = run.world, steps_of(run, self.inputs)
         window, found = Window(), dict[str, Any]()
         while progress.step < asked["end"]:
             batch = self._annotated(steps.step(progress.step))

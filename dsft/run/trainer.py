@@ -77,16 +77,12 @@ class Trainer:
     def fit(self) -> Path:
         """Train to the last step. Return the checkpoint that it has saved."""
         run, inputs, model = self.run, self.inputs, self.model
-        train = run.spec.train
         when = schedule(run.spec, run.batch, inputs.total_steps, evaluates=self.evaluation is not None)
         run.stopping.stage = "train"  # from here on the loop handles a stop, and saves
         model.memory.enter("steady")
-        steps = TrainSteps(
-            inputs.train, run.batch, run.world.data_rank, train.seed, inputs.pad_id, train.neftune_alpha
-        )
         try:
-            ahead = model.annotator.ahead
-            prefetcher = Prefetcher(steps.step, inputs.total_steps, run.world.device, ahead)
+            build, ahead = steps_of(run, inputs).step, model.annotator.ahead
+            prefetcher = Prefetcher(build, inputs.total_steps, run.world.device, ahead)
             with explain_out_of_memory(model.memory.meter), prefetcher:
                 end = fit(model.engine, prefetcher, when, self, self.progress)
         finally:
@@ -207,6 +203,12 @@ class Trainer:
             carried=self.model.annotator.state(),
             origin=origin_of(spec.model.name_or_path, files, reference_facts(spec)),
         )
+
+
+def steps_of(run: Run, inputs: Inputs) -> TrainSteps:
+    """Return the steps of a run, for training and for `dsft replay`."""
+    train, rank = run.spec.train, run.world.data_rank
+    return TrainSteps(inputs.train, run.batch, rank, train.seed, inputs.pad_id, train.neftune_alpha)
 
 
 def schedule(spec: Spec, batch: BatchSizes, total_steps: int, *, evaluates: bool = True) -> Schedule:
