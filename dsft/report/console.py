@@ -134,10 +134,10 @@ class Console:
 def facts(record: Mapping[str, float], part: str, before: str = "") -> list[str]:
     """Return the metrics of train, perf or eval that a record has, each with `before` before it, and the loss
     of each evaluation set, from `eval/NAME/loss`."""
-    named = ((f"{part}/{name}", before + form) for name, form in METRICS.items())
-    sets = ((re.fullmatch(f"{part}/(.+)/loss", key), value) for key, value in record.items())
-    found = [form.format(record[key]) for key, form in named if key in record]
-    return found + [f"{match[1]} {value:.4f}" for match, value in sets if match]
+    named = {f"{part}/{name}": before + form for name, form in METRICS.items()}
+    of_set = re.compile(f"{part}/(.+)/loss").fullmatch
+    found = [form.format(record[key]) for key, form in named.items() if key in record]
+    return found + [f"{match[1]} {record[key]:.4f}" for key in record if (match := of_set(key))]
 
 
 def with_bar(line: str, step: int, total: int, columns: int) -> str:
