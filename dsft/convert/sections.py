@@ -14,7 +14,7 @@ from dsft.spec.schema import PREFERENCE_LOSSES, Kto
 KTO_LOSSES = get_args(Kto.model_fields["loss_type"].annotation)
 METHODS = {"dpo": "sigmoid", "ipo": "ipo", "cpo": "sigmoid", "simpo": "simpo", "orpo": "orpo"}
 """Method by which another tool trains on pairs -> its loss where no other is named."""
-_CPO = "CPO has no reference, and dsft offers it with the loss simpo alone (docs/limits.md); name that loss"
+_CPO = "CPO has no reference, and dsft offers it with the loss simpo alone (docs/limits.md)"
 
 
 def preferences(
@@ -36,7 +36,9 @@ def preferences(
     if len(losses) > 1 or losses[0] not in PREFERENCE_LOSSES:
         raise _other_loss(key, losses, "dpo", PREFERENCE_LOSSES)
     if is_cpo and losses != ["simpo"]:
-        raise mistake(key if draft.is_given(key) else named or key, f"{quote(losses[0])}: {_CPO}")
+        raise mistake(
+            key if draft.is_given(key) else named or key, f"{quote(losses[0])}: {_CPO}; set {key}: simpo"
+        )
     draft.put("dpo.loss_type", losses[0], source)
     draft.carry("dpo.beta", beta)
     draft.carry("dpo.label_smoothing")

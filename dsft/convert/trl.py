@@ -53,7 +53,7 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
             draft.put("model.lora.target_modules", "all-linear", _TARGETS)
     _data(draft)
     _rows(draft, task, trl)
-    pairs = {"key": "loss_type", "method": method}
+    pairs = {"key": "loss_type", "method": method, "named": "" if method == "dpo" else draft.command}
     sections.section(draft, dpo=pairs, kto={"key": "loss_type"}, reward={}, distill={"cools": False})
     arguments.training(draft, "bf16" if trl and draft.given.get("bf16") is None else "fp32")
 

@@ -634,8 +634,9 @@ def test_options_of_a_shell_script() -> None:
         assert (done.title, spec.task) == ("TRL or transformers", "dpo")
         assert spec.model.lora is not None and not spec.model.gradient_checkpointing
     for command, loss in (("orpo.py", "orpo"), ("cpo.py --loss_type simpo", "simpo"), ("dpo.py", "sigmoid")):
-        spec, _ = of(f"python {command} {options}\n")
+        spec, done = of(f"python {command} {options}\n")
         assert_has(spec.dpo, f"loss_type: {loss}")
+        assert f"  loss_type: {loss}  # " in done.path.read_text()
     spec, _ = of("swift rlhf --model a/b --dataset x/y\n")
     assert_has(spec.dpo, "loss_type: sigmoid")
     for text, reason in {
