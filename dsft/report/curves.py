@@ -80,7 +80,7 @@ def figure(name: str, records: Sequence[Mapping[str, float]]) -> Any:
     drawn = _empty(7)
     rows: list[Any] = [["loss", "loss"], ["rate", "norm"]]
     names = {key.partition("/")[2] for record in records for key in record}
-    shown = [key for key in PLOTTED if key in names]
+    shown = [key for key in PLOTTED if key in names][:2]
     if shown:
         rows.insert(1, [shown[0], shown[-1]])
     axes = drawn.subplot_mosaic(rows, height_ratios=[1.6, *[1.0] * (len(rows) - 1)])
