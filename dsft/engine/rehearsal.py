@@ -77,6 +77,7 @@ def begin(
         os.environ.pop("DS_ACCELERATOR", None)
         _change_cuda(mode, memory)
         set_accelerator(_Accelerator())
+        deepspeed.runtime.engine.is_deepcompile_supported = lambda: False  # else it imports inductor: 1 s
     OpBuilder._loaded_ops["cpu_adam"] = Nothing()
     comm: Any = importlib.import_module("deepspeed.comm.torch")  # `deepspeed.comm.torch` is torch
     comm.build_shm_op = lambda: None  # on a CPU it would compile an op and print to stdout
