@@ -2,8 +2,8 @@
 
 python commands_worker.py COMMANDS.json RESULTS.json      [[word, …], …] -> [[exit code, output], …]
 
-The ranks that a command starts are forks of this process. tests/integration/test_answer.py starts a command
-whose ranks are processes of their own.
+The ranks that a command starts are forks of this process. tests/unit/reference/test_reference_misuse.py starts
+ranks that are processes of their own, and tests/integration/test_api.py a command whose rank is one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from dsft import cli
 from dsft.rank import start
 from tests import forked
 
+TYPED = Path(__file__).with_name("typed.py")
+
 
 class ForkedRank:
-    """What `run_ranks` needs of subprocess.Popen, for `python SCRIPT WORD …`."""
+    """What `run_ranks` needs of subprocess.Popen, for `python SCRIPT WORD …` and, as typed.py, for
+    `python -c COMMAND WORD …`."""
 
     def __init__(
         self, argv: Sequence[str], env: Mapping[str, str], stdout: int | None, preexec_fn: Callable[[], None]
@@ -34,7 +37,8 @@ class ForkedRank:
             if stdout is not None:
                 os.dup2(stdout, 1)
             os.environ.clear()
-            return forked.run({"script": argv[1], "args": argv[2:]}, env)
+            script, *words = (str(TYPED), *argv[3:]) if argv[1] == "-c" else argv[1:]
+            return forked.run({"script": script, "args": words}, env)
 
         self._pid, self._code = forked.child(work), None
 

@@ -94,7 +94,7 @@ def test_a_stopped_command_continues(
 def test_processes_share_the_rows(export: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     words = ["answer", str(export), "--data", str(data), "--out", str(out), "--max-new-tokens", "12"]
-    done = dsft(*words, "--batch-size", "2", "--processes", "2")
+    done = dsft("--fork", *words, "--batch-size", "2", "--processes", "2")
     assert done.returncode == 0, done.stderr
     alone = answers(export, data, tmp_path / "alone.jsonl")
     assert [json.loads(line) for line in out.read_text().splitlines()] == alone

@@ -24,8 +24,10 @@ LARGE = (
     "model.from_config.hidden_size=192",  # so that sub-groups have more than 1 MiB, and some parameters
     "model.from_config.intermediate_size=5600",
     "model.from_config.num_hidden_layers=1",
-    "train.max_steps=7",
+    "train.max_steps=4",
+    "train.eval_every=2",
     "train.global_batch_size=6",
+    "checkpoint.every=2",
 )
 
 
@@ -83,7 +85,7 @@ def test_killed_nvme_run_resumes_bit_for_bit(whole: Callable[..., Path], tmp_pat
     disk = tmp_path / "disk"
     disk.mkdir()
     swapped = [f"parallel.offload_{part}={{device: nvme, nvme_path: {disk}}}" for part in parts]
-    goes_on(tmp_path, in_memory, [("step", 1, 6, 4)], (*LARGE, *swapped))
+    goes_on(tmp_path, in_memory, [("step", 1, 3, 2)], (*LARGE, *swapped))
     assert list(disk.iterdir()) == [], "nothing stays on the disk"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import TRAIN, command, records, shows_traceback, trained, write_spec
-from tests.launching import forked, free_port
+from tests.launching import forked
 
 
 def test_command_without_spec_runs_the_quickstart_from_any_folder(tmp_path: Path) -> None:
@@ -28,43 +28,42 @@ import json, os, runpy, sys, deepspeed
 initialize = deepspeed.initialize
 def recorded(*, config, **rest):
     if os.environ["RANK"] == "0":
-        with open("given.json", "w") as file:
-            json.dump(config, file)
+        with open({{folder!r}} + "/given.json", "w") as file:
+            json.dump([config, os.environ["MASTER_PORT"]], file)
     return initialize(config=config, **rest)
 deepspeed.initialize = recorded
 runpy.run_path({str(TRAIN)!r}, run_name="__main__")
 """
-"""train.py, which writes the configuration that it gives to DeepSpeed into given.json."""
+"""train.py, which writes the configuration that it gives to DeepSpeed, and its port, into given.json."""
 
 
-def test_deepspeed_trains_the_same_with_a_json_that_overrides_the_spec(tmp_path: Path) -> None:
-    """Two processes by deepspeed at the JSON's ZeRO 3, and one that is forked, have the same losses; other
-    tests type python. tests/integration/test_stopped.py types torchrun too, and three processes are in
-    tests/parity."""
+def test_two_processes_train_the_same_with_a_json_that_overrides_the_spec(tmp_path: Path) -> None:
+    """Two at the JSON's ZeRO 3, and one, have the same losses. tests/integration/test_stopped.py types deepspeed
+    and torchrun, and three processes are in tests/parity."""
     spec, chosen, program = write_spec(tmp_path), tmp_path / "zero3.json", tmp_path / "recording.py"
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 5000}
     chosen.write_text(
         json.dumps({"zero_optimization": zero, "train_batch_size": 16, "gradient_clipping": "auto"})
     )
-    program.write_text(RECORDING)
+    program.write_text(RECORDING.format(folder=str(tmp_path)))
     words = [str(spec), "train.max_steps=3", "checkpoint.every=null"]
-    options, port = ["--deepspeed_config", str(chosen)], str(free_port())
-    launcher = ["deepspeed", "--num_gpus", "2", "--master_port", port]
+    options = ["--deepspeed_config", str(chosen)]
     one = forked(TRAIN, 1, [*words, "name=one"])
-    two = command([*launcher, str(program), *words, *options], cwd=tmp_path)
+    two = forked(program, 2, [*words, *options])
     for result in (one, two):
         assert result.returncode == 0, result.stdout + result.stderr
     run = tmp_path / "runs" / "small"
     for key in ("train/loss", "train/grad_norm", "eval/loss"):
         expected = records(tmp_path / "runs" / "one", key)
         assert records(run, key) == pytest.approx(expected, rel=1e-6), key
+    given, port = json.loads((tmp_path / "given.json").read_text())
     left = list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_[01]"))
     assert not left, "DeepSpeed's shared memory outlives its processes"
 
     assert "zero3.json: train_batch_size 16" in two.stdout
     assert "stage3_prefetch_bucket_size: the DeepSpeed JSON's 5,000 is used" in two.stdout
     config = json.loads((run / "deepspeed.json").read_text())
-    assert config == json.loads((tmp_path / "given.json").read_text())
+    assert config == given
     reasons = json.loads((run / "deepspeed.reasons.json").read_text())
     assert "a quarter of the" in reasons["zero_optimization.reduce_bucket_size"]
     assert reasons["zero_optimization.stage3_prefetch_bucket_size"].startswith("zero3.json sets it; without")

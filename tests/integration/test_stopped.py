@@ -119,8 +119,8 @@ FAULTS: dict[str, tuple[str, Callable[[Typed], object], int | None, float, bool]
 }
 """What happens to the command: its launcher, the fault, its exit code, seconds to the end of all processes,
 whether the run saves."""
-ALWAYS = ("Ctrl-C", "launch.py is killed")
-"""tests/lab/test_typed_faults.py always asks deepspeed, on two hosts, and test_killed.py a rank."""
+ALWAYS = ("Ctrl-C", "deepspeed is asked")
+"""test_killed.py always asks and kills a rank, tests/unit/rank/test_ancestors.py launch.py in a tree of processes."""
 
 
 @pytest.mark.parametrize(
