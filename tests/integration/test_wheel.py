@@ -88,7 +88,12 @@ def test_commands_work_from_an_empty_folder(installed: Mapping[str, str], tmp_pa
 
 @pytest.mark.parametrize(
     ("override", "code", "says"),
-    [("train.max_steps=1", 0, "talk to it"), ("wandb={mode: offline}", 66, "pip install wandb")],
+    [
+        ("train.max_steps=1", 0, "talk to it"),
+        pytest.param(  # tests/unit/report/test_sinks.py always asks for a package that is not there
+            "wandb={mode: offline}", 66, "pip install wandb", marks=pytest.mark.long
+        ),
+    ],
 )
 def test_a_run_starts_without_wandb_unless_its_spec_has_it(
     override: str, code: int, says: str, installed: Mapping[str, str], tmp_path: Path

@@ -48,7 +48,7 @@ from dsft.spec.patterns import is_layers_matrix
 from dsft.spec.schema import Checkpoint
 from tests.process_groups import own_groups
 
-ROWS, LENGTH, SAVED_AT, STEPS = 24, 12, (0, 3), 6
+ROWS, LARGE_ROWS, LENGTH, SAVED_AT, STEPS = 24, 8, 12, (0, 3), 6
 CONFIG: dict[str, Any] = dict(
     vocab_size=61, hidden_size=16, intermediate_size=36, num_hidden_layers=3, num_attention_heads=2,
     num_key_value_heads=1,
@@ -110,7 +110,7 @@ class Case:
         layout = Layout(ranks, stages)
         self.world = World(rank, ranks, rank, layout, torch.device("cpu"))
         torch.manual_seed(seed)
-        shapes = LARGE if "large" in words else CONFIG
+        shapes, self.rows = (LARGE, LARGE_ROWS) if "large" in words else (CONFIG, ROWS)
         shapes = CONFIG | {"intermediate_size": 300} if "8bit" in words else shapes
         model = LlamaForCausalLM(LlamaConfig(**shapes, tie_word_embeddings="tied" in words))
         module: nn.Module = model
@@ -123,7 +123,7 @@ class Case:
         self.engine = deepspeed.initialize(
             model=module, model_parameters=list(module.parameters()), dist_init_required=False,
             optimizer=lambda parameters: optimizer(model, parameters, words),
-            config=on_disk(config(self.zero, self.bf16, offload, ROWS, layout.data_parallel), words, disk),
+            config=on_disk(config(self.zero, self.bf16, offload, self.rows, layout.data_parallel), words, disk),
         )[0]  # fmt: skip
         if "nvme" in words:
             assert any(
@@ -138,8 +138,8 @@ class Case:
     def step(self, index: int) -> Tensor:
         """Return the mean loss of one global batch, this rank's share of it summed over data ranks."""
         generator = torch.Generator().manual_seed(1000 + index)
-        rows = torch.randint(0, CONFIG["vocab_size"], (ROWS, LENGTH), generator=generator)
-        size = ROWS // self.world.layout.data_parallel // 2
+        rows = torch.randint(0, CONFIG["vocab_size"], (self.rows, LENGTH), generator=generator)
+        size = self.rows // self.world.layout.data_parallel // 2
         rows = rows[self.world.data_rank :: self.world.layout.data_parallel]
         micro_batches = rows.split(size)
         for group in self.engine.optimizer.param_groups:
