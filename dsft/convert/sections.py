@@ -9,7 +9,8 @@ from dsft.convert.draft import Draft, mistake
 from dsft.errors import SpecError
 from dsft.spec.aliases import OTHER_NAMES
 from dsft.spec.document import quote
-from dsft.spec.schema import PREFERENCE_LOSSES, Kto
+from dsft.spec.losses import PREFERENCE_LOSSES
+from dsft.spec.schema import Kto
 
 KTO_LOSSES = get_args(Kto.model_fields["loss_type"].annotation)
 METHODS = {"dpo": "sigmoid", "ipo": "ipo", "cpo": "sigmoid", "simpo": "simpo", "orpo": "orpo"}

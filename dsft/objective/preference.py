@@ -22,7 +22,8 @@ from torch import Tensor
 from dsft.data.steps.batch import Answers, MicroBatch
 from dsft.objective.answers import answer_logps
 from dsft.objective.api import Objective, Term
-from dsft.spec.schema import Dpo, LossType
+from dsft.spec.losses import LossType
+from dsft.spec.schema import Dpo
 
 METRICS = (
     "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from dsft.spec.document import quote
 from dsft.spec.findings import Finding, finding, value_at, value_finding
-from dsft.spec.schema import PREFERENCE_LOSSES, SECTIONS, Classify, Distill, Dpo, Kto, Reference, Spec
+from dsft.spec.losses import PREFERENCE_LOSSES
+from dsft.spec.schema import SECTIONS, Classify, Distill, Dpo, Kto, Reference, Spec
 from dsft.spec.task import TASKS
 
 _OF_STORE = ("reference_store", "recheck_rows")

@@ -6,24 +6,16 @@ A default written here is the value that the run uses, except where the docstrin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import partial
 from math import ceil
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    Strict,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, WithJsonSchema, model_validator
 from pydantic_core import PydanticKnownError
 
 from dsft.spec.formats import FORMATS
+from dsft.spec.losses import PREFERENCE_LOSSES, LossType, PreferenceLoss
 from dsft.spec.task import LABELS, TASKS, Head, TaskFacts
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -40,24 +32,20 @@ Part = Annotated[float, Field(gt=0, lt=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-def _key_of(table: Mapping[str, Any]) -> Callable[[object], object]:
-    """Return a check that a value is a key of a table, which others may have added to."""
-
-    def check(name: object) -> object:
-        if not isinstance(name, str) or name not in table:
-            *most, last = map(repr, table)
-            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
-        return name
-
-    return check
+def _key_of(table: Mapping[str, Any], name: object) -> object:
+    """Check that a name is a key of a table, to which others may have added."""
+    if not isinstance(name, str) or name not in table:
+        *most, last = map(repr, table)
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})
+    return name
 
 
 TaskName = Annotated[
-    str, BeforeValidator(_key_of(TASKS)), WithJsonSchema({"enum": list(TASKS), "type": "string"})
+    str, BeforeValidator(partial(_key_of, TASKS)), WithJsonSchema({"enum": list(TASKS), "type": "string"})
 ]
 """The name of a task in `TASKS`."""
 FormatName = Annotated[
-    str, BeforeValidator(_key_of(FORMATS)), WithJsonSchema({"enum": list(FORMATS), "type": "string"})
+    str, BeforeValidator(partial(_key_of, FORMATS)), WithJsonSchema({"enum": list(FORMATS), "type": "string"})
 ]
 """The name of a format in `FORMATS`."""
 QuantizedForm = Literal["nf4", "fp4"]
@@ -158,8 +146,8 @@ class Model(Section):
     """Number of chunks of tokens in which checkpointed layers compute their MLP, so that less of it is in
     memory at once; by default so many that a chunk takes at most 1 GiB, or 256 MiB on a CPU."""
 
-    _head: Head = PrivateAttr("vocabulary")
-    _labels: tuple[str, ...] = PrivateAttr(())
+    _head: Head = "vocabulary"  # both are set by the spec, and by dsft.prove.small
+    _labels: tuple[str, ...] = ()
 
     @property
     def head(self) -> Head:
@@ -290,36 +278,6 @@ class Reference(Section):
     def columns(self) -> int:
         """Number of float32 values that a teacher gives for each target; 0 for a reference of answers."""
         return 0
-
-
-LossType = Literal["sigmoid", "robust", "ipo", "hinge", "apo_zero", "simpo", "orpo"]
-
-
-@dataclass(frozen=True)
-class PreferenceLoss:
-    """Properties of a preference loss.
-
-    reference   it compares the policy with a frozen reference
-    averages    it compares log-probabilities per token, not the sums of answers
-    per_token   rewards and log-probabilities are reported per token, too
-    smooths     it takes dpo.label_smoothing
-    nll_weight  weight of the next-token loss on chosen answers that belongs to it
-    """
-
-    reference: bool = True
-    averages: bool = False
-    per_token: bool = False
-    smooths: bool = False
-    nll_weight: float = 0.0
-
-
-PREFERENCE_LOSSES: dict[LossType, PreferenceLoss] = {
-    **dict.fromkeys(("sigmoid", "robust"), PreferenceLoss(smooths=True)),
-    "ipo": PreferenceLoss(averages=True),
-    **dict.fromkeys(("hinge", "apo_zero"), PreferenceLoss()),
-    "simpo": PreferenceLoss(reference=False, averages=True, per_token=True),
-    "orpo": PreferenceLoss(reference=False, averages=True, per_token=True, nll_weight=1.0),
-}
 
 
 class Dpo(Reference):

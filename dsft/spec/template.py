@@ -12,7 +12,8 @@ from typing import get_args
 from dsft.errors import Problem, SpecError, StorageError
 from dsft.spec.document import quote, read_document
 from dsft.spec.load import load_spec
-from dsft.spec.schema import NAME_PATTERN, Distill, LossType, Spec
+from dsft.spec.losses import LossType
+from dsft.spec.schema import NAME_PATTERN, Distill, Spec
 from dsft.spec.task import TASKS, Kind, TaskFacts, task_names
 from dsft.system.files import is_own
 from dsft.system.json_file import read_json

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from dsft.spec.schema import PREFERENCE_LOSSES, LossType
+from dsft.spec.losses import PREFERENCE_LOSSES, LossType
 from dsft.spec.task import TASKS
 from tests.specs import minimal_spec
 
