@@ -21,7 +21,7 @@ def lora(draft: Draft, name: str) -> None:
         draft.put("model.lora.alpha", 2 * rank, "default of lora_alpha: twice the rank")
     else:
         draft.carry("model.lora.alpha")
-    if TASKS[draft.values["task"]].kind == "preference training" and draft.number("lora_dropout") > 0:
+    if TASKS[draft.values["task"]].training == "preference training" and draft.number("lora_dropout") > 0:
         draft.put("model.lora.dropout", 0.0, "lora_dropout, but dropout would change the policy alone")
         draft.leave("lora_dropout", "dropout would make the policy differ from its reference: 0 here")
     else:

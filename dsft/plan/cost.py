@@ -150,7 +150,7 @@ def step_flops(census: Census, spec: Spec, length: float | None = None) -> float
     found += (2 * layers + attention) * recomputed / census.num_layers
     if spec.model.experts.balance == "global_batch":
         found += 2 * whole + attention
-    if spec.reference is not None and spec.reference.columns:
+    if spec.reference is not None and spec.reference.teacher_values:
         found += 2 * (whole - layers)
     passes: float = policy_passes(spec) + reference_passes(spec)
     if spec.reference is not None and not scores_in_training(spec):

@@ -136,7 +136,7 @@ def _stored_per_target(plan: Plan) -> int:
     """Return the bytes of a teacher's store for each target; 0 for a reference of answers, which stores a few
     numbers for each, and for one that scores while the run trains."""
     own = plan.spec.reference
-    return 0 if own is None or scores_in_training(plan.spec) else own.columns * FP32
+    return 0 if own is None or scores_in_training(plan.spec) else own.teacher_values * FP32
 
 
 def _reference_keys(plan: Plan) -> tuple[ConfigEntry, ...]:

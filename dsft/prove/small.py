@@ -144,7 +144,7 @@ def build(spec: Spec, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     torch.manual_seed(spec.train.seed)
     for name, one in models.items():
         # dsft switches dropout off where the policy starts as its reference, and in every reference
-        drops = name == REFERENCE or (isinstance(spec.of_task, Reference) and spec.of_task.is_start)
+        drops = name == REFERENCE or (isinstance(spec.of_task, Reference) and spec.of_task.is_initial_policy)
         config = resolve_config(one, token_facts(tokenizer))
         made = small_model(config, spec.parallel.pipeline_stages, drops=drops)
         saved = made.to(dtype=DTYPES[spec.train.precision])

@@ -47,7 +47,7 @@ class Key:
     precision   train.precision
     quantize    the form of weights in 4 bits, and model.quantize_skip; only where weights are quantized
     also        the fingerprint of each of `Inputs.also_scored`; only where there are any
-    scored      `Reference.scored`, and how many tokens the policy has; only of a teacher
+    scored      `Reference.teacher_keys`, and how many tokens the policy has; only of a teacher
 
     quantize: the spec's key that decides the form of the reference's weights.
     """
@@ -70,7 +70,8 @@ def key_of(spec: Spec, model: Model, inputs: Inputs) -> Key:
     rows = new_rows(model, inputs.facts)
     data = inputs.loaded
     datasets = (data.train, *(one.data for one in data.held_out))
-    asked, vocabulary = spec.reference and spec.reference.scored, inputs.config.get_text_config().vocab_size
+    asked = spec.reference and spec.reference.teacher_keys
+    vocabulary = inputs.config.get_text_config().vocab_size
     return Key(
         {
             "format": FORMAT,

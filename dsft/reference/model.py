@@ -82,7 +82,7 @@ def proven(reference: OpenReference, spec: Spec, inputs: Inputs, world: World) -
     other = other_model(spec)
     if other is not None:
         key = spec.own_key("reference_model")
-        is_start = spec.reference is None or spec.reference.is_start
+        is_start = spec.reference is None or spec.reference.is_initial_policy
         yield world.each(lambda: same_tokens(other, key, inputs.tokenizer, required=not is_start))
         if (around := config_around(other)) is not None:
             yield world.first(lambda: check_around(around, inputs.train))

@@ -131,7 +131,7 @@ def precompute(
             stored = world.first(lambda: read(log))
         if stored.num_missing:
             world.first(store.prepare)
-            if each := spec.reference.columns * FP32 if spec.reference is not None else 0:
+            if each := spec.reference.teacher_values * FP32 if spec.reference is not None else 0:
                 counts = [one.target_counts[ids] for one, ids in zip(datasets, stored.missing, strict=True)]
                 size = sum(int(of_one.sum()) for of_one in counts) * each
                 log(f"reference: the store grows by {size_text(size)}, {each:,} bytes for each target")
@@ -165,7 +165,7 @@ def first_places(datasets: Sequence[Dataset]) -> list[int]:
 
 def shape_of(spec: Spec, dataset: Dataset) -> Shape:
     """Return the shape of what the reference gives for a dataset."""
-    columns = spec.reference and spec.reference.columns
+    columns = spec.reference and spec.reference.teacher_values
     return (dataset.target_counts, columns) if columns else (len(dataset), dataset.answers)
 
 
@@ -233,7 +233,7 @@ def score(
         world.each(lambda: check_weights(spec, plan.store.key))
         for line in proven(reference, spec, inputs, world):
             log(f"reference: {line}")
-        if spec.reference is not None and spec.reference.scored:
+        if spec.reference is not None and spec.reference.teacher_keys:
             world.each(lambda: ask_for_top(reference.policy, spec, inputs.facts))
     scorer = AnswerScorer(plan, inputs.pad_id, world, reference.engine)
     scorer.check()

@@ -89,7 +89,7 @@ class Store:
         own = spec.reference
         given = own and own.reference_store
         folder = given or Path(spec.output_dir, ".cache", "reference", key.digest[:32])
-        return cls(Path(folder), key, spec.own_key("reference_store"), bool(own and own.scored))
+        return cls(Path(folder), key, spec.own_key("reference_store"), bool(own and own.teacher_keys))
 
     def check(self) -> None:
         """Check that the folder's key.json, if it has one, is of this key. Nothing is written, so any process

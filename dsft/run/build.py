@@ -60,7 +60,7 @@ def build(run: Run, inputs: Inputs, plan: Plan, memory: MemoryFile, task: Task) 
         notes.extend(line for line in lines if line not in known)
         if spec.model.lora is not None:
             notes.extend(left_out(policy.causal_lm))
-        if isinstance(spec.of_task, Reference) and spec.of_task.is_start:
+        if isinstance(spec.of_task, Reference) and spec.of_task.is_initial_policy:
             switched_off.extend(switch_off_dropout(policy.causal_lm))
         attention.append(attend(policy.causal_lm, spec.model, spec.data, world.device, exchange))
         return policy

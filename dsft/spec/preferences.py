@@ -37,7 +37,7 @@ def preference_findings(spec: Spec) -> Iterator[Finding]:
         has_own = own is not None and "label_smoothing" in type(own).model_fields
         message += f"use {spec.own_key('label_smoothing')}" if has_own else "leave it out"
         yield value_finding(spec, "train.label_smoothing", message, "task")
-    if isinstance(own, Reference) and own.is_start:
+    if isinstance(own, Reference) and own.is_initial_policy:
         yield from _policy_is_not_its_reference(spec)
     if getattr(own, "share_prompts", None):
         yield from _cannot_share(spec)
@@ -141,7 +141,7 @@ def _own_reference(spec: Spec, own: Reference) -> Iterator[Finding]:
         )
         message += "too; set that to adapter, or leave one of these out"
         yield value_finding(spec, "model.quantize", message, key, saved)
-    if own.reference_model is None and own.is_start:
+    if own.reference_model is None and own.is_initial_policy:
         reason = "has no effect without reference_model, since the start is stored as model.quantize says"
         yield from _unused(spec, own, ("reference_quantize",), "reference_model", reason)
     if own.reference == "live":

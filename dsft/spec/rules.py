@@ -227,8 +227,8 @@ def _kind(spec: Spec) -> str:
         return "SGD"
     if spec.model.from_config is not None:
         return "AdamW on newly initialized weights"
-    if spec.task_kind.kind == "preference training":
+    if spec.task_kind.training == "preference training":
         return f"preference training {'of all weights' if spec.model.lora is None else 'with LoRA'}"
     if spec.model.lora is not None:
         return "LoRA"
-    return "full fine-tuning" if spec.task_kind.kind == "fine-tuning" else "continued pretraining"
+    return "full fine-tuning" if spec.task_kind.training == "fine-tuning" else "continued pretraining"

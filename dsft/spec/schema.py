@@ -238,7 +238,7 @@ class Data(Section):
 class Reference(Section):
     """Base of the section of a task whose loss compares the policy with a frozen reference."""
 
-    is_start: ClassVar[bool] = True
+    is_initial_policy: ClassVar[bool] = True
     """Whether the reference is the policy before training. Dropout and noise are then refused, since policy
     and reference must agree at step 0."""
 
@@ -270,13 +270,13 @@ class Reference(Section):
         return False
 
     @property
-    def scored(self) -> dict[str, float]:
-        """The keys that decide what the reference is asked for; none for the log-probabilities of answers."""
+    def teacher_keys(self) -> dict[str, float]:
+        """Keys that change what a teacher returns; {} for a reference of whole answers."""
         return {}
 
     @property
-    def columns(self) -> int:
-        """Number of float32 values that a teacher gives for each target; 0 for a reference of answers."""
+    def teacher_values(self) -> int:
+        """Number of float32 values that a teacher returns for each target; 0 for a reference of answers."""
         return 0
 
 
@@ -346,7 +346,7 @@ class Classify(Section):
 class Distill(Reference):
     """Distillation from a teacher, which is the reference."""
 
-    is_start = False
+    is_initial_policy = False
 
     reference: Literal["precomputed", "live"] = "precomputed"
     """Where the teacher's log-probabilities come from: precomputed (from disk) or live (a second engine)."""
@@ -368,11 +368,11 @@ class Distill(Reference):
     """Weight of the divergence in the loss; 1 - weight is that of the next-token loss."""
 
     @property
-    def scored(self) -> dict[str, float]:
+    def teacher_keys(self) -> dict[str, float]:
         return {"top_k": self.top_k, "temperature": self.temperature}
 
     @property
-    def columns(self) -> int:
+    def teacher_values(self) -> int:
         return 2 * self.top_k + 1
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Kind = Literal["fine-tuning", "pretraining", "preference training"]
+Training = Literal["fine-tuning", "pretraining", "preference training"]
 """What a task is like; it decides which learning rates are usual."""
 
 Label = Literal["none", "answer", "class"]
@@ -28,7 +28,7 @@ class TaskFacts:
     unit        word for one record of data.train: "row" or "pair"
     formats     row formats that the task accepts
     objective   what it minimizes, for the model card
-    kind        see `Kind`
+    training    see `Training`
     cut         how records become examples: a key of `dsft.data.sets.load.CUTS`
     rows        token sequences per record, each of at most data.max_length tokens
     if_named    formats that are accepted only if the spec names them -> what the task then does
@@ -46,7 +46,7 @@ class TaskFacts:
     unit: str
     formats: tuple[str, ...]
     objective: str
-    kind: Kind
+    training: Training
     cut: str = "rows"
     rows: int = 1
     if_named: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from dsft.spec.document import quote, read_document
 from dsft.spec.load import load_spec
 from dsft.spec.losses import LossType
 from dsft.spec.schema import NAME_PATTERN, Distill, Spec
-from dsft.spec.task import TASKS, Kind, TaskFacts, task_names
+from dsft.spec.task import TASKS, TaskFacts, Training, task_names
 from dsft.system.files import is_own
 from dsft.system.json_file import read_json
 
@@ -168,7 +168,7 @@ _OWN_BATCH = """\
   num_train_epochs: {epochs}
   # max_steps: 1000                  # optimizer steps, instead of num_train_epochs"""
 
-_RATES: dict[Kind, tuple[str, str]] = {
+_RATES: dict[Training, tuple[str, str]] = {
     "fine-tuning": ("1e-5", "1e-4"),
     "pretraining": ("1e-5", "1e-4"),
     "preference training": ("5e-7", "5e-6"),
@@ -264,11 +264,11 @@ def _tiny(name: str, task: str, path: Path) -> str:
         )
         data = _ANSWERS_DATA.format(rows=rows, packed=_packed(kind))
     if _rows(kind):
-        data = _PRETRAIN_DATA if kind.kind == "pretraining" else _LABELED_DATA
+        data = _PRETRAIN_DATA if kind.training == "pretraining" else _LABELED_DATA
         data = data.format(text_file=json.dumps(str(_text_file(path))))
     return _filled(
         name, task, path, _TINY_MODEL, data, _TINY_BATCH.format(examples=kind.examples), rate="1e-3",
-        about_rate=f"for a pretrained model: about {_RATES[kind.kind][0]}", warmup="0.1 ", every="50",
+        about_rate=f"for a pretrained model: about {_RATES[kind.training][0]}", warmup="0.1 ", every="50",
         teacher="runs/teacher/export",
     )  # fmt: skip
 
@@ -276,7 +276,7 @@ def _tiny(name: str, task: str, path: Path) -> str:
 def _own_spec(name: str, task: str, path: Path, model: str, data: Sequence[str], lora: bool) -> str:
     """Return the spec of the user's own model and data."""
     kind = TASKS[task]
-    full, adapters = _RATES[kind.kind]
+    full, adapters = _RATES[kind.training]
     own_model = _OWN_MODEL.format(
         model=_quoted(model), lora="" if lora else "# ", space=" " * (8 if lora else 6), rate=adapters
     )
@@ -291,7 +291,7 @@ def _own_spec(name: str, task: str, path: Path, model: str, data: Sequence[str],
     )
     return _filled(
         name, task, path, own_model, own_data,
-        _OWN_BATCH.format(examples=kind.examples, epochs=3 if kind.kind == "fine-tuning" else 1),
+        _OWN_BATCH.format(examples=kind.examples, epochs=3 if kind.training == "fine-tuning" else 1),
         rate=adapters if lora else full,
         about_rate=f"{'all weights' if lora else 'adapters (lora)'}: about {full if lora else adapters}",
         warmup="0.03", every="200", teacher=_quoted(model),

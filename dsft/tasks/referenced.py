@@ -149,7 +149,7 @@ class Referenced(Task):
         precomputed reference, check random examples too, different ones at each start."""
         spec, data_rank, policy = run.spec, run.world.data_rank, model.policy
         own, annotator = spec.reference, model.annotator
-        if own is None or not own.is_start or own.reference_model is not None:
+        if own is None or not own.is_initial_policy or own.reference_model is not None:
             return
         steps = TrainSteps(inputs.train, run.batch, data_rank, spec.train.seed, inputs.pad_id)
         first = steps.step(0)
@@ -177,7 +177,7 @@ def live_reference(  # noqa: PLR0913, PLR0917  what a run knows
         return refer_to_start(policy, engine, spec)
     opened = open_reference(spec, facts, world, source)
     prove(opened)
-    if not spec.reference.scored:
+    if not spec.reference.teacher_keys:
         return refer_to_engine(opened.engine)
     world.each(lambda: ask_for_top(opened.policy, spec, facts))
     return refer_to_teacher(opened.engine)

@@ -35,7 +35,7 @@ def logits_of(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
     Every token counts as a target. The values of a teacher and a student count as logits."""
     vocabulary, hidden = embedding(census)
     chunk = head_chunk("cpu" if runs_on_cpu(spec) else "cuda", gpu_bytes(spec))
-    if spec.reference is not None and spec.reference.columns:
+    if spec.reference is not None and spec.reference.teacher_values:
         return several_tokens(spec, tokens, vocabulary, chunk)
     if not in_chunks(tokens * vocabulary, chunk):
         plain = tokens * vocabulary * PLAIN_BYTES_PER_LOGIT

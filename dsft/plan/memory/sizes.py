@@ -74,8 +74,8 @@ def several_tokens(spec: Spec, tokens: int, vocabulary: int, chunk: int) -> tupl
     then the backward read. Of a logit the backward has the product, its float32 copy, the gradient and, at
     another temperature than 1, what is divided by it; there is no sum of gradients."""
     assert spec.reference is not None, "there is a teacher"
-    width, values = compute_bytes(spec), tokens * spec.reference.columns
-    each = (width if width < FP32 else 0) + FP32 * (2 + (spec.reference.scored["temperature"] != 1))
+    width, values = compute_bytes(spec), tokens * spec.reference.teacher_values
+    each = (width if width < FP32 else 0) + FP32 * (2 + (spec.reference.teacher_keys["temperature"] != 1))
     logits = min(tokens * vocabulary, chunk // (BYTES_PER_LOGIT * SEVERAL_PARTS))
     backward, scored = logits * each + values * LEARNED_VALUE_BYTES, logits // SCORED_PARTS * BYTES_PER_LOGIT
     of_loss = JSD_BYTES if getattr(spec.of_task, "loss_type", None) == "jsd" else VALUE_BYTES
