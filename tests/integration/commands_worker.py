@@ -2,8 +2,8 @@
 
 python commands_worker.py COMMANDS.json RESULTS.json      [[word, …], …] -> [[exit code, output], …]
 
-The ranks that a command starts are forks of this process. tests/unit/reference/test_reference_misuse.py starts
-ranks that are processes of their own, and tests/integration/test_api.py a command whose rank is one.
+The ranks that a command starts are forks of this process. tests/unit/reference/test_reference_misuse.py
+starts ranks that are processes of their own, and tests/integration/test_api.py a command whose rank is one.
 """
 
 from __future__ import annotations

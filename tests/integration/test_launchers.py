@@ -38,8 +38,8 @@ runpy.run_path({str(TRAIN)!r}, run_name="__main__")
 
 
 def test_two_processes_train_the_same_with_a_json_that_overrides_the_spec(tmp_path: Path) -> None:
-    """Two at the JSON's ZeRO 3, and one, have the same losses. tests/integration/test_stopped.py types deepspeed
-    and torchrun, and three processes are in tests/parity."""
+    """Two at the JSON's ZeRO 3, and one, have the same losses. tests/integration/test_stopped.py types
+    deepspeed and torchrun, and three processes are in tests/parity."""
     spec, chosen, program = write_spec(tmp_path), tmp_path / "zero3.json", tmp_path / "recording.py"
     zero = {"stage": 3, "stage3_prefetch_bucket_size": 5000}
     chosen.write_text(

@@ -120,7 +120,8 @@ FAULTS: dict[str, tuple[str, Callable[[Typed], object], int | None, float, bool]
 """What happens to the command: its launcher, the fault, its exit code, seconds to the end of all processes,
 whether the run saves."""
 ALWAYS = ("Ctrl-C", "deepspeed is asked")
-"""test_killed.py always asks and kills a rank, tests/unit/rank/test_ancestors.py launch.py in a tree of processes."""
+"""test_killed.py always asks and kills a rank, tests/unit/rank/test_ancestors.py kills launch.py in a tree of
+processes."""
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def other_rank(lab: Lab) -> Seen:
     return found
 
 
-# tests/integration/test_stopped.py always asks deepspeed, on one host, and test_supervised_faults.py kills a rank;
-# test_ways_in.py starts deepspeed on two hosts.
+# tests/integration/test_stopped.py always asks deepspeed, on one host, and test_supervised_faults.py kills a
+# rank; test_ways_in.py starts deepspeed on two hosts.
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("victim", "fault", "saves"),

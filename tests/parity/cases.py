@@ -376,9 +376,9 @@ def core(of: Sequence[Case], paired: Sequence[tuple[str, str]] = PAIRED) -> list
 
 
 def cost_of(case: Case) -> float:
-    """Return what a case takes beside others, as measured: each rank's engine and micro-batches. ZeRO 3 gathers
-    and releases each module's parameters; a stage of a pipeline has a part of the layers; answers are longer
-    rows."""
+    """Return what a case takes beside others, as measured: each rank's engine and micro-batches. ZeRO 3
+    gathers and releases each module's parameters; a stage of a pipeline has a part of the layers; answers are
+    longer rows."""
     own = 6 + sum(ACCUMULATION[case.micro_batches])
     own *= 2.0 if case.zero_stage == 3 else 0.75 if case.is_pipeline else 1.0
     return case.ranks * own * (1.3 if case.checkpointing else 1.0) * (1.2 if case.of_answers else 1.0)

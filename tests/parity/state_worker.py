@@ -123,7 +123,9 @@ class Case:
         self.engine = deepspeed.initialize(
             model=module, model_parameters=list(module.parameters()), dist_init_required=False,
             optimizer=lambda parameters: optimizer(model, parameters, words),
-            config=on_disk(config(self.zero, self.bf16, offload, self.rows, layout.data_parallel), words, disk),
+            config=on_disk(
+                config(self.zero, self.bf16, offload, self.rows, layout.data_parallel), words, disk
+            ),
         )[0]  # fmt: skip
         if "nvme" in words:
             assert any(

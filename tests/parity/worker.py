@@ -248,11 +248,7 @@ def compare(case: Case, world: World) -> dict[str, Any]:
     final = assemble(world, engine)
     changed = changed_while_frozen(world, engine, policy, whole)
     apart = copies_apart(case, world, engine)
-    # All ranks of a stage have the same; arrays are pickled in a tenth of a tensor's time.
-    is_last = world.shard_rank == world.layout.shards - 1
-    arrays = [{name: g.numpy() for name, g in step.items() if is_last} for step in gradients]
-    sent = zip(*world.gather(arrays), strict=True)
-    gathered = [{name: torch.from_numpy(g) for name, g in merge(parts).items()} for parts in sent]
+    gathered = all_stages(world, gradients)
     engine._engine.destroy()
     nn.functional.linear = LINEAR  # ZeRO 3 leaves its own, which the plain loop must not use
     if world.rank:
@@ -810,6 +806,15 @@ def put_together(
         target.copy_(torch.from_numpy(data))
     assert not any(value.isnan().any() for value in found.values()), "an element is owned by no rank"
     return {name: value.view(shapes[name]) for name, value in found.items()}
+
+
+def all_stages(world: World, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Return the whole model's gradients of each step, from those of a stage, which all of its ranks have; a
+    collective. Arrays are pickled in less time than tensors."""
+    is_last = world.shard_rank == world.layout.shards - 1
+    mine = [{name: gradient.numpy() for name, gradient in step.items() if is_last} for step in gradients]
+    steps = (merge(parts) for parts in zip(*world.gather(mine), strict=True))
+    return [{name: torch.from_numpy(gradient) for name, gradient in step.items()} for step in steps]
 
 
 def merge(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
