@@ -72,7 +72,10 @@ def replay(
         check_same_run(CheckpointReader.open(compared), spec, batch, None, "replay")
     end = min((one for one in records if one >= step), default=step)
     since = max((one for one in records if one < end), default=0)
+    start = step_of(checkpoint) if checkpoint else 0
+    rates = {one: found.get("train/learning_rate") for one, found in records.items() if start < one <= end}
     asked = {
+        "rates": list(rates.items()),
         "action": "replay", "run": str(run), "step": step, "own_layout": own, "since": since, "end": end,
         "checkpoint": checkpoint and str(checkpoint), "compared": compared and str(compared),
         "without": list(without),
@@ -107,6 +110,13 @@ def report(found: Mapping[str, Any], path: Path, blame: bool) -> str:
     text = f"step {found['step']} of {found['run']}, from {start}, on {_words(layout)}"
     if any(layout.get(key) != value for key, value in own.items()):
         text += f"; the run had {_words(own)}, so roundings differ"
+    if found["rates"] is not None:
+        at, then, rate = found["rates"]
+        text += (
+            f"\nwarning: this is not the step that the run made: in step {at} the run's learning rate was "
+            f"{then:.6g}, here it is {rate:.6g}. The run was of another length then, and no later checkpoint "
+            "before this step is kept. checkpoint.keep_last: null keeps all."
+        )
     if not found["applied"]:
         text += "\nThe gradient was not finite, so the step was skipped."
     found_rows, found_layers = (

@@ -26,7 +26,7 @@ from dsft.errors import Problem, SpecError
 from dsft.objective.api import means
 from dsft.plan.ds_entries import HostFacts
 from dsft.report.jsonl import written
-from dsft.run.loop import Progress, Window, train_step
+from dsft.run.loop import Progress, Schedule, Window, train_step
 from dsft.run.main import checks, load, prepared, progress_at
 from dsft.run.trainer import schedule, steps_of
 from dsft.setup.inputs import Inputs, longest
@@ -46,7 +46,8 @@ def replayed(run: Run, asked: Mapping[str, Any]) -> dict[str, Any]:
 
     asked: `step`; `checkpoint`, to start from; `compared`, a checkpoint with whose inputs these are compared;
     `since` and `end`, the steps after and up to which the run's record has the mean; `without`, rows to leave
-    out."""
+    out; `rates`, steps with the learning rate that the run has recorded. In the result this is the first step
+    whose rate is another one here, with both rates, or null."""
     with swap_folders(run) as swap:
         facts = HostFacts(swap=swap, cpu_adam=prepare_ops(run.spec, run.world, run.log))
         compared, start = (_opened(run, asked[key]) for key in ("compared", "checkpoint"))
@@ -82,7 +83,7 @@ class Replay:
         """Train, and return the figures of the step and of the record that it is in."""
         run, model = self.run, self.model
         world, steps = run.world, steps_of(run, self.inputs)
-        window, found = Window(), dict[str, Any]()
+        window, found, rates = Window(), dict[str, Any](rates=None), dict(asked["rates"])
         while progress.step < asked["end"]:
             batch = self._annotated(steps.step(progress.step))
             if progress.step + 1 != asked["step"]:
@@ -101,6 +102,10 @@ class Replay:
                         one["without"] = without["after"]
             if progress.step >= asked["since"]:
                 window.add(batch, result, 0.0, 0.0)
+            rate = self._schedule().learning_rate(progress.applied_steps)
+            then = rates.get(progress.step + 1)
+            if then is not None and found["rates"] is None and not math.isclose(rate, then):
+                found["rates"] = [progress.step + 1, then, rate]
             progress = progress.after(batch, result)
         assert window.sums is not None and window.last is not None
         record = means(model.objective, world.sum(window.sums), window.counts, "train")
@@ -111,9 +116,11 @@ class Replay:
         return self.model.annotator.now(self.model.annotator.ahead(step))
 
     def _step(self, batch: GlobalStep, progress: Progress) -> StepResult:
-        when = schedule(self.run.spec, self.run.batch, self.inputs.total_steps)
         model, rank = self.model, self.run.world.rank
-        return train_step(model.engine, batch, when, progress, rank, model.annotator.after)[0]
+        return train_step(model.engine, batch, self._schedule(), progress, rank, model.annotator.after)[0]
+
+    def _schedule(self) -> Schedule:
+        return schedule(self.run.spec, self.run.batch, self.inputs.total_steps)
 
     def _save(self, progress: Progress) -> None:
         """Save the state before the step into the folder of this replay, which is removed at its end."""

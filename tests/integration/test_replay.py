@@ -191,6 +191,24 @@ def test_on_another_layout(
     assert "; the run had 2 processes, zero_stage 2, so" in capsys.readouterr().out
 
 
+def test_steps_from_before_the_run_was_made_longer(
+    crashed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their learning rates were other ones, and no checkpoint has the run's state after them."""
+    monkeypatch.setenv("COLUMNS", "250")
+    run = Path(shutil.copytree(crashed, tmp_path / "moved"))
+    shutil.rmtree(run / "checkpoints")
+    spec = run / "spec.yaml"
+    assert (text := spec.read_text(encoding="utf-8")).count("max_steps: 8\n") == 1
+    spec.write_text(text.replace("max_steps: 8\n", "max_steps: 16\n"), encoding="utf-8")
+    step, then, rate = replay(run, 4)["rates"]
+    assert then == records(run, "train/learning_rate")[step] and abs(rate - then) > 1e-5
+    assert f"in step {step} the run's learning rate was {then:.6g}, here" in capsys.readouterr().out
+    spec.write_text(text, encoding="utf-8")
+    assert replay(run, 4)["rates"] is None
+    assert "this is not the step" not in capsys.readouterr().out
+
+
 def test_of_a_run_without_a_checkpoint(crashed: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(crashed, tmp_path / "moved"))
     shutil.rmtree(run / "checkpoints")
