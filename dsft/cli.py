@@ -569,7 +569,12 @@ def score(
         Path,
         typer.Argument(metavar="EXPORT", help="Folder of a reward model or a classifier, or a run's name."),
     ],
-    data: Annotated[str, typer.Option(metavar="FILE", help="Rows to score: pairs, conversations or texts.")],
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="Rows to score; {path: FILE, columns: {text: review}} renames columns."
+        ),
+    ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="File to write, a line of JSON for each row.")],
     batch_size: Annotated[int, typer.Option(min=1, help="Answers in memory at once.")] = 8,
 ) -> None:

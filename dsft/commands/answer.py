@@ -27,7 +27,7 @@ from dsft.data.rows import BadRowError, Conversation, Message, Row, data_error
 from dsft.errors import MissingInputError, Problem, StorageError
 from dsft.rank.start import run_ranks
 from dsft.remote import without_rank_variables
-from dsft.spec.load import load_spec
+from dsft.spec.load import given_source, load_spec
 from dsft.spec.schema import Source
 from dsft.system.files import atomic_write, write_error
 from dsft.system.run_folder import ANSWERS, named_export, named_run
@@ -53,7 +53,7 @@ def defaults(name: Path, data: str | None, out: Path | None) -> tuple[Source, Pa
     answers.jsonl of its folder, where `dsft report` finds it. Raises MissingInputError where there is no run
     or no data.eval."""
     if data is not None and out is not None:
-        return Source(path=data), out
+        return given_source(data), out
     try:
         run = named_run(str(name))
     except MissingInputError:
@@ -61,7 +61,7 @@ def defaults(name: Path, data: str | None, out: Path | None) -> tuple[Source, Pa
     held_out = () if data else load_spec(run / "spec.yaml", check_files=False).data.eval
     if not data and not held_out:
         raise MissingInputError(f"the spec of {run} has no data.eval to answer; give --data FILE.")
-    return Source(path=data) if data else held_out[0], out or run / ANSWERS
+    return given_source(data) if data else held_out[0], out or run / ANSWERS
 
 
 def answer(

@@ -23,7 +23,7 @@ from dsft.errors import CheckpointError, MissingInputError, Problem, SpecError, 
 from dsft.plan.tables import printed, table
 from dsft.spec.document import quote
 from dsft.spec.layout import fewest_ranks
-from dsft.spec.load import load_spec
+from dsft.spec.load import given_source, load_spec
 from dsft.spec.schema import Spec
 from dsft.spec.task import task_of_export
 from dsft.system.json_file import read_json
@@ -113,11 +113,15 @@ def _of_model(path: Path, files: Sequence[str]) -> str:
             "task": task,
             **({"classify": {"labels": [*config["id2label"].values()]}} if task == "classify" else {}),
             "model": model,
-            "data": {"train": [{"path": file} for file in files], "max_length": length},
+            "data": {"train": _sources(files), "max_length": length},
             "train": {"precision": precision, "micro_batch_size": 1, "accumulation_steps": 1},
             "optim": {"learning_rate": 1e-5},
         }
     )
+
+
+def _sources(files: Sequence[str]) -> list[dict[str, Any]]:
+    return [given_source(file).model_dump(exclude_defaults=True) for file in files]
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -134,7 +138,7 @@ def _refused(where: str, message: str) -> SpecError:
 
 def _spec(name: str, target: Target, overrides: Sequence[str], files: Sequence[str]) -> Spec:
     """Return the spec to be evaluated. Raises SpecError with all problems."""
-    rows = json.dumps([{"path": str(file)} for file in files])
+    rows = json.dumps(_sources(files))
     given = [f"data.train={rows}", f"data.eval={rows}", "data.eval_fraction=null", "data.eval_count=null"]
     words = [*CHANGED, *(given if files else ()), *overrides]
     if isinstance(target.spec, Path):

@@ -27,6 +27,7 @@ from dsft.data.render.renderer import Renderer
 from dsft.data.rows import Records, TokenRows, data_error
 from dsft.data.tokenizer.load import load_tokenizer
 from dsft.errors import MissingInputError, Problem
+from dsft.spec.load import given_source
 from dsft.spec.schema import Source
 from dsft.spec.task import TASKS
 from dsft.system.files import atomic_write, write_error
@@ -57,7 +58,8 @@ def score(folder: Path, data: str, out: Path, batch_size: int) -> str:
             "that of the tokenizer."
         )
     labels = tuple(model.config.id2label.values()) if model.config.num_labels > 1 else ()
-    records, without = _labeled(data, tokenizer, labels) if labels else (_records(data, tokenizer), "")
+    rows = given_source(data)
+    records, without = _labeled(rows, tokenizer, labels) if labels else (_records(rows, tokenizer), "")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scores = scores_of(model.to(device).eval(), records.rows, batch_size)
     names = labels or NAMES[records.each]
@@ -116,27 +118,28 @@ def scores_of(model: Any, rows: TokenRows, batch_size: int) -> Scores:
     return found
 
 
-def _labeled(data: str, tokenizer: Any, labels: tuple[str, ...]) -> tuple[Records, str]:
+def _labeled(data: Source, tokenizer: Any, labels: tuple[str, ...]) -> tuple[Records, str]:
     """Read the rows for a classifier, and return why their labels are not compared; "" if they are. Raises
     DataError for those that cannot be scored."""
-    read = partial(tokenized_rows, Source(path=data), Renderer(tokenizer, train_on="all"), task="classify")
+    read = partial(tokenized_rows, data, Renderer(tokenizer, train_on="all"), task="classify")
     rows, without = read(labels=labels), ""
     if rows.account.bad:
         place, reason = rows.account.bad[0]
         rows, without = read(), f", and not compared with labels ({place}: {reason})"
-    return _checked(data, rows, "classify"), without
+    return _checked(data.path, rows, "classify"), without
 
 
-def _records(data: str, tokenizer: Any) -> Records:
+def _records(data: Source, tokenizer: Any) -> Records:
     """Read the rows for a reward model. Raises DataError for those that cannot be scored."""
     renderer = Renderer(tokenizer)
     for task, columns in READINGS:
-        rows = tokenized_rows(Source(path=data, columns=columns), renderer, task=task)
+        named = data.model_copy(update={"columns": columns | data.columns})
+        rows = tokenized_rows(named, renderer, task=task)
         if not rows.account.unread:
             break
     else:
-        rows = tokenized_rows(Source(path=data), renderer, task=task)  # whose message fits any file
-    return _checked(data, rows, task)
+        rows = tokenized_rows(data, renderer, task=task)  # whose message fits any file
+    return _checked(data.path, rows, task)
 
 
 def _checked(data: str, rows: TokenRows, task: str) -> Records:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dsft.spec.aliases import fields, is_of_another_tool, likely_key
 from dsft.spec.architecture import model_findings
 from dsft.spec.cluster import cluster_findings
 from dsft.spec.combinations import combinations
-from dsft.spec.document import Document, SpecDumper, quote, read_document
+from dsft.spec.document import Document, SpecDumper, dotted, quote, read_document
 from dsft.spec.files import file_findings, model_config, source_findings
 from dsft.spec.findings import Finding
 from dsft.spec.hosts import expand_hosts, with_ranks
@@ -30,7 +31,7 @@ from dsft.spec.messages import errors_of, key_of, path_in, sentences
 from dsft.spec.model_types import model_type_findings
 from dsft.spec.overrides import apply_overrides
 from dsft.spec.rules import rule_findings
-from dsft.spec.schema import Spec
+from dsft.spec.schema import Source, Spec
 
 MAX_BYTES = 1_000_000
 
@@ -52,6 +53,21 @@ def load_spec(
     if document.problems or spec is None:
         raise _all_problems(path, document.problems)
     return spec
+
+
+def given_source(text: str) -> Source:
+    """Return the rows that a user names by --data: a path, or as in data.train a mapping in braces, such as
+    {path: a.csv, columns: {text: review}}. Raise SpecError with all problems."""
+    document = read_document(text) if text.startswith("{") else None
+    data = document.data if document else {"path": text}
+    problems = [replace(one, where="--data", line=None) for one in (document.problems if document else ())]
+    try:
+        if not problems:
+            return Source.model_validate(data)
+    except ValidationError as error:
+        named = sentences(errors_of(error), data)
+        problems = [Problem(f"--data: {dotted(path)}", message) for path, message in named]
+    raise SpecError("The command line cannot be used.", problems)
 
 
 def dump_spec(spec: Spec) -> str:

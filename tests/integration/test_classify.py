@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -181,6 +182,18 @@ def test_export_is_a_classifier_of_transformers(runs: Path, tmp_path: Path) -> N
     ours = torch.tensor([list(one["probabilities"].values()) for one in found], dtype=torch.float64)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     assert [one["label"] for one in found] == [LABELS[n] for n in expected.argmax(1).tolist()]
+
+    renamed = [{"review": one["text"], "stars": one["label"]} for one in LINES]
+    other = json.dumps(
+        {
+            "path": str(write_rows(tmp_path / "renamed.jsonl", renamed)),
+            "columns": {"text": "review", "label": "stars"},
+        }
+    )
+    of_others = score(export, other, tmp_path / "renamed.out", 3)
+    assert of_others.partition(": ")[2] == line.partition(": ")[2]
+    columns = yaml.safe_load(str(found_by_eval(str(export), [other]).spec))["data"]["train"][0]["columns"]
+    assert columns == {"text": "review", "label": "stars"}
 
     unlabeled = [{"text": text} for text in TEXTS] + [{"text": " word" * 300}]
     line = score(export, str(write_rows(tmp_path / "texts.jsonl", unlabeled)), tmp_path / "again.jsonl", 8)

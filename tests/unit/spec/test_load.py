@@ -5,7 +5,8 @@ import pytest
 
 from dsft.errors import MissingInputError, SpecError
 from dsft.spec.aliases import ALIASES, keys, suggestion
-from dsft.spec.load import MAX_BYTES, dump_spec, load_spec
+from dsft.spec.load import MAX_BYTES, dump_spec, given_source, load_spec
+from dsft.spec.schema import Source
 from tests.selected import tiered
 from tests.unit.spec.conftest import GOOD, Write
 
@@ -189,3 +190,25 @@ def test_keys_of_adamw_that_sgd_does_not_read(write: Write) -> None:
     found = messages(write(), "optim.name=sgd", "optim.betas=[0.8, 0.9]", "optim.eps=1e-3")
     assert ["has no effect with sgd" in message for message in found] == [True, True]
     assert load_spec(write(), ["optim.name=sgd", "optim.momentum=0.9", "optim.eps=1e-8"])
+
+
+def test_rows_of_the_command_line_are_a_path_or_a_source() -> None:
+    assert given_source("a.csv") == Source(path="a.csv")
+    assert given_source("{path: a.csv, columns: {text: review}}") == Source(
+        path="a.csv", columns={"text": "review"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{path: a.csv, column: {text: review}}", "--data: column: there is no such key"),
+        ("{columns: {text: review}}", "--data: path: "),
+        ("{path: a.csv, max_rows: many}", "--data: max_rows: 'many' is a string"),
+        ("{path: a.csv", "--data: "),
+    ],
+)
+def test_a_source_of_the_command_line_with_a_mistake(text: str, problem: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        given_source(text)
+    assert [str(one).startswith(problem) for one in raised.value.problems] == [True], str(raised.value)
