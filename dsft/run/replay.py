@@ -84,12 +84,13 @@ class Replay:
         run, model = self.run, self.model
         world, steps = run.world, steps_of(run, self.inputs)
         window, found, rates = Window(), dict[str, Any](rates=None), dict(asked["rates"])
+        left_out = self._ids(steps.step(asked["step"] - 1), asked["without"])
         while progress.step < asked["end"]:
             batch = self._annotated(steps.step(progress.step))
             if progress.step + 1 != asked["step"]:
                 result = self._step(batch, progress)
             else:
-                if left_out := self._ids(batch, asked["without"]):
+                if left_out:
                     self._save(progress)
                     others = self._annotated(steps.step(progress.step, left_out))
                     found["other"] = self._watched(others, batch, progress)[1]

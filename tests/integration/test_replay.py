@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from dsft.commands import replay as command
 from dsft.data.sets.dataset import Dataset
 from dsft.data.steps.steps import TrainSteps
 from dsft.errors import CheckpointError, MissingInputError, SpecError
-from dsft.run.replay import shares_of_loss
+from dsft.run.loop import Progress
+from dsft.run.replay import Replay, shares_of_loss
 from dsft.setup.inputs import read_inputs
 from dsft.spec.layout import batch_on, layout_of
 from dsft.spec.load import load_spec
@@ -349,6 +351,17 @@ def forget(run: Path) -> None:
 def damage(run: Path) -> None:
     path = next((run / "checkpoints" / "step-4").glob("rank-*"))
     path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+
+def test_rows_that_are_not_in_the_step_are_named_before_any_training(crashed: Path) -> None:
+    spec = load_spec(crashed / "spec.yaml")
+    batch = batch_on(spec, layout_of(spec.parallel, 1))
+    run: Any = SimpleNamespace(spec=spec, batch=batch, world=SimpleNamespace(data_rank=0))
+    model: Any = None  # the first step would fail
+    inputs = read_inputs(spec, lambda text: None)
+    asked = {"step": 5, "since": 4, "end": 5, "without": ["absent.jsonl:1"], "rates": []}
+    with pytest.raises(SpecError, match=r"absent\.jsonl:1 is not among the rows of the step"):
+        Replay(run, inputs, model).result(Progress(), asked)
 
 
 def test_changed_rows_and_rows_that_are_not_in_the_step(crashed: Path) -> None:
