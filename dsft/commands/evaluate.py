@@ -107,9 +107,11 @@ def _of_model(path: Path, files: Sequence[str]) -> str:
     length = min(positions, LENGTH) if isinstance(positions, int) and positions > 0 else LENGTH
     task = task_of_export(adapter if adapter.get("task_type") else config)
     precision = "bf16" if torch.cuda.is_available() else "fp32"
+    folder = path.resolve()
+    name = f"{folder.parent.name}-export" if folder.name == "export" else folder.name  # as of every run
     return yaml.safe_dump(
         {
-            "name": re.sub(r"[^A-Za-z0-9]+", "-", path.resolve().name).strip("-")[:80] or "model",
+            "name": re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:80] or "model",
             "task": task,
             **({"classify": {"labels": [*config["id2label"].values()]}} if task == "classify" else {}),
             "model": model,

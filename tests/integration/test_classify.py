@@ -172,6 +172,7 @@ def test_export_is_a_classifier_of_transformers(runs: Path, tmp_path: Path) -> N
     assert not any(info.values()) and loaded.config.num_labels == len(LABELS)
     spec = str(found_by_eval(str(export), ["rows.jsonl"]).spec)
     assert "task: classify" in spec and "- loud" in spec
+    assert "name: packed-export\n" in spec, "its result replaces no other run's"
     with torch.no_grad():
         expected = loaded(**padded(export)).logits.softmax(1).double()
     evaluated = series_of(runs / "packed", NAMES, "eval")[-1]
