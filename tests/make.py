@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsft.data.steps.batch import NO_TARGET, Answers, MicroBatch, Segments, Tokens
 from dsft.dist.world import World
-from dsft.engine.api import Fragment, Kind
+from dsft.engine.api import Fragment, StateKind
 from dsft.model.policy import Policy
 from dsft.rank.environment import Launched
 from dsft.setup.run import Run
@@ -85,6 +85,6 @@ def make_run(spec: Spec, world: Any, **fields: Any) -> Run:
     return Run(**{**given, **fields})
 
 
-def fragment_of(name: str, kind: Kind, start: int, data: Tensor) -> Fragment:
+def fragment_of(name: str, kind: StateKind, start: int, data: Tensor) -> Fragment:
     """A fragment of a tensor (n,) that is in memory."""
     return Fragment(name, kind, start, len(data), lambda: data)

@@ -17,7 +17,7 @@ from dsft.checkpoint.compare import check_same_base
 from dsft.checkpoint.merge import model_of
 from dsft.checkpoint.read import CheckpointReader
 from dsft.checkpoint.tensors import TensorSource
-from dsft.engine.api import Kind
+from dsft.engine.api import StateKind
 from dsft.errors import CheckpointError, MissingInputError
 from dsft.model.build import around
 from dsft.model.config import config_around
@@ -106,7 +106,7 @@ class TensorsAround:
             for key, file in others.items()
         } | made  # those of one conversion follow each other
 
-    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
+    def read(self, name: str, kind: StateKind, start: int, stop: int) -> Tensor:
         if name in self._names:
             return self._values.read(self._names[name], kind, start, stop)
         if name in self._converted.shapes:

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dsft.checkpoint.compare import check_same_base
 from dsft.checkpoint.read import CheckpointReader
-from dsft.engine.api import Kind
+from dsft.engine.api import StateKind
 from dsft.model.build import around, has_frozen, initial_values
 from dsft.model.config import on_meta
 from dsft.model.files import digests, model_files
@@ -72,7 +72,7 @@ class Adapter:
         }
         self.shapes = {name: peft_shape(first, shapes[first]) for name, first in self._names.items()}
 
-    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
+    def read(self, name: str, kind: StateKind, start: int, stop: int) -> Tensor:
         """Read elements [start, stop) of the flattened tensor, as float32 on the CPU."""
         if (first := self._names[name]) in self._frozen:
             return self._frozen[first].flatten()[start:stop]
@@ -142,7 +142,7 @@ class WholeModel:
         self._base = initial_values(model_of(checkpoint), meta, seed, dtype, rows_of(checkpoint))
         self._last: tuple[str, Tensor] = ("", torch.empty(0))
 
-    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
+    def read(self, name: str, kind: StateKind, start: int, stop: int) -> Tensor:
         """Read elements [start, stop) of the flattened tensor, as float32 on the CPU. `kind` is ignored:
         there are only values, no optimizer states."""
         if name != self._last[0]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsft.checkpoint.files import FileDigest, damage, damages
 from dsft.checkpoint.state_schema import problem_of
-from dsft.engine.api import Kind
+from dsft.engine.api import StateKind
 from dsft.errors import CheckpointError, LockedError
 from dsft.system.json_file import read_json
 from dsft.system.run_folder import CHECKPOINTS, MANIFEST, STEP, named_checkpoint, step_folders, step_of
@@ -138,16 +138,22 @@ class CheckpointReader:
             for kind in self.kinds_of(name):
                 self._pieces_of(name, kind, 0, numel)
 
-    def kinds_of(self, name: str) -> list[Kind]:
-        """Return what is stored of a parameter: beside AdamW, a matrix that Muon trains has one moment of its
-        own."""
-        kinds: list[Kind] = self.state["kinds"]
-        if not {"exp_avg", "momentum_buffer"} <= set(kinds):
-            return kinds
-        is_muons = (name, "momentum_buffer") in self._index
-        return [kind for kind in kinds if kind == "value" or (kind == "momentum_buffer") == is_muons]
+    def kinds_of(self, name: str) -> list[StateKind]:
+        """Return what must be stored of a parameter: its kinds, those that another has beside the same, and
+        those that none has. With muon not all have the same."""
+        own = self._stored_of(name)
+        whole = max((kinds for kinds in self._stored if own <= kinds), key=len)
+        missing = set(self.state["kinds"]).difference(*self._stored)
+        return [kind for kind in self.state["kinds"] if kind in whole | missing]
 
-    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
+    def _stored_of(self, name: str) -> frozenset[StateKind]:
+        return frozenset(kind for kind in self.state["kinds"] if (name, kind) in self._index)
+
+    @cached_property
+    def _stored(self) -> set[frozenset[StateKind]]:
+        return {self._stored_of(name) for name in self.shapes}
+
+    def read(self, name: str, kind: StateKind, start: int, stop: int) -> Tensor:
         """Read elements [start, stop) of the flattened parameter, whichever ranks wrote them, as float32 on
         the CPU."""
         result = torch.empty(stop - start)

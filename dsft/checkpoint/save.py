@@ -95,12 +95,12 @@ class CheckpointState:
 
 @dataclass(frozen=True)
 class RankFile:
-    """The file that a rank wrote: its name, elements per kind and its parameters' shapes; or why it could not
-    be written."""
+    """The file that a rank wrote: its name, the number of elements of which it has the same kinds, by these,
+    and its parameters' shapes; or why it could not be written."""
 
     name: str
     written: FileDigest | None
-    elements: Mapping[str, int]
+    elements: Mapping[frozenset[str], int]
     shapes: Mapping[str, tuple[int, ...]]
     failure: str | None = None
 
@@ -175,9 +175,12 @@ def _write_part(
     aside: Path, mine: list[Fragment], shapes: Mapping[str, tuple[int, ...]], rank: int
 ) -> RankFile:
     name = file_of(rank)
-    elements: Counter[str] = Counter()
-    for fragment in mine:
-        elements[fragment.kind] += fragment.size
+    kinds: dict[tuple[str, int, int], set[str]] = {}
+    for one in mine:
+        kinds.setdefault((one.name, one.start, one.size), set()).add(one.kind)
+    elements: Counter[frozenset[str]] = Counter()
+    for (_, _, size), found in kinds.items():
+        elements[frozenset(found)] += size
     try:
         written = write_tensors(aside / name, entries_of(mine), _chunks(mine), METADATA)
     except OSError as error:
@@ -208,21 +211,21 @@ def _check_parts(parts: list[RankFile]) -> None:
         raise StorageError(" ".join(failures))
     total = sum(math.prod(shape) for shape in _shapes(parts).values())
     found = _elements(parts)
-    if {"exp_avg", "momentum_buffer"} <= found.keys():  # Muon's matrices have one moment, not AdamW's two
-        momentum = found.pop("momentum_buffer")
-        found.update(exp_avg=momentum, exp_avg_sq=momentum)
-    for kind, elements in found.items():
-        if elements != total:
-            raise DsftError(
-                f"The ranks own {elements} elements of {kind} where the model has {total}; nothing is saved."
-            )
+    values = sum(elements for kinds, elements in found.items() if "value" in kinds)
+    if values != total:
+        message = f"The ranks own {values} elements of value where the model has {total}; nothing is saved."
+        raise DsftError(message)
+    for kinds, elements in found.items():
+        if lacking := {kind for other in found if kinds < other for kind in other - kinds}:
+            what = f"no {' and '.join(sorted(lacking))} of {elements} elements"
+            raise DsftError(f"The ranks own {what}, but of others; nothing is saved.")
 
 
 def _shapes(parts: Iterable[RankFile]) -> dict[str, tuple[int, ...]]:
     return {name: shape for part in parts for name, shape in part.shapes.items()}
 
 
-def _elements(parts: Iterable[RankFile]) -> Counter[str]:
+def _elements(parts: Iterable[RankFile]) -> Counter[frozenset[str]]:
     return sum((Counter(part.elements) for part in parts), Counter())
 
 
@@ -231,7 +234,8 @@ def _commit(
 ) -> None:
     try:
         model = write_files(aside / MODEL, model_files)
-        state = asdict(facts) | {"parameters": _shapes(parts), "kinds": sorted(_elements(parts))}
+        kinds = sorted({kind for kinds in _elements(parts) for kind in kinds})
+        state = asdict(facts) | {"parameters": _shapes(parts), "kinds": kinds}
         files = {part.name: part.written for part in parts} | {STATE: write_json(aside / STATE, state)}
         files |= {f"{MODEL}/{name}": written for name, written in model.items()}
         listed = {name: asdict(written) for name, written in files.items() if written is not None}

@@ -19,7 +19,7 @@ from pydantic import (
     ValidationError,
 )
 
-from dsft.engine.api import Kind
+from dsft.engine.api import StateKind
 from dsft.spec.schema import Spec
 
 _MOST = 2**48  # elements of a tensor: a petabyte of fp32
@@ -101,7 +101,7 @@ class _State(_Values):
     progress: _Progress
     spec: _Spec
     parameters: dict[str, Annotated[list[NonNegativeInt], AfterValidator(_countable)]]
-    kinds: Annotated[list[Kind], Len(1)]
+    kinds: Annotated[list[StateKind], Len(1)]
     batch: _Batch
     data: dict[str, _Rows]
     versions: dict[str, str] = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dsft.checkpoint.files import write_json
-from dsft.engine.api import Kind
+from dsft.engine.api import StateKind
 from dsft.errors import StorageError
 from dsft.model.conversion import ConvertedTensors, dot_natural_key, name_patterns, write_map
 from dsft.system.json_file import read_json
@@ -36,7 +36,7 @@ class TensorSource(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor: ...
+    def read(self, name: str, kind: StateKind, start: int, stop: int) -> Tensor: ...
 
 
 class TensorsWithExtras:
@@ -53,7 +53,7 @@ class TensorsWithExtras:
             **{name: tuple(tensor.shape) for name, tensor in self._beside.items()},
         }
 
-    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
+    def read(self, name: str, kind: StateKind, start: int, stop: int) -> Tensor:
         if name in self._beside:
             return self._beside[name].flatten()[start:stop]
         return self._values.read(name, kind, start, stop)
@@ -80,7 +80,7 @@ class FileTensors:
         }
         self.dtypes = {key: values.dtypes[name] for key, name in first.items() if name in values.dtypes}
 
-    def read(self, key: str, kind: Kind, start: int, stop: int) -> Tensor:
+    def read(self, key: str, kind: StateKind, start: int, stop: int) -> Tensor:
         if key in self._names:
             return self._values.read(self._names[key], kind, start, stop)
         out = torch.empty(stop - start)

@@ -53,7 +53,7 @@ from dsft.plan.memory.layer import mlp_chunks
 from dsft.plan.memory.offload import largest_part
 from dsft.plan.memory.ranks import memory
 from dsft.plan.memory.reference import with_reference
-from dsft.plan.memory.sizes import GIB, gpu_bytes, runs_on_cpu, with_device
+from dsft.plan.memory.sizes import GIB, gpu_bytes, with_device
 from dsft.plan.reference import reference_model, scores_in_training
 from dsft.plan.tables import heading, printed, table
 from dsft.plan.traffic import traffic
@@ -124,7 +124,7 @@ def _refused(key: str, message: str) -> SpecError:
 
 def setup_of(plan: Plan) -> Setup:
     tokenizer, added = open_tokenizer(plan.spec.model)
-    on_cpu = runs_on_cpu(plan.spec)
+    on_cpu = plan.spec.is_on_cpu
     gpu = gpu_bytes(plan.spec) or GPU
     model = plan.spec.model.model_copy(update={"kernels": "torch"})  # Liger's are Triton's, which need a GPU
     spec = with_device(plan.spec.model_copy(update={"model": model}), "cpu" if on_cpu else "cuda", gpu)
@@ -199,7 +199,7 @@ def rehearse_rank(setup: Setup, plan: Plan, stage: int) -> dict[str, Any]:
         find_split_points(resolve_config(model, setup.facts))  # computes, so before the rehearsal
         take_census(model, setup.facts)  # so does this
     load_bitsandbytes()  # asks torch for a GPU, so before the rehearsal
-    mode = NoMemory(CPU if runs_on_cpu(spec) else CUDA)
+    mode = NoMemory(CPU if spec.is_on_cpu else CUDA)
     world = begin(mode, stage * plan.layout.shards, plan.layout, setup.gpu, _trained(plan, setup.cut))
     with mode:
         saved = run_phases(setup, world, mode, NoValues())

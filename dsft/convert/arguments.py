@@ -15,10 +15,10 @@ from dsft.convert.parallel import parallel
 from dsft.convert.values import names_in, number, whole
 from dsft.spec.aliases import OTHER_NAMES, VALUES
 from dsft.spec.document import quote
-from dsft.spec.schema import Optim, Schedule
+from dsft.spec.optimizers import OPTIMIZERS
+from dsft.spec.schema import Schedule
 from dsft.system import json_file
 
-OPTIMIZERS = get_args(Optim.model_fields["name"].annotation)
 _CARRIED = (
     "train.seed", "train.max_grad_norm", "train.neftune_alpha", "train.label_smoothing", "train.log_every",
     "train.eval_on_start", "optim.learning_rate", "optim.weight_decay", "optim.eps", "checkpoint.keep_last",
@@ -106,7 +106,8 @@ def _optimizer(draft: Draft) -> None:
     name, note = str(value), draft.source(given)
     if draft.is_on("use_muon"):
         name, note = "muon", draft.source("use_muon")
-    if name not in ("sgd", "muon") and "adamw" not in name:
+    exact = name in OPTIMIZERS and "adamw" not in name
+    if not exact and "adamw" not in name:
         draft.leave(given, f"{quote(name)} is not offered; optim.name has {', '.join(OPTIMIZERS)}")
         note = f"{name} is not offered; AdamW may need another learning rate"
     in_8_bits = name in _8_BITS and not draft.has("parallel.offload_optimizer")
@@ -116,7 +117,6 @@ def _optimizer(draft: Draft) -> None:
         note += f"; {name} there, full-precision AdamW here"
     if name == "muon":
         note += "; its steps are as long as AdamW's here, so check the learning rate"
-    exact = name in ("sgd", "muon")
     draft.put("optim.name", name if exact else "adamw_8bit" if in_8_bits else "adamw", note)
     values = {name: draft.get(name) for name in _BETAS}
     betas = [_BETAS[name] if value is None else number(value) for name, value in values.items()]

@@ -9,69 +9,50 @@ than 4,096 elements keep moments of 32 bits, as with bitsandbytes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsft.engine.api import StateKind
+from dsft.engine.base_optimizer import BaseAdam, StateShard
 from dsft.model.quantize import bitsandbytes
 from dsft.plan.storage import MOMENT_BLOCK, MOMENT_LEAST
 
-KINDS: tuple[Literal["exp_avg", "exp_avg_sq"], ...] = ("exp_avg", "exp_avg_sq")
+KINDS: tuple[StateKind, ...] = ("exp_avg", "exp_avg_sq")
 _SLICE = 1 << 14  # blocks that are encoded at once: 16 MiB of values
-
-
-@dataclass(frozen=True)
-class Part:
-    """The elements of one parameter in a flat tensor.
-
-    start   index of the first in the flattened parameter
-    offset  index of the first in the flat tensor
-    size    their number
-    numel   number of elements of the whole parameter
-    """
-
-    start: int
-    offset: int
-    size: int
-    numel: int
-
-    @property
-    def in_8_bits(self) -> bool:
-        return self.numel >= MOMENT_LEAST
-
-    def pieces(self) -> Iterator[tuple[slice, slice]]:
-        """Yield (elements, blocks) of this part: those of a block that begins before it, if it has such, and
-        the rest."""
-        head = min(-self.start % MOMENT_BLOCK, self.size)
-        if head:
-            yield slice(0, head), slice(0, 1)
-        if head < self.size:
-            yield slice(head, self.size), slice(bool(head), None)
-
-    @property
-    def blocks(self) -> int:
-        head = min(-self.start % MOMENT_BLOCK, self.size)
-        return bool(head) + -(-(self.size - head) // MOMENT_BLOCK)
+NOISE_8_BITS = 0.3
+"""Largest error of first moments in 8 bits, as `first_step.NOISE`: that of their codes from a thousandth of a
+block's largest on."""
 
 
 class Moments:
     """Both moments of a part: in 8 bits codes (2, size) uint8 and scales (2, blocks) float32, otherwise
     values (2, size) float32."""
 
-    def __init__(self, part: Part, device: torch.device) -> None:
-        self.part = part
-        if part.in_8_bits:
+    def __init__(self, part: StateShard) -> None:
+        self.part, device, self.in_8_bits = part, part.home.device, math.prod(part.shape) >= MOMENT_LEAST
+        self.head = min(-part.start % MOMENT_BLOCK, part.size)  # elements of a block that begins before it
+        if self.in_8_bits:
+            blocks = bool(self.head) + -(-(part.size - self.head) // MOMENT_BLOCK)
             self.codes = torch.zeros(2, part.size, dtype=torch.uint8, device=device)
-            self.scales = torch.zeros(2, part.blocks, device=device)
+            self.scales = torch.zeros(2, blocks, device=device)
         else:
             self.values = torch.zeros(2, part.size, device=device)
 
+    def pieces(self) -> Iterator[tuple[slice, slice]]:
+        """Yield (elements, blocks) of this part: those of a block that begins before it, if it has such, and
+        the rest."""
+        if self.head:
+            yield slice(0, self.head), slice(0, 1)
+        if self.head < self.part.size:
+            yield slice(self.head, self.part.size), slice(bool(self.head), None)
+
     def read(self, kind: int) -> Tensor:
         """Return one of the two, (size,) float32: a copy, or a view of moments in 32 bits."""
-        if not self.part.in_8_bits:
+        if not self.in_8_bits:
             return self.values[kind]
         code = _maps(self.codes.device)[kind]
         pieces = [
@@ -81,18 +62,18 @@ class Moments:
                 code=code,
                 blocksize=MOMENT_BLOCK,
             )
-            for elements, blocks in self.part.pieces()
+            for elements, blocks in self.pieces()
         ]
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
     def write(self, kind: int, values: Tensor) -> None:
         """Set one of the two to values (size,) float32, quantized where it is stored in 8 bits. Values that
         `read` has returned of the same part stay as they are."""
-        if not self.part.in_8_bits:
+        if not self.in_8_bits:
             self.values[kind].copy_(values)
             return
         code = _maps(self.codes.device)[kind]
-        for elements, blocks in self.part.pieces():
+        for elements, blocks in self.pieces():
             mine, codes, scales = values[elements], self.codes[kind, elements], self.scales[kind, blocks]
             for first in range(0, len(scales), _SLICE):
                 some = slice(first * MOMENT_BLOCK, (first + _SLICE) * MOMENT_BLOCK)
@@ -103,30 +84,32 @@ class Moments:
         """Make one step with this part of a flat tensor, parameter and gradient (size,)."""
         functional, (beta1, beta2), eps = bitsandbytes(KEY), group["betas"], group["eps"]
         decay, rate = group["weight_decay"], group["lr"]
-        if not self.part.in_8_bits:
+        if not self.in_8_bits:
             first, second = self.values
             functional.optimizer_update_32bit(
                 "adam", gradient, parameter, first, beta1, eps, step, rate, second, beta2, weight_decay=decay
             )
             return
-        for elements, blocks in self.part.pieces():
+        for elements, blocks in self.pieces():
             functional.optimizer_update_8bit_blockwise(
                 "adam", gradient[elements], parameter[elements], *self.codes[:, elements], beta1, beta2, 0.0,
                 0.0, eps, step, rate, *_maps(parameter.device), *self.scales[:, blocks], weight_decay=decay,
             )  # fmt: skip
 
 
-class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with moments in 8 bits. `parts` must be set before the first step: the parts of parameters that
-    each of its tensors has; the others, which pad it, are not changed."""
+class AdamW8bit(BaseAdam):
+    """AdamW with moments in 8 bits, those of the parts of parameters that each of its tensors has; the other
+    elements, which pad it, are not changed."""
 
-    parts: Mapping[Tensor, Iterable[Part]]
+    noise = NOISE_8_BITS
 
-    def __init__(
-        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float
-    ) -> None:
+    def __init__(self, groups: Iterable[Any], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.parts = {}
+        self.parts: dict[Tensor, list[StateShard]] = {}
+
+    def set_parts(self, parts: Mapping[str, StateShard], homes: object, ranks: object) -> None:
+        for part in parts.values():
+            self.parts.setdefault(part.home, []).append(part)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -146,15 +129,24 @@ class AdamW8bit(torch.optim.Optimizer):
             moments.update(flat[here], gradient[here], group, state["step"])
 
     def allocate(self, home: Tensor, steps: int) -> None:
-        """Set the moments of a tensor to zeros, as after `steps` steps."""
-        parts = self.parts.get(home, ())
-        self.state[home] = {"step": steps, "moments": [Moments(part, home.device) for part in parts]}
+        self.state[home] = {"step": steps, "moments": [Moments(part) for part in self.parts.get(home, ())]}
 
-    def moments(self, home: Tensor, offset: int) -> Moments | None:
-        """Return the moments of the part with the element `offset` of a tensor; None before the first
-        step."""
-        found: list[Moments] = self.state.get(home, {}).get("moments", [])
-        return next((m for m in found if 0 <= offset - m.part.offset < m.part.size), None)
+    def moments(self, shard: StateShard) -> Moments | None:
+        """Return the moments that have those of a shard; None before the first step."""
+        found: list[Moments] = self.state.get(shard.home, {}).get("moments", [])
+        return next((m for m in found if 0 <= shard.offset - m.part.offset < m.part.size), None)
+
+    def reader(self, shard: StateShard, kind: StateKind) -> Callable[[], Tensor] | None:
+        moments = self.moments(shard)
+        if moments is None:
+            return None
+        first = shard.offset - moments.part.offset
+        return lambda: moments.read(KINDS.index(kind))[first : first + shard.size]
+
+    def write(self, shard: StateShard, kind: StateKind, values: Tensor) -> None:
+        moments = self.moments(shard)
+        assert moments is not None
+        moments.write(KINDS.index(kind), values)
 
 
 KEY = "optim.name: adamw_8bit"

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 INITIAL_SCALE, LOWEST_SCALE, GROWTH_STEPS = 2.0**16, 1.0, 1000
 
-Kind = Literal["value", "exp_avg", "exp_avg_sq", "momentum_buffer"]  # fp32 value and the optimizer's moments
+StateKind = Literal["value", "exp_avg", "exp_avg_sq", "momentum_buffer"]
+"""The fp32 value of a parameter, and the moments that optimizers have of it."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Fragment:
     """
 
     name: str
-    kind: Kind
+    kind: StateKind
     start: int
     size: int
     read: Callable[[], Tensor]
@@ -40,7 +41,7 @@ class Fragment:
         return self.read()
 
 
-ReadRange = Callable[[str, Kind, int, int], Tensor]
+ReadRange = Callable[[str, StateKind, int, int], Tensor]
 """(name, kind, start, stop) -> (stop - start,) float32 on the CPU; raises CheckpointError where absent."""
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dsft.dist.world import World
-from dsft.engine.api import Fragment, Kind
+from dsft.engine.api import Fragment, StateKind
 from dsft.errors import WorldError
 
 SAMPLES = 256
@@ -28,9 +28,6 @@ SAMPLES = 256
 NOISE = 0.1
 """Largest error that rounding may cause in a sum of gradients, relative to the sum and to the root of the
 sum of squares: about 0.06 if 1,024 gradients are reduced in bf16, 1e-5 in fp32."""
-NOISE_8_BITS = 0.3
-"""The same for first moments in 8 bits: the error of their codes from a thousandth of a block's largest on
-(adamw_8bit.py)."""
 MOST_OFF = 0.25
 """Share of a parameter's samples that may differ by more: one of five ranks may be wrong unseen."""
 FACTOR = 4.0
@@ -38,9 +35,6 @@ FACTOR = 4.0
 computed in chunks each chunk's gradient is added, and then their sum."""
 ROUNDING = 2.0**-20
 """Smallest change that is expected to change a value, relative to it: 16 times float32's rounding."""
-MUONS_CHANGE = 0.02
-"""Change of a matrix's element by Muon that is expected to be seen, at a learning rate of 1: a tenth of their
-root mean square."""
 _SMALLEST = 1e-30
 _SHOWN = 3
 _CAUSES = (
@@ -67,24 +61,6 @@ class GradientSamples:
         self.sums[name] = self.sums[name] + added if name in self.sums else added
 
 
-@dataclass(frozen=True)
-class Update:
-    """The settings of the checked step.
-
-    step            number of steps that the optimizer has taken, with this one
-    learning_rates  (n,) of each parameter, in the order of `GradientSamples.positions`
-    weight_decays   (n,) likewise
-    adam            (β1, β2, eps) of AdamW; None with SGD
-    factor          of a gradient's sum over ranks, on its way to SGD: mean, loss scale, clipping
-    """
-
-    step: int
-    learning_rates: Sequence[float]
-    weight_decays: Sequence[float]
-    adam: tuple[float, float, float] | None
-    factor: float
-
-
 @contextmanager
 def sampled_gradients(
     trained: Mapping[str, nn.Parameter], shapes: Mapping[str, tuple[int, ...]], device: torch.device
@@ -99,8 +75,8 @@ def sampled_gradients(
 
 
 def sampled_state(
-    samples: GradientSamples, fragments: Iterable[Fragment], kinds: Sequence[Kind]
-) -> dict[Kind, Tensor]:
+    samples: GradientSamples, fragments: Iterable[Fragment], kinds: Sequence[StateKind]
+) -> dict[StateKind, Tensor]:
     """Return (n, SAMPLES) float64 on the device by kind, in the order of `samples.positions`, with NaN for
     elements that another rank owns."""
     rows = {name: row for row, name in enumerate(samples.positions)}
@@ -119,7 +95,7 @@ def sampled_state(
 def check_gradients(
     samples: GradientSamples, moments: Tensor | None, world: World, noise: float = NOISE
 ) -> tuple[Tensor, Tensor]:
-    """Add up the samples of all ranks, and compare them with AdamW's first moments, if given, as
+    """Add up the samples of all ranks, and compare them with the optimizer's first moments, if given, as
     `sampled_state` returns them. noise: as `NOISE`. Return the sums of the gradients and of their
     squares, each (n, SAMPLES). A collective. Raises WorldError with the names of the parameters whose moments
     do not follow from their gradients."""
@@ -159,29 +135,21 @@ def check_values(samples: GradientSamples, faulty: Tensor, world: World) -> None
 
 
 def unchanged(
-    gradients: Tensor, squares: Tensor, before: Tensor, after: Mapping[Kind, Tensor], update: Update
+    gradients: Tensor,
+    squares: Tensor,
+    before: Tensor,
+    after: Tensor,
+    change: Tensor | float,
+    settings: Tensor,
 ) -> Tensor:
     """Return (n,) bool: whether none of a parameter's samples has changed, although some should have: their
     gradient is not 0, and the optimizer changes them by more than float32's rounding and weight decay. All
-    samples are (n, SAMPLES) float64. Samples that another rank owns are NaN and not compared."""
-    rates, decays = (
-        torch.tensor(given, dtype=torch.float64, device=before.device)[:, None]
-        for given in (update.learning_rates, update.weight_decays)
-    )
-    if update.adam is None:
-        change = update.factor * gradients.abs()
-        if update.step > 1:  # where there is no momentum, its samples are NaN
-            change = change.fmin(after["momentum_buffer"].abs())
-    else:
-        beta1, beta2, eps = update.adam
-        root = (after["exp_avg_sq"] / (1 - beta2**update.step)).sqrt()
-        change = (after["exp_avg"] / (1 - beta1**update.step)).abs() / (root + eps)
-        change = change.clamp(max=1.0)  # a second moment in 8 bits may be 0 beside a first one that is not
-        is_muons = after["exp_avg_sq"].isnan() & ~after["momentum_buffer"].isnan()
-        change = torch.where(is_muons, MUONS_CHANGE, change)
+    samples are (n, SAMPLES) float64. Values that another rank owns are NaN and not compared. change: as
+    `BaseOptimizer.expected_change` returns it; settings: learning rates and weight decays (2, n, 1)."""
+    rates, decays = settings
     size = before.abs().clamp(min=_SMALLEST)
     due = (gradients.abs() > 0.5 * squares.sqrt()) & (rates * (change - decays * size) > ROUNDING * size)
-    return due.any(1) & ~(due & (before != after["value"])).any(1)
+    return due.any(1) & ~(due & (before != after)).any(1)
 
 
 def mismatches(gradients: Tensor, squares: Tensor, moments: Tensor, relative: float = NOISE) -> list[int]:

@@ -36,7 +36,8 @@ from deepspeed.runtime.zero import stage3, stage_1_and_2
 from torch import Tensor, nn
 
 from dsft.engine.api import LossScale
-from dsft.engine.state import StateShard, is_copy
+from dsft.engine.base_optimizer import StateShard
+from dsft.engine.state import is_copy
 
 ROW = 1024
 """Number of elements per call of torch's norm: rounds by less than 1e-9 on average."""

@@ -12,13 +12,14 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 
@@ -26,22 +27,12 @@ from dsft.data.steps.batch import MicroBatch, to_device
 from dsft.dist.sequence import RowSplit, exchange_of
 from dsft.dist.world import World
 from dsft.engine import state
-from dsft.engine.adamw_8bit import AdamW8bit
-from dsft.engine.api import Engine, Fragment, Kind, LossScale, ReadRange, StepResult
-from dsft.engine.first_step import (
-    NOISE,
-    NOISE_8_BITS,
-    Update,
-    check_gradients,
-    check_values,
-    sampled_gradients,
-    sampled_state,
-    unchanged,
-)
+from dsft.engine.api import Engine, Fragment, LossScale, ReadRange, StateKind, StepResult
+from dsft.engine.base_optimizer import RATE, BaseOptimizer
+from dsft.engine.first_step import check_gradients, check_values, sampled_gradients, sampled_state, unchanged
 from dsft.engine.gradients import Scaler, StepClip, gradient_squares, install_norms, install_scaler
-from dsft.engine.muon import Muon
 from dsft.engine.nvme import align_gradients
-from dsft.engine.optimizer import RATE, build_optimizer, settings_of
+from dsft.engine.optimizer import build_optimizer, settings_of
 from dsft.engine.partition import Snapshot, full_shape
 from dsft.engine.reduction import install_reduction
 from dsft.engine.replicas import replicated
@@ -65,7 +56,7 @@ class DeepSpeedParts:
     """
 
     engine: Any
-    optimizer: torch.optim.Optimizer
+    optimizer: BaseOptimizer
     clip: StepClip | None
     scaler: Scaler | None = None
 
@@ -114,34 +105,18 @@ class TrainingEngine(Engine):
             result = self.step(micro_batches, counts, learning_rate)
         if not result.applied:
             return result
-        update = self._update(result, learning_rate, applied_steps + 1)
-        kinds: tuple[Kind, ...] = ("value", "exp_avg", "exp_avg_sq", "momentum_buffer")
-        after = sampled_state(samples, self.owned_fragments(), kinds)
-        first = self._first_moments(after) if update.adam and not applied_steps else None
-        noise = NOISE_8_BITS if isinstance(self._deepspeed.optimizer, AdamW8bit) else NOISE
-        summed = check_gradients(samples, first, self._world, noise)
-        check_values(samples, unchanged(*summed, before, after, update), self._world)
-        return result
-
-    def _first_moments(self, after: Mapping[Kind, Tensor]) -> Tensor:
-        """Return AdamW's first moments (n, SAMPLES), and Muon's momentum as the same multiple of the
-        gradient."""
-        optimizer, first = self._deepspeed.optimizer, after["exp_avg"]
-        if not isinstance(optimizer, Muon):
-            return first
-        factor = (1 - optimizer.defaults["betas"][0]) / (1 - optimizer.momentum)
-        return torch.where(first.isnan(), after["momentum_buffer"] * factor, first)
-
-    def _update(self, result: StepResult, learning_rate: float, step: int) -> Update:
-        defaults = self._deepspeed.optimizer.defaults
+        optimizer = self._deepspeed.optimizer
+        after = sampled_state(samples, self.owned_fragments(), get_args(StateKind))
+        first = None if applied_steps else optimizer.first_moments(after)
+        gradients, squares = check_gradients(samples, first, self._world, optimizer.noise)
         clip = self._max_norm / max(self._max_norm, float(result.grad_norm)) if self._max_norm else 1.0
-        return Update(
-            step,
-            [learning_rate * one.rate for one in self._settings.values()],
-            [one.weight_decay for one in self._settings.values()],
-            (*defaults["betas"], defaults["eps"]) if "betas" in defaults else None,
-            clip / self._shards / (result.loss_scale.scale if result.loss_scale else 1.0),
-        )
+        factor = clip / self._shards / (result.loss_scale.scale if result.loss_scale else 1.0)
+        change = optimizer.expected_change(gradients * factor, after, applied_steps + 1)
+        each = [(learning_rate * one.rate, one.weight_decay) for one in self._settings.values()]
+        settings = gradients.new_tensor(each).T[..., None]
+        faulty = unchanged(gradients, squares, before, after["value"], change, settings)
+        check_values(samples, faulty, self._world)
+        return result
 
     def _routed(
         self, micro_batches: Sequence[MicroBatch], counts: Mapping[str, int]
@@ -226,6 +201,7 @@ def initialize_deepspeed(
     # In ZeRO 0 and fp32 DeepSpeed steps the bare optimizer, and clips wrongly over pipeline stages.
     clips_here = not own["zero_optimization"]["stage"] and not own["bf16"]["enabled"]
     optimizer = build_optimizer(trained, spec, offloaded=_is_offloaded(own))
+    ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))  # it warns of classes that it has not tested
     with contextlib.redirect_stdout(io.StringIO()):  # it prints memory and topology at any log level
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=own, dist_init_required=False
@@ -254,9 +230,9 @@ def gather_whole_mlps(module: nn.Module) -> None:
 
 
 def import_muon() -> None:
-    """Import DeepSpeed's Muon, which every ZeRO engine imports and dsft does not offer, without torch.compile
-    (deepspeed/runtime/zero/muon/original_muon.py:50 compile), which would import the compiler: a tenth of a
-    rank's start."""
+    """Import DeepSpeed's Muon without torch.compile (deepspeed/runtime/zero/muon/original_muon.py:50
+    compile), which would import the compiler: a tenth of a rank's start. Every ZeRO engine imports it; dsft
+    has its own."""
     compile, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
     try:
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
@@ -273,15 +249,15 @@ the lines after it)."""
 
 def probe(engine: Any, step: Callable[[], object], device: torch.device) -> None:
     """Call `step`, which must give the optimizer a learning rate and a gradient of 0, then undo it: moments,
-    Adam's step count, DeepSpeed's counters and loss scale, random numbers. Weights do not change, since Adam
-    and SGD move and decay them by a multiple of the rate. The moments are allocated before it, so that the
+    Adam's step count, DeepSpeed's counters and loss scale, random numbers. Weights do not change, since
+    optimizers move and decay them by a multiple of the rate. The moments are allocated before it, so that the
     backward pass has them beside its activations, as in every step but a run's first."""
     cpu = device.type == "cpu"
-    state.allocate_moments(engine)
+    state.empty_state(engine, 1)
     with torch.random.fork_rng([] if cpu else [device], device_type="cuda" if cpu else device.type):
         with _restored_counters(engine):
             step()
-    state.reset_state(engine)
+    state.empty_state(engine, 0)
 
 
 @contextmanager

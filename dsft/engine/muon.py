@@ -21,13 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsft.engine.api import StateKind
+from dsft.engine.base_optimizer import BaseAdam, Ranks, Samples, StateShard
 from dsft.plan.flops import ITERATIONS
+from dsft.spec.patterns import is_layers_matrix
 
-MUON = "muon"
-"""Key of an optimizer's group: whether its parameters are matrices that Muon updates."""
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 LIKE_ADAMW = 0.2
 """Root mean square of a matrix's update at a learning rate of 1, about that of AdamW's."""
+EXPECTED = 0.02
+"""Change of a matrix's element that is expected to be seen, at a learning rate of 1: a tenth of their root
+mean square."""
 _TINY = 1e-7
 
 
@@ -66,39 +70,58 @@ class Matrix:
         return flat[self.offset : self.offset + self.size]
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum for the groups with `MUON`, torch's fused AdamW for the others. `matrices`
-    must be set before the first step: those in each tensor of the groups with `MUON`, on all ranks in the
-    same order.
+class Muon(BaseAdam):
+    """Muon with Nesterov momentum for the matrices of layers, torch's fused AdamW for the other parameters.
+    No group has both.
 
-    names     of the matrices
     momentum  factor of the momentum, an average of gradients, as AdamW's first moment
     dtype     in which singular values are brought near 1
-    ranks     the process group over which matrices are split; None: each rank has all of them
+    matrices  those in each tensor that has such, on all ranks in the same order
+    ranks     see `Ranks`
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dict[str, Any]],
-        names: Iterable[str],
-        *,
-        momentum: float,
-        dtype: torch.dtype,
-        **adamw: Any,
-    ) -> None:
+    def __init__(self, groups: Iterable[Any], *, momentum: float, dtype: torch.dtype, **adamw: Any) -> None:
         self._adamw = torch.optim.AdamW([{"params": []}], **adamw, fused=True)
         super().__init__(groups, self._adamw.defaults)
-        self.names, self.momentum, self.dtype = frozenset(names), momentum, dtype
-        self.matrices: Mapping[Tensor, Sequence[Matrix]] = {}
-        self.ranks: dist.ProcessGroup | None = None
+        self.momentum, self.dtype = momentum, dtype
+        self.matrices: dict[Tensor, list[Matrix]] = {}
+        self.ranks: Ranks = None
+
+    def set_parts(self, parts: Mapping[str, StateShard], homes: Sequence[Tensor], ranks: Ranks) -> None:
+        self.ranks, self.matrices = ranks, {}
+        numbers = {id(home): number for number, home in enumerate(homes)}
+        mine = {name: part for name, part in parts.items() if is_layers_matrix(name, part.shape)}
+        sent = {name: (part.shape, numbers[id(part.home)], part.size) for name, part in mine.items()}
+        every, rank = [sent], 0
+        if ranks is not None:
+            every, rank = [sent] * dist.get_world_size(ranks), dist.get_rank(ranks)
+            dist.all_gather_object(every, sent, ranks)
+        known = {name: place for places in every for name, place in places.items()}
+        for name, (shape, number, _) in sorted(known.items()):
+            sizes = tuple(places[name][2] if name in places else 0 for places in every)
+            matrix = Matrix(shape, mine[name].offset if name in mine else 0, sizes, rank)
+            self.matrices.setdefault(homes[number], []).append(matrix)
+
+    def kinds_of(self, home: Tensor) -> tuple[StateKind, ...]:
+        return ("momentum_buffer",) if home in self.matrices else super().kinds_of(home)
+
+    def expected_change(self, gradients: Tensor, after: Samples, step: int) -> Tensor:
+        change = super().expected_change(gradients, after, step)
+        return torch.where(after["momentum_buffer"].isnan(), change, EXPECTED)
+
+    def first_moments(self, after: Samples) -> Tensor | None:
+        """Return AdamW's, and the momentum of matrices as the same multiple of the gradient."""
+        factor, momentum = (1 - self.defaults["betas"][0]) / (1 - self.momentum), after["momentum_buffer"]
+        return torch.where(momentum.isnan(), after["exp_avg"], momentum * factor)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         self._adamw.state = self.state
-        self._adamw.param_groups = [group for group in self.param_groups if not group[MUON]]
+        groups = [(group, self.matrices.keys() & group["params"]) for group in self.param_groups]
+        self._adamw.param_groups = [group for group, homes in groups if not homes]
         self._adamw.step()
-        for group in self.param_groups:
-            for home in group["params"] if group[MUON] else ():
+        for group, homes in groups:
+            for home in group["params"] if homes else ():
                 if home.grad is not None:
                     self._step(home, group)
 
@@ -159,24 +182,3 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         found = torch.baddbmm(found, gram, found, beta=a)
     return (found.mT if is_tall else found).view(matrix.shape)
-
-
-def split_over(
-    mine: Mapping[str, tuple[tuple[int, ...], int, int, int]],
-    homes: Sequence[Tensor],
-    ranks: dist.ProcessGroup | None,
-) -> dict[Tensor, list[Matrix]]:
-    """Return the matrices of each of the optimizer's tensors. mine: name -> (shape, number of the tensor in
-    `homes`, offset, size) of this rank's parts. A collective of `ranks`, which have as many tensors each."""
-    every, rank = [mine], 0
-    if ranks is not None:
-        every, rank = [mine] * dist.get_world_size(ranks), dist.get_rank(ranks)
-        dist.all_gather_object(every, mine, ranks)
-    found: dict[Tensor, list[Matrix]] = {home: [] for home in homes}
-    known = {name: place for places in every for name, place in places.items()}
-    for name in sorted(known):
-        shape, number, _, _ = known[name]
-        sizes = tuple(places[name][3] if name in places else 0 for places in every)
-        offset = mine[name][2] if name in mine else 0
-        found[homes[number]].append(Matrix(shape, offset, sizes, rank))
-    return {home: matrices for home, matrices in found.items() if matrices}

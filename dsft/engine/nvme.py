@@ -19,7 +19,7 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import Tensor
 
-from dsft.engine.api import Kind
+from dsft.engine.api import StateKind
 
 
 def align_gradients(optimizer: Any) -> None:
@@ -57,7 +57,7 @@ def is_swapped(optimizer: Any, home: Any) -> bool:
     return getattr(optimizer, "swap_optimizer", False) and home.ds_id in _swapper(optimizer).swap_params_info
 
 
-def memory_map(optimizer: Any, home: Any, kind: Kind) -> Tensor | None:
+def memory_map(optimizer: Any, home: Any, kind: StateKind) -> Tensor | None:
     """Return (n,) fp32, a private memory map of the file: read from the disk on access, valid until the next
     step. None where there is no such moment yet."""
     info = _swapper(optimizer).swap_params_info[home.ds_id]
@@ -103,7 +103,7 @@ def _place(optimizer: Any, group: int) -> None:
         on_disk = part.final_location == OffloadDeviceEnum.nvme
         if (
             on_disk and part.status == PartitionedParamStatus.AVAILABLE
-        ):  # prefetched: else only memory would change
+        ):  # prefetched: only memory would change
             parameter.nvme_swapper.remove_partition_and_release_buffers([parameter])
     optimizer._reassign_or_swap_out_partitioned_parameters(group)
 

@@ -5,49 +5,83 @@ It is built here and not from the DeepSpeed JSON, since the right class depends 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import CPUAdamBuilder
-from torch import nn
+from torch import Tensor, nn
 
 from dsft.dist.world import World
 from dsft.engine.adamw_8bit import AdamW8bit
-from dsft.engine.muon import MUON, Muon
+from dsft.engine.api import StateKind
+from dsft.engine.base_optimizer import RATE, BaseAdam, BaseOptimizer, Samples
+from dsft.engine.muon import Muon
 from dsft.engine.ops import load_op, silent
 from dsft.engine.partition import full_shape
 from dsft.errors import Problem, SpecError
 from dsft.model.weights import DTYPES
-from dsft.spec.patterns import group_of, group_problems, is_layers_matrix, is_matrix
+from dsft.spec.patterns import group_of, group_problems, is_matrix, is_orthogonalized
 from dsft.spec.schema import Optim, Spec
 
 
-def build_optimizer(
-    trained: Mapping[str, nn.Parameter], spec: Spec, offloaded: bool
-) -> torch.optim.Optimizer:
-    """Build the optimizer over few parameter groups. `offloaded`: fp32 weights and moments are in host
-    memory, where DeepSpeed's own Adam updates them; otherwise AdamW is torch's fused one. The parts of
-    parameters in the tensors of adamw_8bit and muon are set by `state.set_parts`."""
-    optim = spec.optim
-    groups = list(parameter_groups(trained, optim))
-    if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.learning_rate, momentum=optim.momentum)
-    settings: dict[str, Any] = {"lr": optim.learning_rate, "betas": optim.betas, "eps": optim.eps}
-    if optim.name == "adamw_8bit":
-        return AdamW8bit(groups, **settings)
-    if optim.name == "muon":
-        names = [name for name, parameter in trained.items() if settings_of(name, parameter, optim).muon]
-        dtype = DTYPES[spec.train.precision]
-        return Muon(groups, names, momentum=optim.muon_momentum, dtype=dtype, **settings)
-    if offloaded:
+class Sgd(torch.optim.SGD, BaseOptimizer):
+    def kinds_of(self, home: Tensor) -> tuple[StateKind, ...]:
+        return ("momentum_buffer",) if any(group["momentum"] for group in self.param_groups) else ()
+
+    def expected_change(self, gradients: Tensor, after: Samples, step: int) -> Tensor:
+        change = gradients.abs()  # where there is no momentum, its samples are NaN
+        return change if step == 1 else change.fmin(after["momentum_buffer"].abs())
+
+
+class AdamW(torch.optim.AdamW, BaseAdam):
+    """AdamW of torch, where weights and moments are on the device of the gradients."""
+
+
+class CpuAdamW(DeepSpeedCPUAdam, BaseAdam):
+    """DeepSpeed's AdamW in host memory, which counts its steps in an integer of each tensor, and in C++."""
+
+    def __init__(self, groups: Any, **settings: Any) -> None:
         load_op(CPUAdamBuilder(), silent)  # loaded already where a run has prepared it
-        optimizer: torch.optim.Optimizer = DeepSpeedCPUAdam(
-            groups, **settings, adamw_mode=True, fp32_optimizer_states=True
-        )
-        return optimizer
-    return torch.optim.AdamW(groups, **settings, fused=True)
+        super().__init__(groups, **settings)
+
+    def allocate(self, home: Tensor, steps: int) -> None:
+        super().allocate(home, steps)
+        self.state[home]["step"] = steps
+
+    def set_steps(self, steps: int) -> None:
+        """Advance the powers βᵗ on an element that is thrown away. The C++ side multiplies them step by step,
+        and takes pow() after a jump (cpu_adam.h, IncrementStep), which differs in the last bits."""
+        scrap, group = [torch.zeros(1) for _ in range(4)], self.param_groups[0]
+        for step in range(1, steps + 1):
+            self.ds_opt_adam.adam_update(
+                self.opt_id, step, 0.0, *group["betas"], group["eps"], 0.0, group["bias_correction"], *scrap
+            )
+
+
+def _adam(spec: Spec) -> dict[str, Any]:
+    return {"lr": spec.optim.learning_rate, "betas": spec.optim.betas, "eps": spec.optim.eps}
+
+
+BUILD: dict[str, Callable[[Sequence[Any], Spec, bool], BaseOptimizer]] = {
+    "adamw": lambda groups, spec, offloaded: (
+        CpuAdamW(groups, **_adam(spec)) if offloaded else AdamW(groups, **_adam(spec), fused=True)
+    ),
+    "adamw_8bit": lambda groups, spec, _: AdamW8bit(groups, **_adam(spec)),
+    "muon": lambda groups, spec, _: Muon(
+        groups, momentum=spec.optim.muon_momentum, dtype=DTYPES[spec.train.precision], **_adam(spec)
+    ),
+    "sgd": lambda groups, spec, _: Sgd(groups, spec.optim.learning_rate, spec.optim.momentum),
+}
+"""Name -> what builds the optimizer from its groups; `dsft.spec.optimizers` has its facts. The last argument:
+whether fp32 weights and moments are in host memory."""
+
+
+def build_optimizer(trained: Mapping[str, nn.Parameter], spec: Spec, offloaded: bool) -> BaseOptimizer:
+    """Build the optimizer over few parameter groups, as `BUILD`. `state.set_parts` must be called before its
+    first step."""
+    return BUILD[spec.optim.name](list(parameter_groups(trained, spec.optim)), spec, offloaded)
 
 
 def check_groups(trained: Mapping[str, nn.Parameter], spec: Spec, world: World) -> None:
@@ -77,27 +111,24 @@ def check_groups(trained: Mapping[str, nn.Parameter], spec: Spec, world: World) 
 
 WRONG = "The parameters cannot be trained in these groups."
 
-RATE = "rate"
-"""Key of an optimizer's group: its learning rate as a multiple of the step's."""
-
 
 def parameter_groups(trained: Mapping[str, nn.Parameter], optim: Optim) -> Iterator[dict[str, Any]]:
-    """Yield one group for each distinct `Settings`. No group is empty, so that
-    DeepSpeed's code that flattens groups never gets an empty one."""
+    """Yield one group for each distinct `Settings`; none is empty, which DeepSpeed could not flatten."""
     found: dict[Settings, list[nn.Parameter]] = {}
     for name, parameter in trained.items():
         found.setdefault(settings_of(name, parameter, optim), []).append(parameter)
-    for (rate, weight_decay, muon), parameters in found.items():
-        shared = {"weight_decay": weight_decay, "lr": optim.learning_rate * rate}
-        yield {"params": parameters, **shared, RATE: rate, MUON: muon}
+    for (rate, weight_decay, _), parameters in found.items():
+        lr = optim.learning_rate * rate
+        yield {"params": parameters, "weight_decay": weight_decay, "lr": lr, RATE: rate}
 
 
 class Settings(NamedTuple):
-    """How a parameter is trained. rate: multiple of the step's learning rate; muon: by Muon."""
+    """How a parameter is trained. rate: multiple of the step's learning rate; orthogonalized: by an update
+    whose singular values are near 1."""
 
     rate: float
     weight_decay: float
-    muon: bool
+    orthogonalized: bool
 
 
 def settings_of(name: str, parameter: nn.Parameter, optim: Optim) -> Settings:
@@ -115,4 +146,4 @@ def settings_of(name: str, parameter: nn.Parameter, optim: Optim) -> Settings:
         rate = group.learning_rate / optim.learning_rate
     if group is not None and group.weight_decay is not None:
         decay = group.weight_decay
-    return Settings(rate, decay, optim.name == "muon" and is_layers_matrix(name, shape))
+    return Settings(rate, decay, is_orthogonalized(name, shape, optim))

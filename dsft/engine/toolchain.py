@@ -35,7 +35,7 @@ def needed_ops(spec: Spec) -> list[str]:
     fused kernel."""
     parallel = spec.parallel
     found = []
-    if spec.optim.name == "adamw" and parallel.offload_optimizer.device != "none":
+    if spec.optim.facts.on_host and parallel.offload_optimizer.device != "none":
         found.append("cpu_adam")
     if "nvme" in (parallel.offload_optimizer.device, parallel.offload_parameters.device):
         found += SWAPPING

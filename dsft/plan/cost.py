@@ -16,7 +16,6 @@ from typing import Any
 from dsft.plan.census import Census
 from dsft.plan.cut import cut_of
 from dsft.plan.flops import gpu_of, orthogonal_flops, work
-from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.reference import policy_passes, reference_passes, scores_in_training
 from dsft.plan.traffic import Flow, Link, bubble, hidden_size
 from dsft.spec.batch import BatchSizes
@@ -115,11 +114,11 @@ def cost(  # noqa: PLR0913, PLR0917
     flops = step_flops(census, spec, size.length) * size.tokens
     computing = flops * _slower(census, tokens) / (speed * sum(hosts.values()))
     share = bubble(spec.parallel.pipeline_stages, size.micro_batches)
-    shared = ("disk", "between hosts") if runs_on_cpu(spec) else ("disk",)  # by all ranks of a host
+    shared = ("disk", "between hosts") if spec.is_on_cpu else ("disk",)  # by all ranks of a host
     most = max(hosts.values())
     on_host = spec.parallel.offload_optimizer.device != "none"
     updated = census.trained * most / sum(hosts.values()) if on_host else 0
-    products = orthogonal_flops(census) if spec.optim.name == "muon" else 0
+    products = orthogonal_flops(census) if spec.optim.facts.matrices else 0
     dividing = sum(hosts.values()) if spec.parallel.zero_stage else spec.parallel.pipeline_stages
 
     def seconds(flow: Flow) -> float:
@@ -184,7 +183,7 @@ def _imbalance(census: Census, spec: Spec) -> float:
 def assumed(spec: Spec) -> dict[str, Any]:
     """Return the assumptions of the estimate: a rank's peak in 10^12 FLOP/s, the share of it that is reached,
     and bytes per second of each link."""
-    accelerator, on_cpu = spec.accelerator, runs_on_cpu(spec)
+    accelerator, on_cpu = spec.accelerator, spec.is_on_cpu
     gpu = gpu_of(accelerator.name) if accelerator else None
     links = dict(CPU_LINKS if on_cpu else GPU_LINKS)
     if gpu is not None:

@@ -323,7 +323,7 @@ def _optimizer(spec: Spec, facts: HostFacts) -> Iterator[Row]:
     forced = False
     if spec.parallel.offload_optimizer.device == "none":
         reason = "nothing is offloaded"
-    elif spec.optim.name != "adamw":
+    elif not spec.optim.facts.on_host:
         reason = f"DeepSpeed has no CPU version of {spec.optim.name}"
     elif facts.cpu_adam is not None:
         forced = facts.cpu_adam

@@ -13,7 +13,6 @@ from typing import Any
 
 from dsft.plan.build import Plan
 from dsft.plan.cost import StepSize, assumed, cost, full_step
-from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.schedule import steps_per_epoch, total_steps
 
 LAUNCHED = 0.05
@@ -109,7 +108,7 @@ def duration(plan: Plan, rows: Rows | str, measured: Measured | None = None) -> 
         seconds = tokens / (measured.tokens_per_second * devices / measured.devices)
     else:
         seconds = cost(plan.census, spec, batch, plan.traffic, plan.hosts, size).seconds
-        if seconds < LAUNCHED * size.micro_batches and not runs_on_cpu(spec):
+        if seconds < LAUNCHED * size.micro_batches and not spec.is_on_cpu:
             seconds = None
     return Duration(rows, measured, devices, steps, tokens, seconds)
 
@@ -149,7 +148,7 @@ def duration_lines(plan: Plan, found: Duration) -> Iterator[str]:
         )
         return
     if found.seconds is not None:
-        kind = "process" if runs_on_cpu(plan.spec) else "GPU" if plan.spec.accelerator else "device"
+        kind = "process" if plan.spec.is_on_cpu else "GPU" if plan.spec.accelerator else "device"
         on, hours = f"{found.devices} {kind}{'s' * (found.devices > 1)}", found.seconds / 3600 * found.devices
         yield f"About {_time(found.seconds)} on {on}: {hours:,.3g} {kind}-hours"
     yield (

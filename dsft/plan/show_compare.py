@@ -14,7 +14,6 @@ from rich.text import Text
 from dsft.plan.build import GPU_MEMORY, HOST_MEMORY, Plan, memory_limits
 from dsft.plan.compare import ROOMY, Candidate, Comparison, LayoutKeys, LongestRow, Size
 from dsft.plan.cost import assumed
-from dsft.plan.memory.sizes import runs_on_cpu
 from dsft.plan.mixture import active_line, gather_line
 from dsft.plan.smaller import Smaller
 from dsft.plan.tables import heading, table
@@ -106,7 +105,7 @@ def comparison_parts(plan: Plan, found: Comparison, fewer: Smaller | None = None
     for limit, (key, place) in zip(memory_limits(plan.spec), keys, strict=True):
         if limit is not None:
             yield Text(f"Memory of a {place}: {size_text(limit)} ({key})")
-        elif not (place == "GPU" and runs_on_cpu(plan.spec)):
+        elif not (place == "GPU" and plan.spec.is_on_cpu):
             yield Text(f"{key} is not set, so no layout is too large for a {place}; set it")
     yield heading("Advice")
     yield from map(Text, _advice(plan, found))

@@ -30,10 +30,10 @@ def smaller(plan: Plan) -> Smaller | None:
     """Evaluate the layouts of a plan with adapters on weights in 4 bits, or of one without adapters with
     moments in 8 bits; None where the spec has these or no AdamW."""
     spec = plan.spec
-    title, key, value = "weights in 4 bits", "model.quantize", "nf4"
-    if not spec.model.lora:
-        title, key, value = "AdamW's moments in 8 bits", "optim.name", "adamw_8bit"
-    if spec.model.quantize or (not spec.model.lora and spec.optim.name != "adamw"):
+    title, key, value = "AdamW's moments in 8 bits", "optim.name", spec.optim.facts.smaller
+    if spec.model.lora:
+        title, key, value = "weights in 4 bits", "model.quantize", "nf4"
+    if spec.model.quantize or value is None:
         return None
     change = f"{key}={value}"
     other = changed(spec, {key: value})

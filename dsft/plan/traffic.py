@@ -17,7 +17,7 @@ from dsft.plan.census import Census, Heads
 from dsft.plan.cut import Cut, cut_of
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
 from dsft.plan.memory.ranks import most_tokens
-from dsft.plan.memory.sizes import compute_bytes, moment_bytes, runs_on_cpu
+from dsft.plan.memory.sizes import compute_bytes, moment_bytes
 from dsft.plan.reference import (
     has_engine,
     policy_passes,
@@ -156,7 +156,7 @@ def _flows(step: _Step) -> Iterator[Flow]:
     yield from _reference(step)
     yield from _pipeline(step)
     yield from _split_rows(step)
-    if not runs_on_cpu(step.spec):  # on a CPU, host memory is the device's memory
+    if not step.spec.is_on_cpu:  # on a CPU, host memory is the device's memory
         yield from _to_host(step)
     yield from _to_disk(step)
 

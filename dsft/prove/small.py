@@ -84,9 +84,8 @@ def small_spec(spec: Spec, folder: Path, ranks: int) -> dict[str, Any]:
     several = 3 if spec.data.packing and spec.task_kind.rows == 1 else 2  # micro-batches, also packed
     size = several * ranks * micro
     values["train"] |= {"global_batch_size": size, "micro_batch_size": micro, "max_steps": STEPS}
-    rate = 0.1 if spec.optim.name == "sgd" else 1e-3  # so that the weights change by more than their rounding
-    values["optim"]["learning_rate"] = rate
-    if spec.optim.name != "sgd":
+    rate = values["optim"]["learning_rate"] = spec.optim.facts.trial_rate
+    if "eps" in spec.optim.facts.keys:
         values["optim"]["eps"] = max(spec.optim.eps, EPS)
     for group in values["optim"]["groups"]:
         if group["learning_rate"]:
@@ -139,7 +138,7 @@ def build(spec: Spec, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     models = {MODEL: model}
     if spec.reference is not None and other_model(spec) is not None:
         models[REFERENCE] = reference_model(spec)
-    if spec.model.lora is not None or spec.optim.name == "adamw_8bit":
+    if spec.model.lora is not None or spec.optim.facts.in_8_bits:
         load_bitsandbytes()
     torch.manual_seed(spec.train.seed)
     for name, one in models.items():

@@ -33,7 +33,7 @@ from dsft.plan.ds_entries import ConfigEntry, HostFacts, UserConfig, nested
 from dsft.plan.memory.layer import mlp_chunks
 from dsft.plan.memory.offload import largest_part, locked_bytes, may_pin, swap_keys, swapped
 from dsft.plan.memory.ranks import most_tokens
-from dsft.plan.memory.sizes import runs_on_cpu, saved_bytes, with_device
+from dsft.plan.memory.sizes import saved_bytes, with_device
 from dsft.rank.swap import remove_stale_folders, shared_swap_folder
 from dsft.report.memory import room
 from dsft.setup.inputs import Inputs
@@ -121,7 +121,7 @@ def with_checkpointing(run: Run, counted: Census) -> Spec:
     hosts = Counter(host for host, _ in found)
     if world.device.type != "cpu":
         limits = Limits(min(free for _, free in found), None)
-    elif runs_on_cpu(run.spec):  # the plan then counts the ranks' memory as that of their hosts
+    elif run.spec.is_on_cpu:  # the plan then counts the ranks' memory as that of their hosts
         limits = Limits(None, min(free for _, free in found))
     else:
         limits = Limits(min(free // hosts[host] for host, free in found), None)

@@ -15,7 +15,6 @@ from dsft.spec.findings import (
     Finding,
     Row,
     above_1,
-    changed,
     finding,
     given,
     is_cpu,
@@ -29,9 +28,10 @@ from dsft.spec.findings import (
 from dsft.spec.formats import format_findings
 from dsft.spec.held_out import name_findings
 from dsft.spec.hosts import environment_findings, host_findings
+from dsft.spec.optimizers import OPTIMIZERS
 from dsft.spec.preferences import preference_findings
 from dsft.spec.rules import NEEDS_AMPERE, WITHOUT_BF16
-from dsft.spec.schema import SECTIONS, Reference, Schedule, Spec
+from dsft.spec.schema import SECTIONS, Optim, Reference, Schedule, Spec
 
 WITHOUT_WARMUP: tuple[Schedule, ...] = ("constant",)
 COMPILE, BALANCE, WEIGHT = "model.compile", "model.experts.balance", "model.experts.balance_weight"
@@ -127,19 +127,10 @@ ROWS: tuple[Row, ...] = (
      "has no effect on a CPU, only with precision fp32 on GPUs; leave it out"),
     ("train.tf32", bool, {PRECISION: other_than("fp32"), DEVICE: lambda name: not is_cpu(name)},
      "has no effect with precision {train.precision}, only with precision fp32 on GPUs; leave it out"),
-    ("optim.name", ("adamw_8bit", "muon"), {f"{OPTIMIZER}.device": other_than("none")},
+    ("optim.name", lambda name: not OPTIMIZERS[name].offloads, {f"{OPTIMIZER}.device": other_than("none")},
      f"is not supported with {OPTIMIZER}.device {{{OPTIMIZER}.device!r}}; use adamw, or set that to none"),
-    ("optim.name", ("muon",), {"model.lora": given},
+    ("optim.name", lambda name: OPTIMIZERS[name].matrices, {"model.lora": given},
      "is for whole matrices, not for the factors of adapters; use adamw, or leave model.lora out"),
-    ("optim.momentum", bool, {"optim.name": ("adamw", "adamw_8bit")},
-     "has no effect with {optim.name}, whose momentum is betas[0]; leave it out"),
-    ("optim.momentum", bool, {"optim.name": ("muon",)},
-     "has no effect with muon; use muon_momentum"),
-    ("optim.muon_momentum", changed("optim.muon_momentum"), {"optim.name": other_than("muon")},
-     "has no effect with {optim.name}; set name to muon, or leave it out"),
-    *((key, changed(key), {"optim.name": ("sgd",)},
-       "has no effect with sgd, which has no second moment; leave it out")
-      for key in ("optim.betas", "optim.eps")),
     # data and evaluation
     ("data.on_too_long", ("split",), {"task": ANSWERS},
      "is for pretraining, since a row of task {task} cannot be divided; use error, drop or truncate"),
@@ -247,6 +238,16 @@ def _groups(spec: Spec) -> Iterator[Finding]:
             yield finding(f"optim.groups.{index}", f"{message}one, or remove the group")
 
 
+def _optimizer(spec: Spec) -> Iterator[Finding]:
+    """Refuse keys of optim that its optimizer does not have."""
+    name, own = spec.optim.name, spec.optim.facts
+    for key in dict.fromkeys(key for facts in OPTIMIZERS.values() for key in facts.keys):
+        if key not in own.keys and getattr(spec.optim, key) != Optim.model_fields[key].default:
+            others = " or ".join(other for other, facts in OPTIMIZERS.items() if key in facts.keys)
+            end = own.instead.get(key, f"; set name to {others}, or leave it out")
+            yield value_finding(spec, f"optim.{key}", f"has no effect with {name}{end}", "optim.name")
+
+
 _BATCH = ("global_batch_size", "micro_batch_size", "accumulation_steps")
 
 
@@ -321,6 +322,6 @@ def _weights(spec: Spec) -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Callable[[Spec], Iterator[Finding]], ...] = (
-    _model, _trained, _batch, _decay, _lengths, _groups, _weights, name_findings,
+    _model, _trained, _batch, _decay, _lengths, _groups, _optimizer, _weights, name_findings,
     format_findings, preference_findings, cut_findings, host_findings, environment_findings,
 )  # fmt: skip

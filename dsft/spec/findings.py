@@ -89,13 +89,6 @@ def other_than(*values: Any) -> Test:
     return lambda value: value not in values
 
 
-def changed(key: str) -> Test:
-    """Test whether the value is not the default of the key, nor in a section that is null."""
-    from dsft.spec.aliases import fields
-
-    return other_than(None, fields()[key].default)
-
-
 def row_findings(spec: Spec, rows: Iterable[Row]) -> Iterator[Finding]:
     """Yield a finding for each row that applies to the spec. It depends on all keys of the row."""
     values = {**dict(spec), "longest_example": spec.longest_example}

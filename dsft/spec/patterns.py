@@ -40,6 +40,11 @@ def is_layers_matrix(name: str, shape: Sequence[int]) -> bool:
     return is_layers and is_matrix(name, shape) and (len(shape) == 2 or ".experts." in name)
 
 
+def is_orthogonalized(name: str, shape: Sequence[int], optim: Optim) -> bool:
+    """Return whether the optimizer brings the singular values of a parameter near 1."""
+    return optim.facts.matrices is not None and is_layers_matrix(name, shape)
+
+
 def group_problems(optim: Optim, names: Collection[str]) -> list[Problem]:
     """Check that each of optim.groups has parameters that no earlier group has. names: all trained
     parameters."""

@@ -182,7 +182,6 @@ FAR = 5
 """A learning rate is warned about if it is outside the usual range by more than this factor."""
 
 RATES: dict[str, tuple[float, float]] = {
-    "SGD": (1e-4, 1.0),
     "AdamW on newly initialized weights": (6e-5, 3e-3),
     "preference training with LoRA": (1e-6, 1e-4),
     "preference training of all weights": (1e-7, 1e-5),
@@ -190,7 +189,7 @@ RATES: dict[str, tuple[float, float]] = {
     "continued pretraining": (5e-6, 5e-4),
     "full fine-tuning": (1e-6, 5e-5),
 }
-"""What is trained -> the lowest and the highest usual learning rate."""
+"""What is trained -> the lowest and the highest usual learning rate of AdamW."""
 
 WITHOUT_BF16 = re.compile(
     r"\b(T4|V100S?|P100|P40|P4|K80|M40|M60|GTX|TITAN|Quadro RTX|(GeForce )?RTX ?20[5-8]0)\b", re.IGNORECASE
@@ -203,7 +202,7 @@ NEEDS_AMPERE = "cannot be computed on {}: it needs compute capability 8.0 (Amper
 def rate_warnings(spec: Spec) -> Iterator[str]:
     """Warn about a learning rate that is far outside the usual range."""
     rate, kind = spec.optim.learning_rate, _kind(spec)
-    low, high = RATES[kind]
+    kind, low, high = spec.optim.facts.rates or (kind, *RATES[kind])
     if not low / FAR <= rate <= high * FAR:
         yield (
             f"optim.learning_rate: {quote(rate)} is far {'above' if rate > high else 'below'} the usual "
@@ -223,8 +222,6 @@ def text_warnings(spec: Spec) -> Iterator[str]:
 
 def _kind(spec: Spec) -> str:
     """Return the key of RATES for what the spec trains."""
-    if spec.optim.name == "sgd":
-        return "SGD"
     if spec.model.from_config is not None:
         return "AdamW on newly initialized weights"
     if spec.task_kind.training == "preference training":

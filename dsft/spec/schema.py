@@ -16,6 +16,7 @@ from pydantic_core import PydanticKnownError
 
 from dsft.spec.formats import FORMATS
 from dsft.spec.losses import PREFERENCE_LOSSES, LossType, PreferenceLoss
+from dsft.spec.optimizers import OPTIMIZERS, OptimizerFacts
 from dsft.spec.task import LABELS, TASKS, Head, TaskFacts
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -48,6 +49,12 @@ FormatName = Annotated[
     str, BeforeValidator(partial(_key_of, FORMATS)), WithJsonSchema({"enum": list(FORMATS), "type": "string"})
 ]
 """The name of a format in `FORMATS`."""
+OptimizerName = Annotated[
+    str,
+    BeforeValidator(partial(_key_of, OPTIMIZERS)),
+    WithJsonSchema({"enum": list(OPTIMIZERS), "type": "string"}),
+]
+"""The name of an optimizer in `OPTIMIZERS`."""
 QuantizedForm = Literal["nf4", "fp4"]
 """How weights are stored in 4 bits."""
 
@@ -478,7 +485,7 @@ DecayType = Literal["cosine", "linear", "1-sqrt"]
 class Optim(Section):
     """The optimizer and its learning rate, a function of the step alone."""
 
-    name: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
+    name: OptimizerName = "adamw"
     """The optimizer; adamw_8bit stores AdamW's moments in 8 bits (bitsandbytes), muon is for the matrices of
     the layers, beside adamw for the rest."""
     learning_rate: Positive
@@ -514,6 +521,11 @@ class Optim(Section):
     """Global batch size, in examples, for which learning_rate was tuned; scale_with_batch needs it."""
     groups: Annotated[tuple[OptimGroup, ...], FromList] = ()
     """Groups of parameters with their own learning rate or weight decay."""
+
+    @property
+    def facts(self) -> OptimizerFacts:
+        """Properties of the optimizer."""
+        return OPTIMIZERS[self.name]
 
 
 class Checkpoint(Section):

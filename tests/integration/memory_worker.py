@@ -16,13 +16,11 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.op_builder import CPUAdamBuilder
 from torch import nn
 
 from dsft.engine import state
 from dsft.engine.join import join
-from dsft.engine.ops import load_op
+from dsft.engine.optimizer import AdamW, CpuAdamW
 from dsft.plan.census import Census, Parameter
 from dsft.plan.ds_config import deepspeed_config
 from dsft.plan.memory.gathered import Use, gathered_at_once
@@ -136,9 +134,7 @@ def measure(spec: Spec, sent: list[int], make: Callable[[], nn.Module] = dense) 
     elements = sum(parameter.numel for parameter in parameters)
     census = Census("Sequential", LAYERS, None, tuple(parameters))
     offloaded = spec.parallel.offload_optimizer.device == "cpu"
-    if offloaded:
-        load_op(CPUAdamBuilder(), print)
-    optimizer = (DeepSpeedCPUAdam if offloaded else torch.optim.AdamW)(model.parameters(), lr=1e-3)
+    optimizer = (CpuAdamW if offloaded else AdamW)(model.parameters(), lr=1e-3)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     largest = 0
     for _ in range(2):
@@ -153,7 +149,7 @@ def measure(spec: Spec, sent: list[int], make: Callable[[], nn.Module] = dense) 
     hosts = {"here": ranks.world_size}
     rank = memory(census, spec, ranks, hosts).stages[0]
     held = live_bytes()
-    state.reset_state(engine)
+    state.empty_state(engine, 0)
     freed = held - live_bytes() >= 0.99 * 8 * elements / (ranks.world_size if spec.parallel.zero_stage else 1)
     engine.destroy()
     flows = traffic(census, spec, ranks, hosts)

@@ -1,4 +1,5 @@
-"""Tasks that are no part of dsft: registered, trained over ZeRO 2 and a pipeline, equal to a plain loop."""
+"""Tasks and an optimizer that are no part of dsft: registered, trained over ZeRO 2 and a pipeline, equal to a
+plain loop."""
 
 from __future__ import annotations
 
@@ -17,6 +18,11 @@ STEPS, BATCH, RATE = 4, 6, 5e-3
 TEXTS = [f"{'fox ' * (1 + 7 * number % 5)}{number} jumps" for number in range(3 * BATCH)]
 WEIGHTS = [0.25 * (number % 7) for number in range(len(TEXTS))]
 EXAMPLES = {"ranking": BATCH, "weighted": len(TEXTS)}
+DECAY, BETAS = 0.1, (0.8, 0.95)
+OPTIM = {
+    "ranking": f"name: sgd, learning_rate: {RATE}",
+    "weighted": f"name: lion, learning_rate: {RATE}, weight_decay: {DECAY}, betas: [{BETAS[0]}, {BETAS[1]}]",
+}
 
 
 def test_the_page_has_this_task() -> None:
@@ -30,6 +36,8 @@ def plain(model: Path, task: str) -> tuple[list[float], dict[str, torch.Tensor]]
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = [tokenizer(text, add_special_tokens=False).input_ids + [tokenizer.eos_token_id] for text in TEXTS]
     optimizer, losses = torch.optim.SGD(causal_lm.parameters(), RATE), []
+    named = list(causal_lm.named_parameters())
+    momenta = [torch.zeros_like(parameter) for _, parameter in named]
 
     def log_probability(ids: list[int]) -> torch.Tensor:
         logits = causal_lm(input_ids=torch.tensor([ids])).logits[0, :-1]
@@ -44,9 +52,23 @@ def plain(model: Path, task: str) -> tuple[list[float], dict[str, torch.Tensor]]
             loss = -(logps * weights).sum() / sum(len(ids) - 1 for ids in rows)
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        if task == "weighted":
+            lion(named, momenta)
+        else:
+            optimizer.step()
         losses.append(loss.item())
     return losses, causal_lm.state_dict()
+
+
+@torch.no_grad()
+def lion(named: list[tuple[str, torch.nn.Parameter]], momenta: list[torch.Tensor]) -> None:
+    (beta1, beta2), smooth = BETAS, 1e-3
+    for (name, parameter), momentum in zip(named, momenta, strict=True):
+        assert parameter.grad is not None
+        mean = beta1 * momentum + (1 - beta1) * parameter.grad
+        decay = 0.0 if "norm" in name else DECAY
+        parameter -= RATE * (mean / (mean.abs() + smooth) + decay * parameter)
+        momentum.copy_(beta2 * momentum + (1 - beta2) * parameter.grad)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +97,7 @@ parallel: {{zero_stage: 0}}
 train:
   {{micro_batch_size: 1, max_steps: {STEPS}, precision: fp32, max_grad_norm: 0,
     global_batch_size: {EXAMPLES[task]}}}
-optim: {{name: sgd, learning_rate: {RATE}, lr_scheduler_type: constant, weight_decay: 0.0}}
+optim: {{{OPTIM[task]}, lr_scheduler_type: constant}}
 output_dir: {tmp_path}/runs
 """
     )

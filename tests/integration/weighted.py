@@ -1,4 +1,5 @@
-"""A task of its own that trains on rows as SFT does, and weighs each row by a number that it has.
+"""A task of its own that trains on rows as SFT does, and weighs each row by a number that it has. Its
+specs may have optim.name: lion.
 
 python tests/integration/weighted.py SPEC [key=value …]
 
@@ -26,6 +27,7 @@ from dsft.setup.run import Run
 from dsft.spec import task
 from dsft.tasks import registry
 from dsft.tasks.api import Annotator, Task
+from tests.lion import register
 
 
 def loss(logps: Tensor, micro_batch: MicroBatch) -> tuple[Tensor]:
@@ -65,6 +67,8 @@ task.TASKS["weighted"] = task.TaskFacts(
     "row", ("text",), "weighted next-token loss", "fine-tuning", fields=("weight",)
 )
 registry.TASKS["weighted"] = Weighted(lambda spec: Objective((Term("tokens"),), loss))
+
+register()
 
 if __name__ == "__main__":
     dsft.train.end(dsft.train.main(sys.argv[1:]))

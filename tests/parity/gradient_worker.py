@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dsft.dist.world import World
 from dsft.engine import state
 from dsft.engine.join import join
+from dsft.engine.optimizer import AdamW
 from dsft.engine.reduction import OverlappedZero
 from dsft.plan.ds_config import deepspeed_config
 from dsft.rank.environment import detect
@@ -62,7 +63,7 @@ def trained(
     named = dict(model.named_parameters())
     engine = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=True),
+        optimizer=AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=True),
         config=config,
         dist_init_required=False,
     )[0]

@@ -88,7 +88,7 @@ def run(case: Case, world: World, probed: bool) -> tuple[dict[str, torch.Tensor]
 
 def probe(engine: Any) -> dict[str, Any]:
     """Probe with a micro-batch longer than any of the steps', and look at the optimizer in between."""
-    forget, step, seen = state.reset_state, engine.step, {}
+    empty, step, seen = state.empty_state, engine.step, {}
 
     def with_moments() -> int:
         return sum(len(held) > 0 for held in state._base(engine._engine.optimizer).state.values())
@@ -97,16 +97,17 @@ def probe(engine: Any) -> dict[str, Any]:
         seen["before"] = with_moments()
         return step(*arguments)
 
-    def look_after(inner: Any) -> None:
-        seen["allocated"] = with_moments()
-        seen["rates"] = [group["lr"] for group in state._base(inner.optimizer).param_groups]
-        forget(inner)
+    def look_after(inner: Any, steps: int) -> None:
+        if not steps:
+            seen["allocated"] = with_moments()
+            seen["rates"] = [group["lr"] for group in state._base(inner.optimizer).param_groups]
+        empty(inner, steps)
 
-    state.reset_state, engine.step = look_after, look_before
+    state.empty_state, engine.step = look_after, look_before
     try:
         engine.probe(micro_batch([(list(range(1, 31)), [True] * 30)] * 2))
     finally:
-        state.reset_state = forget
+        state.empty_state = empty
         del engine.step
     return seen
 

@@ -4,7 +4,7 @@
 
 A case A trains 6 steps and saves at 0, 3 and 6; A is `STAGE-PRECISION[-offload][-pipe][-tied]` and
 `-sgd` or `-momentum` where it is not AdamW, as `z2-bf16-offload`; `-8bit` has AdamW's moments in 8 bits;
-`-muon` is Muon;
+`-muon` is Muon, `-lion` one that is no part of dsft;
 `-hpz` has second copies of the parameters in groups of two ranks;
 `-large` has sub-groups of more than 1 MiB, which `-nvme` keeps on the disk, `-params` the parameters
 too; `-host` keeps these in memory. A case A:B:N goes on from A's step N under B to step 6. Engines are
@@ -38,14 +38,16 @@ from dsft.dist.world import World
 from dsft.engine import state
 from dsft.engine.adamw_8bit import AdamW8bit
 from dsft.engine.join import join
-from dsft.engine.muon import MUON, Muon
+from dsft.engine.muon import Muon
 from dsft.engine.nvme import align_gradients
 from dsft.engine.ops import load_op
+from dsft.engine.optimizer import AdamW, CpuAdamW, Sgd
 from dsft.engine.pipeline import find_ties, tie
 from dsft.rank.environment import detect
 from dsft.spec.layout import Layout
 from dsft.spec.patterns import is_layers_matrix
 from dsft.spec.schema import Checkpoint
+from tests.lion import Lion
 from tests.process_groups import own_groups
 
 ROWS, LARGE_ROWS, LENGTH, SAVED_AT, STEPS = 24, 8, 12, (0, 3), 6
@@ -198,23 +200,22 @@ def optimizer(model: LlamaForCausalLM, parameters: Any, words: list[str]) -> tor
         {"params": [p for p in held if len(getattr(p, "ds_shape", p.shape)) == 1], "weight_decay": 0.0},
     ]
     if "sgd" in words or "momentum" in words:
-        return torch.optim.SGD(groups, lr=0.0, momentum=0.9 if "momentum" in words else 0.0)
+        return Sgd(groups, lr=0.0, momentum=0.9 if "momentum" in words else 0.0)
     if "muon" in words:
         adamw: dict[str, Any] = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-4}
         named = {n: p for n, p in model.named_parameters() if id(p) in ours}
         names = [n for n, p in named.items() if is_layers_matrix(n, getattr(p, "ds_shape", p.shape))]
         chosen = [named[name] for name in names]
         rest = [p for n, p in named.items() if n not in names]
-        split = [
-            {"params": chosen, MUON: True, "weight_decay": 0.1},
-            {"params": rest, MUON: False, "weight_decay": 0.0},
-        ]
-        return Muon(split, names, momentum=0.95, dtype=torch.float32, **adamw)
+        split = [{"params": chosen, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        return Muon(split, momentum=0.95, dtype=torch.float32, **adamw)
+    if "lion" in words:
+        return Lion(groups, 0.0, (0.9, 0.99))
     if "8bit" in words:
         return AdamW8bit(groups, lr=0.0, betas=(0.9, 0.999), eps=1e-4)
     if "offload" in words or "nvme" in words:
-        return deepspeed.ops.adam.DeepSpeedCPUAdam(groups, lr=0.0, eps=1e-4)
-    return torch.optim.AdamW(groups, lr=0.0, eps=1e-4, fused=True)
+        return CpuAdamW(groups, lr=0.0, eps=1e-4)
+    return AdamW(groups, lr=0.0, eps=1e-4, fused=True)
 
 
 def config(zero: int, bf16: bool, offload: bool, rows: int, data_parallel: int) -> dict[str, Any]:

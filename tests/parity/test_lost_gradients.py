@@ -4,13 +4,16 @@ not change, and names their parameters."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from dsft.engine.api import Kind
-from dsft.engine.first_step import FACTOR, SAMPLES, Update, mismatches, unchanged
+from dsft.engine.api import StateKind
+from dsft.engine.base_optimizer import BaseOptimizer
+from dsft.engine.first_step import FACTOR, SAMPLES, mismatches, unchanged
+from dsft.engine.optimizer import AdamW, Sgd
 from tests.launching import forked, on_the_cpu
 from tests.swap_disk import why_no_swap
 
@@ -67,17 +70,25 @@ def test_each_gradient_fault_is_found() -> None:
     assert mismatches(*right[:2], torch.zeros_like(right[2])) == list(range(11))
 
 
-def update(
-    learning_rate: float, weight_decay: float = 0.0, step: int = 1, *, is_adamw: bool = True
-) -> Update:
-    adam = (0.9, 0.999, 1e-8) if is_adamw else None
-    return Update(step, [learning_rate], [weight_decay], adam, factor=1.0)
+@dataclass
+class Step:
+    """A step of one parameter."""
+
+    optimizer: BaseOptimizer
+    learning_rate: float
+    weight_decay: float
+    number: int
+
+
+def update(learning_rate: float, weight_decay: float = 0.0, step: int = 1, *, is_adamw: bool = True) -> Step:
+    optimizer = (AdamW if is_adamw else Sgd)([torch.zeros(1)], lr=1.0)
+    return Step(optimizer, learning_rate, weight_decay, step)
 
 
 def is_named(
     value: float,
     gradient: float,
-    update: Update,
+    update: Step,
     *,
     changed: int = 0,
     owned: int = SAMPLES,
@@ -88,17 +99,19 @@ def is_named(
     `owned` ones the step has changed the first."""
     gradients, before = (torch.full((1, SAMPLES), x, dtype=torch.float64) for x in (gradient, value))
     before[:, owned:] = torch.nan
-    after: dict[Kind, torch.Tensor] = {
+    after: dict[StateKind, torch.Tensor] = {
         "value": before.clone(),
         "momentum_buffer": torch.full_like(before, momentum),
     }
     after["value"][:, :changed] += 1e-3
-    if update.adam:
-        beta1, beta2, _ = update.adam
-        after["exp_avg"] = gradients * (1 - beta1**update.step)
-        after["exp_avg_sq"] = gradients.square() * (1 - beta2**update.step)
+    if isinstance(update.optimizer, AdamW):
+        beta1, beta2 = update.optimizer.defaults["betas"]
+        after["exp_avg"] = gradients * (1 - beta1**update.number)
+        after["exp_avg_sq"] = gradients.square() * (1 - beta2**update.number)
     squares = gradients.square() + noise**2
-    return unchanged(gradients, squares, before, after, update).tolist() == [True]
+    change = update.optimizer.expected_change(gradients, after, update.number)
+    settings = torch.tensor([update.learning_rate, update.weight_decay], dtype=torch.float64)[:, None, None]
+    return unchanged(gradients, squares, before, after["value"], change, settings).tolist() == [True]
 
 
 def test_unchanged_parameter_is_named() -> None:

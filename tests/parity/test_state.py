@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ SAVED = (
     *("z0-fp32-8bit", "z2-fp32-8bit", "z3-bf16-8bit", "z1-fp32-pipe-8bit"),
     *("z0-fp32-muon", "z2-fp32-muon", "z3-fp32-muon", "z3-bf16-muon", "z1-fp32-pipe-muon"),
     *("z0-fp32-momentum", "z2-fp32-momentum", "z3-fp32-sgd", "z0-bf16-momentum"),
+    "z2-fp32-lion",
 )
 ON_TWO: dict[str, float] = {
     **{f"{name}:{name}:3": EXACT for name in SAVED},
@@ -55,6 +57,7 @@ ON_TWO: dict[str, float] = {
     "z2-fp32-muon:z3-fp32-muon:3": MUON,
     "z3-fp32-muon:z0-fp32-muon:3": MUON,
     "z1-fp32-pipe-muon:z2-fp32-muon:3": MUON,
+    "z2-fp32-lion:z3-fp32-lion:3": ROUNDING,
     "z2-bf16:z3-bf16:3": EXACT,
     "z3-bf16:z1-bf16:3": EXACT,
     "z1-bf16-offload:z3-bf16-offload:3": ROUNDING,  # its vector loop takes other elements together
@@ -95,7 +98,7 @@ SWAPPED = (
 
 LOADS = [(ranks, case, bound) for ranks, cases in RANKS.items() for case, bound in cases.items()]
 SHORT = ("z2-fp32", "z2-fp32-8bit", "z2-fp32-muon", "z3-fp32-tied", "z1-fp32-pipe-tied", "z2-fp32-momentum",
-    "z3-bf16", "z2-bf16-offload", "z3-bf16-offload-host")  # fmt: skip
+    "z2-fp32-lion", "z3-bf16", "z2-bf16-offload", "z3-bf16-offload-host")  # fmt: skip
 """Layouts of saved runs, one of each kind, that are always resumed; the others with `-m long`."""
 REPEATED = {
     (2, "z3-bf16:z3-bf16:0"), (2, "z2-fp32:z3-fp32:0"),  # from step 0 as z2-fp32
@@ -194,21 +197,20 @@ def check_goes_on(results: dict[str, Any], ranks: int, case: str, bound: float) 
 @pytest.mark.filterwarnings("ignore")
 def test_cpu_adam_resumes_bit_for_bit_after_many_steps() -> None:
     """Its C++ side carries powers of the betas from step to step, which no tensor holds."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
     from dsft.engine import state
+    from dsft.engine.optimizer import CpuAdamW
 
     torch.manual_seed(0)
     weight, gradients = torch.randn(64), torch.randn(60, 64)
     runs = []
     for _ in range(2):
         parameter = torch.nn.Parameter(weight.clone())
-        runs.append((parameter, DeepSpeedCPUAdam([parameter], lr=0.1, betas=(0.9, 0.95))))
+        runs.append((parameter, CpuAdamW([parameter], lr=0.1, betas=(0.9, 0.95))))
     (parameter, optimizer), (resumed, other) = runs
     for gradient in gradients[:40]:
         parameter.grad = gradient
         optimizer.step()
-    state._empty_state(other, 40)
+    state.empty_state(SimpleNamespace(optimizer=other), 40)
     with torch.no_grad():
         resumed.copy_(parameter)
         for kind in ("exp_avg", "exp_avg_sq"):

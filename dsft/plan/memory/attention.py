@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsft.plan.census import Census
-from dsft.plan.memory.sizes import compute_bytes, runs_on_cpu
+from dsft.plan.memory.sizes import compute_bytes
 from dsft.plan.storage import FP32
 from dsft.spec.schema import Spec
 
@@ -46,5 +46,5 @@ def scores_of(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
     if not heads.softcap:
         return 0, 0, 0
     scores = heads.queries * tokens * spec.data.max_length * BYTES_PER_SCORE
-    scores //= 2 if runs_on_cpu(spec) else 1
+    scores //= 2 if spec.is_on_cpu else 1
     return scores, int(scores * BACKWARD), scores

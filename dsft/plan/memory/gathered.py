@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from dsft.plan.census import Parameter
 from dsft.plan.ds_config import LIVE, PERSIST_BELOW
-from dsft.plan.memory.sizes import compute_bytes, runs_on_cpu
+from dsft.plan.memory.sizes import compute_bytes
 from dsft.plan.memory.tensors import MALLOC_KEEPS, NONE, Tensors
 from dsft.spec.schema import Spec
 
@@ -119,7 +119,7 @@ def gathered(
         return Tensors(size, 0) if is_small else Tensors(0, size)
 
     # gloo gathers into a copy of its own (ProcessGroupGloo, all_gather_into_tensor)
-    copied = [step.sent * runs_on_cpu(spec) for step in found]
+    copied = [step.sent * spec.is_on_cpu for step in found]
 
     def most_arriving(steps: Iterable[int]) -> Tensors:
         return held(max((found[n].arriving + copied[n] for n in steps), default=0))

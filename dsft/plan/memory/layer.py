@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dsft.plan.census import Census, Parameter
-from dsft.plan.memory.sizes import chunk_limit, compute_bytes, fuses, runs_on_cpu
+from dsft.plan.memory.sizes import chunk_limit, compute_bytes, fuses
 from dsft.plan.memory.tensors import Tensors, each, one
 from dsft.plan.storage import BLOCK, DEQUANTIZED_AT_ONCE, FP32
 from dsft.spec.schema import Spec
@@ -34,7 +34,7 @@ def mlp_chunks(spec: Spec, census: Census, tokens: int) -> int:
         if parameter.mlp:
             layers.setdefault(parameter.layer, []).append(parameter)
     largest = max((sum(_saved(own, 0, spec)) for own in layers.values()), default=0)
-    limit = chunk_limit("cpu" if runs_on_cpu(spec) else "cuda")
+    limit = chunk_limit("cpu" if spec.is_on_cpu else "cuda")
     return max(1, -(-tokens * largest * compute_bytes(spec) // limit))
 
 

@@ -14,7 +14,6 @@ from dsft.plan.memory.sizes import (
     head_chunk,
     in_chunks,
     kept_rows,
-    runs_on_cpu,
     several_tokens,
 )
 from dsft.plan.memory.tensors import Tensors, each, one
@@ -34,19 +33,19 @@ def logits_of(census: Census, spec: Spec, tokens: int) -> tuple[int, int, int]:
     preference pairs and distillation, which do not need it), and of the logits in a forward without backward.
     Every token counts as a target. The values of a teacher and a student count as logits."""
     vocabulary, hidden = embedding(census)
-    chunk = head_chunk("cpu" if runs_on_cpu(spec) else "cuda", gpu_bytes(spec))
+    chunk = head_chunk("cpu" if spec.is_on_cpu else "cuda", gpu_bytes(spec))
     if spec.reference is not None and spec.reference.teacher_values:
         return several_tokens(spec, tokens, vocabulary, chunk)
     if not in_chunks(tokens * vocabulary, chunk):
         plain = tokens * vocabulary * PLAIN_BYTES_PER_LOGIT
         return plain, 0, plain
     scored = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk // SCORED_PARTS)
-    if not runs_on_cpu(spec):
+    if not spec.is_on_cpu:
         scored //= 2  # softmax_kernel.py reads the product, and derives no other values
     outside = [p for p in census.parameters if p.layer is None and p.shape == (vocabulary, hidden)]
     weights = [p for p in outside if not p.embedding] or outside  # tied: the embedding's
     at_once = min(tokens * vocabulary * BYTES_PER_LOGIT, chunk)
-    if not runs_on_cpu(spec):  # the product, and the gradient where it has another type
+    if not spec.is_on_cpu:  # the product, and the gradient where it has another type
         at_once = at_once * (FP32 + compute_bytes(spec) % FP32) // BYTES_PER_LOGIT
     if spec.train.precision == "fp16" or not any(p.trained for p in weights):
         return at_once, 0, scored

@@ -17,7 +17,7 @@ from dsft.plan.cut import Cut
 from dsft.plan.memory.sizes import GIB, compute_bytes, moment_bytes
 from dsft.plan.storage import FP32
 from dsft.spec.layout import Layout
-from dsft.spec.patterns import is_layers_matrix
+from dsft.spec.patterns import is_orthogonalized
 from dsft.spec.schema import Spec
 
 SUB_GROUP = 100_000_000
@@ -61,22 +61,16 @@ def optimizer_rows() -> Iterator[tuple[str, Any, str]]:
     reason = "value, two moments and gradient of the sub-group that is being updated"
     yield "buffer_count", STATE_BUFFERS, reason
     yield "pipeline_read", False, "a sub-group is read when it is updated, so one set of buffers is enough"
-    yield (
-        "pipeline_write",
-        False,
-        "it is written before the next is read, so the files are complete after a step",
-    )
+    reason = "it is written before the next is read, so the files are complete after a step"
+    yield "pipeline_write", False, reason
 
 
 def parameter_rows(largest: int | None) -> Iterator[tuple[str, Any, str]]:
     """Yield the NVMe keys of offload_param, without the section's name. largest: elements of the largest
     parameter's shard, None if not known."""
     yield "buffer_count", PARAMETER_BUFFERS, "parameters that are in host memory at a time"
-    if largest is None:
-        reason = "elements of a buffer; a run uses the size of the largest shard"
-        yield "buffer_size", PARAMETER_BUFFER, reason
-    else:
-        yield "buffer_size", largest, "elements of a buffer: the largest parameter's shard"
+    known = ": the largest parameter's shard" if largest else "; a run uses the size of the largest shard"
+    yield "buffer_size", largest or PARAMETER_BUFFER, f"elements of a buffer{known}"
     yield "max_in_cpu", 0, "elements that stay in host memory, besides tensors below 1 MiB"
 
 
@@ -123,7 +117,7 @@ def updated_at_once(parameters: Iterable[Parameter], spec: Spec, ranks: int) -> 
     most, sizes = 0, [0, 0]
     for parameter in parameters:
         if parameter.trained:
-            group = spec.optim.name == "muon" and is_layers_matrix(parameter.name, parameter.shape)
+            group = is_orthogonalized(parameter.name, parameter.shape, spec.optim)
             sizes[group] += -(-parameter.numel // ranks)
             most = max(most, sizes[group])
             sizes[group] *= sizes[group] < SUB_GROUP

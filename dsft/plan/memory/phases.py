@@ -43,11 +43,7 @@ def _whole(rank: RankSetup) -> dict[str, Phase]:
     low = rank.weight < FP32
     gradients = each(rank.trained, rank.weight)
     copies = each(rank.trained, FP32) if low else NONE
-    steady: Phase = {
-        "parameters": weights(rank),
-        "master": copies,
-        "moments": rank.moments,
-    }
+    steady: Phase = {"parameters": weights(rank), "master": copies, "moments": rank.moments}
     left = gradients if rank.accumulates else NONE  # else gradients appear as activations are freed
     flat = min(rank.elements, REDUCED_AT_ONCE)  # engine.py:3796 flatten; a second copy in another reduce type
     travels = one(flat * rank.weight) + (one(flat * rank.reduced) if rank.reduced != rank.weight else NONE)

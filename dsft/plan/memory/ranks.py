@@ -32,13 +32,7 @@ from dsft.plan.memory.logits import embedding, logits_of, normed
 from dsft.plan.memory.offload import swapped, updated_at_once
 from dsft.plan.memory.phases import phases
 from dsft.plan.memory.setup import RankSetup
-from dsft.plan.memory.sizes import (
-    compute_bytes,
-    moment_bytes,
-    orthogonal_bytes,
-    runs_on_cpu,
-    with_one_moment,
-)
+from dsft.plan.memory.sizes import compute_bytes, fewer_moment_bytes, moment_bytes, orthogonal_bytes
 from dsft.plan.memory.tensors import NONE, Phase, Row, Tensors, each, one, total
 from dsft.plan.storage import FP32
 from dsft.spec.batch import BatchSizes, accumulates, batch_sizes, deepspeed_stage, gradients_stay_bf16
@@ -229,7 +223,7 @@ def of_host(
     first, process = 0, PROCESS + (WITH_ZERO if spec.parallel.zero_stage else 0)
     for host, slots in hosts.items():
         ranks = [stages[layout.stage(rank)] for rank in range(first, first + slots)]
-        computed = sum(rank.device + rank.retained for rank in ranks) if runs_on_cpu(spec) else 0
+        computed = sum(rank.device + rank.retained for rank in ranks) if spec.is_on_cpu else 0
         totals[host] = slots * process + sum(rank.offloaded for rank in ranks) + computed
         first += slots
     return totals
@@ -254,7 +248,7 @@ def _setup(
     stage: int, census: Census, spec: Spec, layout: Layout, batch: BatchSizes | None, work: _Work, chunks: int
 ) -> RankSetup:
     parameters = census.stage(stage, cut_of(spec.parallel, census))
-    parallel, on_cpu = spec.parallel, runs_on_cpu(spec)
+    parallel, on_cpu = spec.parallel, spec.is_on_cpu
     devices = (parallel.offload_optimizer.device, parallel.offload_parameters.device)
     stays = batch is not None and gradients_stay_bf16(spec, batch)
     together: Counter[str] = Counter()
@@ -278,8 +272,8 @@ def _setup(
         weight=compute_bytes(spec),
         reduced=2 if spec.train.reduce_dtype == "bf16" else FP32,
         moment=moment_bytes(spec),
-        in_8_bits=spec.optim.name == "adamw_8bit",
-        with_one=with_one_moment(parameters, spec),
+        in_8_bits=spec.optim.facts.in_8_bits,
+        fewer=fewer_moment_bytes(parameters, spec),
         sub_group=updated_at_once(parameters, spec, layout.shards),
         orthogonal=orthogonal_bytes(parameters, spec, layout.shards if parallel.zero_stage else 1),
         bucket=bucket_size(census.trained),

@@ -25,8 +25,8 @@ class RankSetup:
     weight                 bytes per element of trained weights
     reduced                bytes per element in the reduction over ranks
     moment                 bytes per element of the optimizer states in 32 bits
-    in_8_bits              whether they have 8 bits (optim.name: adamw_8bit)
-    with_one               trained elements that have one moment of fp32 (optim.name: muon)
+    in_8_bits              whether they have 8 bits
+    fewer                  bytes that the states of layers' matrices have less (`fewer_moment_bytes`)
     orthogonal             bytes that the update of the largest of these needs at once (`orthogonal_bytes`)
     gradient               bytes per element of the gradients that ZeRO 3 keeps
     sub_group              most trained elements that ZeRO 3 updates at once
@@ -53,7 +53,7 @@ class RankSetup:
     reduced: int
     moment: int
     in_8_bits: bool
-    with_one: int
+    fewer: int
     orthogonal: int
     sub_group: int
     bucket: int
@@ -114,8 +114,8 @@ class RankSetup:
     def moments(self) -> Tensors:
         """The optimizer states of this rank, on its device."""
         own = self.shares(self.trained) if self.zero else self.trained
-        if self.with_one:
-            return one(self.share * self.moment - self.with_one // (self.ranks if self.zero else 1) * FP32)
+        if self.fewer:
+            return one(self.share * self.moment - self.fewer // (self.ranks if self.zero else 1))
         if not self.in_8_bits:
             return one(self.share * self.moment) if self.zero else each(own, self.moment)
         found = NONE

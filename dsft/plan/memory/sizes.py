@@ -5,13 +5,13 @@ dsft/model/head.py divides the logits into chunks by these sizes, and the plan c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from dsft.plan.flops import memory_of
 from dsft.plan.storage import FP32, width
-from dsft.spec.patterns import is_layers_matrix
+from dsft.spec.patterns import is_orthogonalized
 from dsft.spec.schema import Accelerator, Cluster, Spec
 
 if TYPE_CHECKING:
@@ -29,9 +29,11 @@ LARGE = 64 * GIB, 2 << 30
 vocabulary of 128,256 each chunk reads and writes 4 GB: computed as 1 % of a step of 8,192 tokens at 1 GiB."""
 SCORED_PARTS = 4  # without a gradient of the weight, a quarter of the rows per chunk is as fast
 SEVERAL_PARTS = 2  # where several tokens of each target are scored, a logit has twice the derived values
-VALUE_BYTES, JSD_BYTES, SCORED_VALUE_BYTES, LEARNED_VALUE_BYTES = 45, 62, 43, 19
-"""Bytes for each float32 value of a teacher's row: of the loss in float64, which for jsd has more, of the
-loss without a backward, and beside the logits of the backward. Measured with torch's allocator."""
+# Bytes for each float32 value of a teacher's row, measured with torch's allocator:
+VALUE_BYTES = 45  # of the loss in float64
+JSD_BYTES = 62  # of jsd's
+SCORED_VALUE_BYTES = 43  # of the loss without a backward
+LEARNED_VALUE_BYTES = 19  # beside the logits, in the backward
 PLAIN_BYTES = 1 << 24  # below this size, the memory saved is not worth computing the logits twice
 PLAIN_BYTES_PER_LOGIT = 12  # without chunks: logits, log-probabilities and their gradient, in float32
 
@@ -103,17 +105,12 @@ def with_device(spec: Spec, device: str, memory: int | None) -> Spec:
     return spec.model_copy(update=found)
 
 
-def runs_on_cpu(spec: Spec) -> bool:
-    accelerator = spec.accelerator
-    return accelerator is not None and accelerator.name.lower() == "cpu"
-
-
 def fuses(spec: Spec) -> bool:
     """Return whether Liger's kernels compute what they can: auto uses them on a GPU, where
     `dsft.model.kernels` finds them."""
     model = spec.model
     if model.kernels == "auto":
-        return not (model.compile or runs_on_cpu(spec))
+        return not (model.compile or spec.is_on_cpu)
     return model.kernels == "liger"
 
 
@@ -125,31 +122,30 @@ def compute_bytes(spec: Spec) -> int:
 
 def moment_bytes(spec: Spec) -> int:
     """Return the bytes per element of the optimizer states in 32 bits, as checkpoints have them."""
-    if spec.optim.name == "sgd":
-        return FP32 if spec.optim.momentum else 0
-    return 2 * FP32
+    return spec.optim.facts.moments(spec.optim) * FP32
 
 
-def with_one_moment(parameters: Iterable[Parameter], spec: Spec) -> int:
-    """Return the number of trained elements that have one moment where `moment_bytes` counts two."""
-    if spec.optim.name != "muon":
-        return 0
-    return sum(p.numel for p in parameters if p.trained and is_layers_matrix(p.name, p.shape))
+def _orthogonalized(parameters: Iterable[Parameter], spec: Spec) -> Iterator[Parameter]:
+    return (p for p in parameters if p.trained and is_orthogonalized(p.name, p.shape, spec.optim))
+
+
+def fewer_moment_bytes(parameters: Iterable[Parameter], spec: Spec) -> int:
+    """Return the bytes that the moments of layers' matrices have less than `moment_bytes` each."""
+    facts = spec.optim.facts
+    fewer = facts.moments(spec.optim) - (facts.matrices or 0)
+    return fewer * FP32 * sum(p.numel for p in _orthogonalized(parameters, spec))
 
 
 def orthogonal_bytes(parameters: Iterable[Parameter], spec: Spec, ranks: int) -> int:
     """Return the bytes beside gradients and moments while muon updates the largest of its matrices: the
     momentum ahead in fp32, and what engine/muon.py orthogonal has at once. Where matrices are split over
     ranks, the parts that this one sends too. ranks: over which they are split, or 1."""
-    if spec.optim.name != "muon":
-        return 0
     width, largest = compute_bytes(spec), 0
-    for p in parameters:
-        if p.trained and is_layers_matrix(p.name, p.shape):
-            gram = p.numel // max(p.shape[-2:]) * min(p.shape[-2:])
-            normed = p.numel * (FP32 + (width if width < FP32 else 0))
-            iterated = width * (2 * p.numel + gram)
-            largest = max(largest, p.numel * FP32 * (1 + (ranks > 1)) + max(normed, iterated))
+    for p in _orthogonalized(parameters, spec):
+        gram = p.numel // max(p.shape[-2:]) * min(p.shape[-2:])
+        normed = p.numel * (FP32 + (width if width < FP32 else 0))
+        iterated = width * (2 * p.numel + gram)
+        largest = max(largest, p.numel * FP32 * (1 + (ranks > 1)) + max(normed, iterated))
     return largest
 
 
@@ -157,5 +153,5 @@ def saved_bytes(census: Census, spec: Spec) -> tuple[int, int]:
     """Return the bytes of a checkpoint, which has the trained weights and the optimizer's moments in fp32,
     and those of the export."""
     exported = census.trained if spec.model.lora else census.numel
-    moments = census.trained * moment_bytes(spec) - with_one_moment(census.parameters, spec) * FP32
+    moments = census.trained * moment_bytes(spec) - fewer_moment_bytes(census.parameters, spec)
     return census.trained * FP32 + moments, exported * compute_bytes(spec)

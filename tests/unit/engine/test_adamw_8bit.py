@@ -9,7 +9,8 @@ from bitsandbytes.functional import dequantize_blockwise, quantize_blockwise
 from bitsandbytes.optim import AdamW8bit as Theirs
 from torch import Tensor, nn
 
-from dsft.engine.adamw_8bit import AdamW8bit, Part
+from dsft.engine.adamw_8bit import AdamW8bit
+from dsft.engine.base_optimizer import StateShard
 from dsft.plan.memory.setup import RankSetup
 
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
@@ -22,9 +23,9 @@ def gradient(step: int, size: int) -> Tensor:
     return torch.randn(size, generator=draw) * torch.rand(size, generator=draw) ** 6 * 1e-3
 
 
-def optimizer(home: nn.Parameter, parts: list[Part]) -> AdamW8bit:
+def optimizer(home: nn.Parameter, parts: list[StateShard]) -> AdamW8bit:
     found = AdamW8bit([{"params": [home], "weight_decay": 0.1}], **SETTINGS)
-    found.parts = {home: parts}
+    found.set_parts({str(number): part for number, part in enumerate(parts)}, [home], None)
     return found
 
 
@@ -32,7 +33,7 @@ def test_update_of_several_parameters_in_one_tensor_is_that_of_each() -> None:
     """One of 8 bits, one too small for them, and padding, which does not change."""
     sizes = NUMEL, 300
     home = nn.Parameter(torch.randn(sum(sizes) + 20))
-    ours = optimizer(home, [Part(0, 0, NUMEL, NUMEL), Part(0, NUMEL, 300, 300)])
+    ours = optimizer(home, [StateShard(0, NUMEL, home, 0, (NUMEL,)), StateShard(0, 300, home, NUMEL, (300,))])
     each = [nn.Parameter(part.clone()) for part in home.detach()[: sum(sizes)].split(sizes)]
     theirs, padding = Theirs(each, weight_decay=0.1, **SETTINGS), home.detach()[sum(sizes) :].clone()
     for step in range(5):
@@ -47,13 +48,15 @@ def test_update_of_several_parameters_in_one_tensor_is_that_of_each() -> None:
 @pytest.mark.parametrize(("start", "size"), [(0, NUMEL), (100, 4000), (256, 256), (7, 3), (NUMEL - 1, 1)])
 def test_moments_that_are_read_and_written_are_the_same(start: int, size: int) -> None:
     """Also where a negative value is a block's largest, which bitsandbytes' quantizing does not restore."""
-    home, part = nn.Parameter(torch.randn(size)), Part(start, 0, size, NUMEL)
+    home = nn.Parameter(torch.randn(size))
+    part = StateShard(start, size, home, 0, (NUMEL,))
+    end = part.part(start + size - 1, NUMEL)
     ours, again, changed = optimizer(home, [part]), optimizer(home, [part]), 0
     for step in range(1, 30):
         home.grad = gradient(step, size)
         ours.step()
         again.allocate(home, step)
-        old, new = ours.moments(home, 0), again.moments(home, size - 1)
+        old, new = ours.moments(part), again.moments(end)
         for kind in (0, 1):
             new.write(kind, old.read(kind))
             assert torch.equal(new.read(kind), old.read(kind)), (step, kind)
@@ -63,10 +66,11 @@ def test_moments_that_are_read_and_written_are_the_same(start: int, size: int) -
 
 
 def test_other_values_are_quantized_to_the_nearest_code() -> None:
-    home, part = nn.Parameter(torch.randn(NUMEL)), Part(0, 0, NUMEL, NUMEL)
+    home = nn.Parameter(torch.randn(NUMEL))
+    part = StateShard(0, NUMEL, home, 0, (NUMEL,))
     mine = optimizer(home, [part])
     mine.allocate(home, 1)
-    moments, values = mine.moments(home, 0), torch.randn(NUMEL)
+    moments, values = mine.moments(part), torch.randn(NUMEL)
     moments.write(0, values)
     codes, quantized = quantize_blockwise(values, blocksize=256)
     ours, theirs = moments.read(0) - values, dequantize_blockwise(codes, quantized) - values
@@ -79,7 +83,7 @@ def test_plan_counts_the_bytes(zero: int) -> None:
     home = nn.Parameter(torch.zeros(sum(-(-size // ranks) for size in sizes)))
     parts, offset = [], 0
     for size in sizes:
-        parts.append(Part(0, offset, -(-size // ranks), size))
+        parts.append(StateShard(0, -(-size // ranks), home, offset, (size,)))
         offset += parts[-1].size
     ours = optimizer(home, parts)
     ours.allocate(home, 1)
@@ -89,5 +93,5 @@ def test_plan_counts_the_bytes(zero: int) -> None:
         for name in ("codes", "scales", "values")
     ]
     setup = object.__new__(RankSetup)
-    vars(setup).update(trained=sizes, zero=zero, ranks=ranks, in_8_bits=True, with_one=0)
+    vars(setup).update(trained=sizes, zero=zero, ranks=ranks, in_8_bits=True, fewer=0)
     assert setup.moments.total == sum(tensor.numel() * tensor.element_size() for tensor in held)

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from dsft.checkpoint.files import write_json
 from dsft.checkpoint.merge import Adapter, WholeModel
 from dsft.checkpoint.read import CheckpointReader
-from dsft.engine.api import Kind
+from dsft.engine.api import StateKind
 from dsft.errors import SpecError
 from dsft.model.build import build_model
 from dsft.model.config import on_meta
@@ -71,7 +71,7 @@ class Saved:
         self.shapes = {name: tuple(value.shape) for name, value in values.items()}
         self._values = values
 
-    def read(self, name: str, kind: Kind, start: int, stop: int) -> Tensor:
+    def read(self, name: str, kind: StateKind, start: int, stop: int) -> Tensor:
         return self._values[name].flatten()[start:stop]
 
 

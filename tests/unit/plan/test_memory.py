@@ -11,7 +11,11 @@ from dsft.plan.memory.layer import activations
 from dsft.plan.memory.ranks import DRIVER, FRAGMENTS, PROCESS, WITH_ZERO, Memory, memory
 from dsft.plan.memory.sizes import GIB, fuses, gpu_bytes, head_chunk, with_device
 from dsft.plan.memory.tensors import MALLOC_KEEPS
+from dsft.spec.combinations import combinations
 from dsft.spec.layout import layout_of
+from dsft.spec.optimizers import OPTIMIZERS
+from tests.lion import FACTS
+from tests.specs import minimal_spec
 
 BIG, SMALL = 1_000_000, 100
 
@@ -158,6 +162,15 @@ def test_sgd_has_moments_with_momentum_only(sizes: Any) -> None:
         sizes(optim={"name": "sgd", "momentum": 0.9}, parallel={"zero_stage": 0}).stages[0].moments
         == 4 * WHOLE
     )
+
+
+def test_moments_of_an_optimizer_that_is_no_part_of_dsft(sizes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "lion", FACTS)
+    adamw, lion = (sizes(optim={"name": name}, parallel={"zero_stage": 2}) for name in ("adamw", "lion"))
+    assert adamw.stages[0].moments == 2 * lion.stages[0].moments == 8 * WHOLE // 4
+    refused = minimal_spec(optim={"name": "lion", "learning_rate": 1.0, "momentum": 0.9})
+    [finding] = combinations(refused)
+    assert finding.message.endswith("has no effect with lion; set name to sgd, or leave it out")
 
 
 def test_on_a_cpu_the_ranks_memory_is_the_hosts(sizes: Any) -> None:
