@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections import namedtuple
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dsft.checkpoint import save
 from dsft.checkpoint.files import TensorEntry, write_tensors
 from dsft.checkpoint.read import CheckpointReader, find
 from dsft.checkpoint.retain import best_checkpoint
-from dsft.errors import DsftError, StorageError
+from dsft.errors import CheckpointError, DsftError, StorageError
 from tests.make import fragment_of
 from tests.small_disk import small_disk, take_all_inodes
 
@@ -133,6 +135,37 @@ def test_ranks_that_do_not_own_every_element_commit_nothing(maker: Any, monkeypa
     results = maker.save(1)
     assert all(type(result) is DsftError and "elements of value" in str(result) for result in results)
     assert maker.names() == set()
+
+
+def test_a_parameter_may_have_other_moments_but_not_fewer(maker: Any, monkeypatch: Any) -> None:
+    """As Muon's matrices. The checkpoint of a run whose ranks lack one would not resume."""
+    whole, odd = type(maker).fragments, next(iter(maker.tensors))
+
+    def changed(kind: str | None) -> None:
+        def fragments(*place: Any) -> Iterator[Any]:
+            for one in whole(*place):
+                is_odd = one.name == odd and one.kind == "exp_avg"
+                if kind is not None or not is_odd:
+                    yield replace(one, kind=kind) if is_odd else one
+
+        monkeypatch.setattr(type(maker), "fragments", fragments)
+
+    changed("momentum_buffer")
+    assert maker.save(1) == [f"{maker.step(1)} is committed"] * 2
+    checkpoint = CheckpointReader.open(maker.step(1))
+    checkpoint.verify()
+    assert checkpoint.state["kinds"] == ["exp_avg", "momentum_buffer", "value"]
+    found = {name: checkpoint.kinds_of(name) for name in maker.tensors}
+    assert found == dict.fromkeys(maker.tensors, ["exp_avg", "value"]) | {odd: ["momentum_buffer", "value"]}
+    changed(None)
+    elements = maker.tensors[odd].numel()
+    for result in maker.save(2):
+        assert type(result) is DsftError and f"own no exp_avg of {elements} elements" in str(result)
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(save, "_check_parts", lambda parts: None)
+        maker.save(3)
+    with pytest.raises(CheckpointError, match=f"has no exp_avg of {odd} from element 0 on"):
+        CheckpointReader.open(maker.step(3)).verify()
 
 
 def test_retention_and_resume_use_steps_not_times(maker: Any) -> None:
