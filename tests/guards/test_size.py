@@ -9,14 +9,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = sorted((ROOT / "dsft").rglob("*.py"))
 
-ALL = 56_255
+ALL = 56_248
 """Lines of dsft/. Whoever adds more than that raises the number, and says in the commit what for."""
 
 OF_A_FILE, LONG_FILES = (
     400,
     {
         "dsft/cli.py": 692,
-        "dsft/spec/schema.py": 700,
+        "dsft/spec/schema.py": 712,
     },
 )
 OF_A_FUNCTION, LONG_FUNCTIONS = (
