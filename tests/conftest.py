@@ -23,21 +23,19 @@ ROOT = Path(__file__).resolve().parent.parent
 LAUNCHED = {"architectures", "integration", "lab", "parity", "standin"}
 """Folders of tests that start several processes."""
 LONGEST = (
-    "parity/test_parity.py", "integration/test_quantize.py", "standin/test_quantized.py",
-    "integration/test_rehearse.py", "lab/test_ways_in.py", "integration/test_prove.py",
-    "lab/test_supervised_faults.py", "integration/test_stopped.py", "integration/test_commands_in_docs.py",
-    "integration/test_launchers.py", "standin/test_rehearse.py", "parity/test_state.py",
-    "architectures/test_architectures.py", "integration/test_kto.py", "standin/test_memory.py",
-    "integration/test_wheel.py", "integration/test_replay.py", "integration/test_reference.py",
-    "integration/test_distill.py", "lab/test_typed_faults.py", "integration/test_data_build.py",
-    "parity/test_frozen.py", "integration/test_api.py", "integration/test_killed.py",
-    "integration/test_resume.py", "standin/test_jobs.py", "standin/test_step.py",
-    "integration/test_lora.py", "integration/test_answer.py", "integration/test_long_rows.py",
-    "lab/test_network.py", "parity/test_probe.py", "integration/test_reward.py",
-    "integration/test_differing.py", "unit/launcher/test_attempt.py", "standin/test_overlap.py",
-    "standin/test_layers.py", "standin/test_attention.py", "integration/test_classify.py",
+    "parity/test_parity.py", "integration/test_quantize.py", "integration/test_rehearse.py",
+    "lab/test_ways_in.py", "integration/test_prove.py", "integration/test_stopped.py",
+    "lab/test_supervised_faults.py", "integration/test_commands_in_docs.py", "parity/test_state.py",
+    "architectures/test_architectures.py", "integration/test_distill.py", "integration/test_replay.py",
+    "integration/test_reference.py", "integration/test_kto.py", "integration/test_killed.py",
+    "standin/test_rehearse.py", "integration/test_wheel.py", "integration/test_launchers.py",
+    "integration/test_data_build.py", "integration/test_api.py", "standin/test_quantized.py",
+    "parity/test_frozen.py", "integration/test_lora.py", "integration/test_long_rows.py",
+    "integration/test_resume.py", "integration/test_reward.py", "integration/test_differing.py",
+    "standin/test_jobs.py", "lab/test_network.py", "parity/test_probe.py",
+    "unit/launcher/test_attempt.py", "integration/test_classify.py", "integration/test_loading.py",
     "integration/test_evaluate.py", "integration/test_compile.py", "lab/test_world.py",
-    "integration/test_first_step.py",
+    "standin/test_memory.py", "integration/test_first_step.py",
 )  # fmt: skip
 """Files that take more than some eight seconds of a core, the longest first."""
 
