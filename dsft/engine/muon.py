@@ -26,6 +26,8 @@ from dsft.engine.base_optimizer import BaseAdam, Ranks, Samples, StateShard
 from dsft.plan.flops import ITERATIONS
 from dsft.spec.patterns import is_layers_matrix
 
+MATRICES = "matrices"
+"""Key that dsft adds to an optimizer's groups: whether Muon updates their parameters."""
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 LIKE_ADAMW = 0.2
 """Root mean square of a matrix's update at a learning rate of 1, about that of AdamW's."""
@@ -71,8 +73,7 @@ class Matrix:
 
 
 class Muon(BaseAdam):
-    """Muon with Nesterov momentum for the matrices of layers, torch's fused AdamW for the other parameters.
-    No group has both.
+    """Muon with Nesterov momentum for the groups with `MATRICES`, torch's fused AdamW for the others.
 
     momentum  factor of the momentum, an average of gradients, as AdamW's first moment
     dtype     in which singular values are brought near 1
@@ -117,11 +118,10 @@ class Muon(BaseAdam):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         self._adamw.state = self.state
-        groups = [(group, self.matrices.keys() & group["params"]) for group in self.param_groups]
-        self._adamw.param_groups = [group for group, homes in groups if not homes]
+        self._adamw.param_groups = [group for group in self.param_groups if not group[MATRICES]]
         self._adamw.step()
-        for group, homes in groups:
-            for home in group["params"] if homes else ():
+        for group in self.param_groups:
+            for home in group["params"] if group[MATRICES] else ():
                 if home.grad is not None:
                     self._step(home, group)
 

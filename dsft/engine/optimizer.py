@@ -17,7 +17,7 @@ from dsft.dist.world import World
 from dsft.engine.adamw_8bit import AdamW8bit
 from dsft.engine.api import StateKind
 from dsft.engine.base_optimizer import RATE, BaseAdam, BaseOptimizer, Samples
-from dsft.engine.muon import Muon
+from dsft.engine.muon import MATRICES, Muon
 from dsft.engine.ops import load_op, silent
 from dsft.engine.partition import full_shape
 from dsft.errors import Problem, SpecError
@@ -117,9 +117,9 @@ def parameter_groups(trained: Mapping[str, nn.Parameter], optim: Optim) -> Itera
     found: dict[Settings, list[nn.Parameter]] = {}
     for name, parameter in trained.items():
         found.setdefault(settings_of(name, parameter, optim), []).append(parameter)
-    for (rate, weight_decay, _), parameters in found.items():
-        lr = optim.learning_rate * rate
-        yield {"params": parameters, "weight_decay": weight_decay, "lr": lr, RATE: rate}
+    for (rate, weight_decay, orthogonalized), parameters in found.items():
+        own = {"weight_decay": weight_decay, "lr": optim.learning_rate * rate}
+        yield {"params": parameters, **own, RATE: rate, MATRICES: orthogonalized}
 
 
 class Settings(NamedTuple):

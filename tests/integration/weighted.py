@@ -68,7 +68,6 @@ task.TASKS["weighted"] = task.TaskFacts(
 )
 registry.TASKS["weighted"] = Weighted(lambda spec: Objective((Term("tokens"),), loss))
 
-register()
-
 if __name__ == "__main__":
+    register()
     dsft.train.end(dsft.train.main(sys.argv[1:]))

@@ -38,7 +38,7 @@ from dsft.dist.world import World
 from dsft.engine import state
 from dsft.engine.adamw_8bit import AdamW8bit
 from dsft.engine.join import join
-from dsft.engine.muon import Muon
+from dsft.engine.muon import MATRICES, Muon
 from dsft.engine.nvme import align_gradients
 from dsft.engine.ops import load_op
 from dsft.engine.optimizer import AdamW, CpuAdamW, Sgd
@@ -207,7 +207,10 @@ def optimizer(model: LlamaForCausalLM, parameters: Any, words: list[str]) -> tor
         names = [n for n, p in named.items() if is_layers_matrix(n, getattr(p, "ds_shape", p.shape))]
         chosen = [named[name] for name in names]
         rest = [p for n, p in named.items() if n not in names]
-        split = [{"params": chosen, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        split = [
+            {"params": chosen, MATRICES: True, "weight_decay": 0.1},
+            {"params": rest, MATRICES: False, "weight_decay": 0.0},
+        ]
         return Muon(split, momentum=0.95, dtype=torch.float32, **adamw)
     if "lion" in words:
         return Lion(groups, 0.0, (0.9, 0.99))
