@@ -165,8 +165,11 @@ def _server(on_standin: bool) -> _Server:
     name = f"\0dsft-forked-{tests}-{on_standin}"
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     while connection.connect_ex(name):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, suppress(OSError):
-            listener.bind(name)  # fails where another worker is starting it
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(name)
+            except OSError:  # another worker is starting it
+                continue
             listener.listen()
             listener.set_inheritable(True)
             command = [sys.executable, str(ROOT / "tests" / "forked.py"), str(listener.fileno()), str(tests)]

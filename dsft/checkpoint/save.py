@@ -95,8 +95,8 @@ class CheckpointState:
 
 @dataclass(frozen=True)
 class RankFile:
-    """The file that a rank wrote: its name, the number of elements of which it has the same kinds, by these,
-    and its parameters' shapes; or why it could not be written."""
+    """The file that a rank wrote: its name; set of kinds -> the number of elements of which it has just these
+    kinds; and its parameters' shapes; or why it could not be written."""
 
     name: str
     written: FileDigest | None
@@ -177,10 +177,12 @@ def _write_part(
     name = file_of(rank)
     kinds: dict[tuple[str, int, int], set[str]] = {}
     for one in mine:
-        kinds.setdefault((one.name, one.start, one.size), set()).add(one.kind)
+        found = kinds.setdefault((one.name, one.start, one.size), set())
+        assert one.kind not in found, f"two fragments of {one.name} {one.kind} at {one.start}"
+        found.add(one.kind)
     elements: Counter[frozenset[str]] = Counter()
-    for (_, _, size), found in kinds.items():
-        elements[frozenset(found)] += size
+    for (_, _, size), each in kinds.items():
+        elements[frozenset(each)] += size
     try:
         written = write_tensors(aside / name, entries_of(mine), _chunks(mine), METADATA)
     except OSError as error:
@@ -217,8 +219,8 @@ def _check_parts(parts: list[RankFile]) -> None:
         raise DsftError(message)
     for kinds, elements in found.items():
         if lacking := {kind for other in found if kinds < other for kind in other - kinds}:
-            what = f"no {' and '.join(sorted(lacking))} of {elements} elements"
-            raise DsftError(f"The ranks own {what}, but of others; nothing is saved.")
+            what = f"{elements} elements have no {' and '.join(sorted(lacking))}, which others have"
+            raise DsftError(f"{what}; nothing is saved.")
 
 
 def _shapes(parts: Iterable[RankFile]) -> dict[str, tuple[int, ...]]:

@@ -108,7 +108,7 @@ def _of_model(path: Path, files: Sequence[str]) -> str:
     task = task_of_export(adapter if adapter.get("task_type") else config)
     precision = "bf16" if torch.cuda.is_available() else "fp32"
     folder = path.resolve()
-    name = f"{folder.parent.name}-export" if folder.name == "export" else folder.name  # as of every run
+    name = f"{folder.parent.name}-export" if folder.name == "export" else folder.name  # every run has one
     return yaml.safe_dump(
         {
             "name": re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:80] or "model",

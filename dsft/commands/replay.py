@@ -73,9 +73,10 @@ def replay(
     end = min((one for one in records if one >= step), default=step)
     since = max((one for one in records if one < end), default=0)
     start = step_of(checkpoint) if checkpoint else 0
-    rates = {one: found.get("train/learning_rate") for one, found in records.items() if start < one <= end}
+    known = {one: found.get("train/learning_rate") for one, found in records.items() if start < one <= end}
+    rates = [[one, rate] for one, rate in known.items() if rate is not None]
     asked = {
-        "rates": list(rates.items()),
+        "rates": rates,
         "action": "replay", "run": str(run), "step": step, "own_layout": own, "since": since, "end": end,
         "checkpoint": checkpoint and str(checkpoint), "compared": compared and str(compared),
         "without": list(without),
@@ -110,12 +111,12 @@ def report(found: Mapping[str, Any], path: Path, blame: bool) -> str:
     text = f"step {found['step']} of {found['run']}, from {start}, on {_words(layout)}"
     if any(layout.get(key) != value for key, value in own.items()):
         text += f"; the run had {_words(own)}, so roundings differ"
-    if found["rates"] is not None:
-        at, then, rate = found["rates"]
+    if (other := found["other_rate"]) is not None:
+        at, then, rate = other["step"], other["recorded"], other["here"]
         text += (
             f"\nwarning: this is not the step that the run made: in step {at} the run's learning rate was "
-            f"{then:.6g}, here it is {rate:.6g}. The run was of another length then, and no later checkpoint "
-            "before this step is kept. checkpoint.keep_last: null keeps all."
+            f"{then:.6g}, here it is {rate:.6g}; for example, the run was of another length then, and no "
+            "later checkpoint before this step is kept. checkpoint.keep_last: null keeps all."
         )
     if not found["applied"]:
         text += "\nThe gradient was not finite, so the step was skipped."

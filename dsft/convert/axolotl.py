@@ -58,7 +58,8 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     beta = "orpo_alpha rl_beta dpo_beta" if method == "orpo" else "rl_beta dpo_beta"
     pairs = {"key": "dpo_loss_type", "method": method or "dpo", "named": "rl", "beta": beta}
     sections.section(draft, dpo=pairs, kto={}, reward={})
-    draft.read.add("precompute_ref_log_probs")
+    if draft.values["task"] == "dpo":
+        draft.read.add("precompute_ref_log_probs")
     arguments.training(draft, "fp32")
     if not any(map(draft.is_given, ("warmup_steps", "warmup_ratio"))):
         draft.put("optim.warmup_ratio", 0.03, "default there: 3 % of the steps, at most 100 steps")

@@ -28,29 +28,37 @@ def preferences(
     CPO and SimPO are one trainer, which adds cpo_alpha × the next-token loss on chosen answers. ORPO has one
     loss, whatever other keys say.
     """
+    if method not in METHODS:
+        reason = "is not for task dpo; leave it out, or choose another --task"
+        raise mistake(named or key, f"{quote(method)} {reason}")
     given, is_cpo = draft.get(key) or METHODS[method], method in ("cpo", "simpo")
     losses = given if isinstance(given, list) else [given]
     source = draft.source(key) if draft.get(key) or not named else named
     if method == "orpo":
-        draft.leave(f"{key} rpo_alpha cpo_alpha", "orpo has one loss")
+        draft.leave(key, "orpo has one loss")
         losses, source = ["orpo"], named
     if len(losses) > 1 or losses[0] not in PREFERENCE_LOSSES:
         raise _other_loss(key, losses, "dpo", PREFERENCE_LOSSES)
     if is_cpo and losses != ["simpo"]:
-        raise mistake(
-            key if draft.is_given(key) else named or key, f"{quote(losses[0])}: {_CPO}; set {key}: simpo"
-        )
+        where, value = (key, losses[0]) if draft.is_given(key) or not named else (named, method)
+        raise mistake(where, f"{quote(value)}: {_CPO}; set {key}: simpo")
     draft.put("dpo.loss_type", losses[0], source)
     draft.carry("dpo.beta", beta)
-    draft.carry("dpo.label_smoothing")
-    if method != "orpo":
+    loss = PREFERENCE_LOSSES[losses[0]]
+    if loss.smooths:
+        draft.carry("dpo.label_smoothing")
+    else:
+        draft.leave(OTHER_NAMES["dpo.label_smoothing"], f"{losses[0]} has no label smoothing")
+    if loss.nll_weight:
+        draft.leave("pref_ftx rpo_alpha cpo_alpha", f"the loss {losses[0]} has this term with weight 1")
+    else:
         draft.defaults |= {"cpo_alpha": 1.0}
         draft.carry("dpo.sft_weight", "cpo_alpha" if is_cpo else "pref_ftx rpo_alpha")
     if losses == ["simpo"]:
         draft.carry("dpo.simpo_gamma", note="a margin of rewards in both")
     else:
         draft.leave("simpo_gamma", "for the loss simpo only")
-    if PREFERENCE_LOSSES[losses[0]].reference:
+    if loss.reference:
         _reference(draft, "dpo")
     else:
         draft.leave("ref_model ref_model_name_or_path", "this loss has no reference")

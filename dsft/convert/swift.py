@@ -28,14 +28,14 @@ def convert(draft: Draft, task: str | None, dataset_info: Path | None) -> None:
     is_classifier = method is None and draft.get("task_type") == "seq_cls"
     other = "classify" if is_classifier else other
     task = task or _TASKS.get(str(method), "dpo" if method else other)
-    note = "rlhf_type" if method else "task_type" if is_classifier else ""
+    note = draft.source("rlhf_type") if method else "task_type" if is_classifier else ""
     draft.put("task", task, note or f"choose another one with --task {task_names()}")
     kind = arguments.model(draft, TOOL, "tuner_type train_type sft_type")
     draft.comments["model.name_or_path"] = "model; a name of ModelScope may differ on the Hugging Face hub"
     draft.defaults |= {"learning_rate": 1e-4 if kind == "lora" else 1e-5}
     draft.defaults |= {"beta": 2.0 if method == "simpo" else 0.1, "simpo_gamma": 1.0}
     _data(draft, task)
-    pairs = {"key": "loss_type", "method": method or "dpo", "named": "rlhf_type"}
+    pairs = {"key": "loss_type", "method": method or "dpo", "named": draft.source("rlhf_type")}
     sections.section(
         draft, dpo=pairs, kto={"key": "loss_type"}, reward={}, classify={}, distill={"cools": True}
     )

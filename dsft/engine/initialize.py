@@ -201,7 +201,8 @@ def initialize_deepspeed(
     # In ZeRO 0 and fp32 DeepSpeed steps the bare optimizer, and clips wrongly over pipeline stages.
     clips_here = not own["zero_optimization"]["stage"] and not own["bf16"]["enabled"]
     optimizer = build_optimizer(trained, spec, offloaded=_is_offloaded(own))
-    ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))  # it warns of classes that it has not tested
+    if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
+        ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))  # else it warns that it has not tested the class
     with contextlib.redirect_stdout(io.StringIO()):  # it prints memory and topology at any log level
         engine, *_ = deepspeed.initialize(
             model=module, optimizer=optimizer, config=own, dist_init_required=False

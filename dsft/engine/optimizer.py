@@ -36,7 +36,7 @@ class Sgd(torch.optim.SGD, BaseOptimizer):
 
 
 class AdamW(torch.optim.AdamW, BaseAdam):
-    """AdamW of torch, where weights and moments are on the device of the gradients."""
+    """AdamW of torch: on the device, or in host memory where parallel.allow_torch_adam permits it."""
 
 
 class CpuAdamW(DeepSpeedCPUAdam, BaseAdam):
@@ -75,7 +75,7 @@ BUILD: dict[str, Callable[[Sequence[Any], Spec, bool], BaseOptimizer]] = {
     "sgd": lambda groups, spec, _: Sgd(groups, spec.optim.learning_rate, spec.optim.momentum),
 }
 """Name -> what builds the optimizer from its groups; `dsft.spec.optimizers` has its facts. The last argument:
-whether fp32 weights and moments are in host memory."""
+whether DeepSpeed's CPU Adam makes the step."""
 
 
 def build_optimizer(trained: Mapping[str, nn.Parameter], spec: Spec, offloaded: bool) -> BaseOptimizer:

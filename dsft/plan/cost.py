@@ -118,7 +118,7 @@ def cost(  # noqa: PLR0913, PLR0917
     most = max(hosts.values())
     on_host = spec.parallel.offload_optimizer.device != "none"
     updated = census.trained * most / sum(hosts.values()) if on_host else 0
-    products = orthogonal_flops(census) if spec.optim.facts.matrices else 0
+    products = orthogonal_flops(census) if spec.optim.facts.matrices is not None else 0
     dividing = sum(hosts.values()) if spec.parallel.zero_stage else spec.parallel.pipeline_stages
 
     def seconds(flow: Flow) -> float:

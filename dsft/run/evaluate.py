@@ -32,7 +32,7 @@ def evaluated(run: Run, asked: Mapping[str, Any]) -> dict[str, Any]:
         for line in checks(run, inputs, model, task):
             run.log(line)
         if start is not None:
-            load(run, model, start)
+            load(run, model, start, trains=False)
         metrics = task.evaluation(run, inputs, model)(0)
         named = {"target": asked["target"], "checkpoint": checkpoint, "task": run.spec.task}
         return {**named, "rows": _rows(inputs), "metrics": metrics}

@@ -154,11 +154,12 @@ def progress_at(start: CheckpointReader | None) -> Progress:
     return Progress(**start.state["progress"]) if start else Progress()
 
 
-def load(run: Run, model: Model, start: CheckpointReader) -> None:
-    """Load a checkpoint into the model: all that changes in training. A collective."""
+def load(run: Run, model: Model, start: CheckpointReader, *, trains: bool = True) -> None:
+    """Load a checkpoint into the model: all that changes in training, and without `trains` all of it but the
+    optimizer's moments. A collective."""
     progress = progress_at(start)
-    run.world.each(lambda: model.engine.load(start.read, progress.applied_steps))
-    if progress.loss_scale is not None:
+    run.world.each(lambda: model.engine.load(start.read, progress.applied_steps if trains else 0))
+    if trains and progress.loss_scale is not None:
         model.engine.set_loss_scale(LossScale(progress.loss_scale, progress.loss_scale_steps))
     if (carried := start.state.get("carried")) is not None:
         model.annotator.restore(carried)

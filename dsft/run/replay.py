@@ -46,8 +46,8 @@ def replayed(run: Run, asked: Mapping[str, Any]) -> dict[str, Any]:
 
     asked: `step`; `checkpoint`, to start from; `compared`, a checkpoint with whose inputs these are compared;
     `since` and `end`, the steps after and up to which the run's record has the mean; `without`, rows to leave
-    out; `rates`, steps with the learning rate that the run has recorded. In the result this is the first step
-    whose rate is another one here, with both rates, or null."""
+    out; `rates`, pairs of a step and the learning rate that the run has recorded for it. `other_rate` of the
+    result: the first step that has another rate here, with both; null if there is none."""
     with swap_folders(run) as swap:
         facts = HostFacts(swap=swap, cpu_adam=prepare_ops(run.spec, run.world, run.log))
         compared, start = (_opened(run, asked[key]) for key in ("compared", "checkpoint"))
@@ -83,7 +83,7 @@ class Replay:
         """Train, and return the figures of the step and of the record that it is in."""
         run, model = self.run, self.model
         world, steps = run.world, steps_of(run, self.inputs)
-        window, found, rates = Window(), dict[str, Any](rates=None), dict(asked["rates"])
+        window, found, rates = Window(), dict[str, Any](other_rate=None), dict(asked["rates"])
         left_out = self._ids(steps.step(asked["step"] - 1), asked["without"])
         while progress.step < asked["end"]:
             batch = self._annotated(steps.step(progress.step))
@@ -104,9 +104,9 @@ class Replay:
             if progress.step >= asked["since"]:
                 window.add(batch, result, 0.0, 0.0)
             rate = self._schedule().learning_rate(progress.applied_steps)
-            then = rates.get(progress.step + 1)
-            if then is not None and found["rates"] is None and not math.isclose(rate, then):
-                found["rates"] = [progress.step + 1, then, rate]
+            recorded = rates.get(progress.step + 1, rate)
+            if found["other_rate"] is None and not math.isclose(rate, recorded):
+                found["other_rate"] = {"step": progress.step + 1, "recorded": recorded, "here": rate}
             progress = progress.after(batch, result)
         assert window.sums is not None and window.last is not None
         record = means(model.objective, world.sum(window.sums), window.counts, "train")

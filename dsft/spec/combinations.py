@@ -129,7 +129,7 @@ ROWS: tuple[Row, ...] = (
      "has no effect with precision {train.precision}, only with precision fp32 on GPUs; leave it out"),
     ("optim.name", lambda name: not OPTIMIZERS[name].offloads, {f"{OPTIMIZER}.device": other_than("none")},
      f"is not supported with {OPTIMIZER}.device {{{OPTIMIZER}.device!r}}; use adamw, or set that to none"),
-    ("optim.name", lambda name: OPTIMIZERS[name].matrices, {"model.lora": given},
+    ("optim.name", lambda name: OPTIMIZERS[name].matrices is not None, {"model.lora": given},
      "is for whole matrices, not for the factors of adapters; use adamw, or leave model.lora out"),
     # data and evaluation
     ("data.on_too_long", ("split",), {"task": ANSWERS},

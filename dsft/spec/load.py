@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from pydantic import ValidationError
@@ -55,6 +55,9 @@ def load_spec(
     return spec
 
 
+_TRAIN = "data", "train", 0
+
+
 def given_source(text: str) -> Source:
     """Return the rows that a user names by --data: a path, or as in data.train a mapping in braces, such as
     {path: a.csv, columns: {text: review}}. Raise SpecError with all problems."""
@@ -65,8 +68,9 @@ def given_source(text: str) -> Source:
         if not problems:
             return Source.model_validate(data)
     except ValidationError as error:
-        named = sentences(errors_of(error), data)
-        problems = [Problem(f"--data: {dotted(path)}", message) for path, message in named]
+        errors = [{**one, "loc": (*_TRAIN, *one["loc"])} for one in errors_of(error)]  # as in a spec
+        named = sentences(cast(list[ErrorDetails], errors), {"data": {"train": [data]}})
+        problems = [Problem(f"--data: {dotted(path[len(_TRAIN) :])}", message) for path, message in named]
     raise SpecError("The command line cannot be used.", problems)
 
 

@@ -34,7 +34,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _key_of(table: Mapping[str, Any], name: object) -> object:
-    """Check that a name is a key of a table, to which others may have added."""
+    """Check that a name is a key of a table. A program may add entries of its own to it."""
     if not isinstance(name, str) or name not in table:
         *most, last = map(repr, table)
         raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})

@@ -37,6 +37,7 @@ class ForkedRank:
             if stdout is not None:
                 os.dup2(stdout, 1)
             os.environ.clear()
+            assert argv[1] != "-c" or argv[2] == "from dsft.cli import main; main()"  # as typed.py
             script, *words = (str(TYPED), *argv[3:]) if argv[1] == "-c" else argv[1:]
             return forked.run({"script": script, "args": words}, env)
 

@@ -203,11 +203,11 @@ def test_steps_from_before_the_run_was_made_longer(
     spec = run / "spec.yaml"
     assert (text := spec.read_text(encoding="utf-8")).count("max_steps: 8\n") == 1
     spec.write_text(text.replace("max_steps: 8\n", "max_steps: 16\n"), encoding="utf-8")
-    step, then, rate = replay(run, 4)["rates"]
+    step, then, rate = replay(run, 4)["other_rate"].values()
     assert then == records(run, "train/learning_rate")[step] and abs(rate - then) > 1e-5
     assert f"in step {step} the run's learning rate was {then:.6g}, here" in capsys.readouterr().out
     spec.write_text(text, encoding="utf-8")
-    assert replay(run, 4)["rates"] is None
+    assert replay(run, 4)["other_rate"] is None
     assert "this is not the step" not in capsys.readouterr().out
 
 

@@ -33,12 +33,13 @@ def other_rank(lab: Lab) -> Seen:
     return found
 
 
-# tests/integration/test_stopped.py always asks deepspeed, on one host, and test_supervised_faults.py kills a
-# rank; test_ways_in.py starts deepspeed on two hosts.
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("victim", "fault", "saves"),
-    [(command, signal.SIGTERM, True), (other_rank, signal.SIGKILL, False)],
+    [
+        (command, signal.SIGTERM, True),
+        # test_supervised_faults.py always kills one, and tests/integration/test_stopped.py launch.py.
+        pytest.param(other_rank, signal.SIGKILL, False, marks=pytest.mark.long),
+    ],
 )
 def test_no_process_outlives_a_typed_run(
     lab: Lab, tmp_path: Path, victim: Callable[[Lab], Seen], fault: signal.Signals, saves: bool

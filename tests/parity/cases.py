@@ -336,7 +336,7 @@ tests/integration have rows with labels at each ZeRO stage."""
 SPLIT = (
     "zero0-2ranks-sgd-varying-split2-clipped",
     "zero2-2ranks-adamw-varying-split2-clipped-lora",
-    "zero1-2ranks-adamw-four-split2-clipped-bf16-fault",
+    "zero3-2ranks-adamw-four-split2-clipped-bf16-fault",
     "zero3-2ranks-adamw-varying-split2-packed-clipped-llama_6heads",
     "zero3-2ranks-adamw-varying-split2-short-clipped-checkpointing-gemma2_tied",
     "zero2-2ranks-adamw-four-split2-clipped-dpo_live",

@@ -37,6 +37,8 @@ def convert(row: Mapping[str, Any], found: Format) -> Row:
     ]
     if not given:
         return converted
+    if absent := [fields.name(name) for name in given if not fields.has(name)]:
+        raise BadRowError(f"{', '.join(map(repr, absent))} is missing; it must be a number")
     own = {name: (number(fields.get(name), fields.name(name)),) * len(converted.samples) for name in given}
     return replace(converted, values={**converted.values, **own})
 

@@ -149,7 +149,7 @@ def _is_labeled(fields: Fields) -> bool:
 
 
 IS_OF: dict[str, Callable[[Fields], bool]] = {"kto": _is_labeled}
-"""What else than its keys a row needs to be of a format."""
+"""Format -> a further condition for a row that has its keys."""
 
 
 def _format_for(fits: Sequence[str], task: str) -> str:

@@ -26,7 +26,7 @@ class RankSetup:
     reduced                bytes per element in the reduction over ranks
     moment                 bytes per element of the optimizer states in 32 bits
     in_8_bits              whether they have 8 bits
-    fewer                  bytes that the states of layers' matrices have less (`fewer_moment_bytes`)
+    fewer                  as `fewer_moment_bytes` returns, for the parameters of the stage
     orthogonal             bytes that the update of the largest of these needs at once (`orthogonal_bytes`)
     gradient               bytes per element of the gradients that ZeRO 3 keeps
     sub_group              most trained elements that ZeRO 3 updates at once

@@ -130,7 +130,7 @@ def _orthogonalized(parameters: Iterable[Parameter], spec: Spec) -> Iterator[Par
 
 
 def fewer_moment_bytes(parameters: Iterable[Parameter], spec: Spec) -> int:
-    """Return the bytes that the moments of layers' matrices have less than `moment_bytes` each."""
+    """Return how many bytes less than `moment_bytes` per element the moments of layers' matrices take."""
     facts = spec.optim.facts
     fewer = facts.moments(spec.optim) - (facts.matrices or 0)
     return fewer * FP32 * sum(p.numel for p in _orthogonalized(parameters, spec))

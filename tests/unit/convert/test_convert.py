@@ -541,7 +541,7 @@ def test_deepspeed() -> None:
     ({"stage": "ppo", "template": "x", "dataset": "identity"}, "stage: 'ppo': dsft does not offer"),
     ({"base_model": "a/b", "datasets": [], "process_reward_model": True}, "scores the steps of"),
     ({"kd_trainer": True, "base_model": "a/b", "datasets": []}, "kd_trainer: Axolotl reads a teacher's"),
-    ({**SWIFT, "rlhf_type": "cpo", "cpo_alpha": 0.5}, "rlhf_type: 'sigmoid': CPO has no reference"),
+    ({**SWIFT, "rlhf_type": "cpo", "cpo_alpha": 0.5}, "rlhf_type: 'cpo': CPO has no reference"),
     ({**SWIFT, "rlhf_type": "cpo", "loss_type": "sigmoid"}, "loss_type: 'sigmoid': CPO has no reference"),
     ({**SWIFT, "rlhf_type": "simpo", "loss_type": "hinge"}, "loss_type: 'hinge': CPO has no reference"),
     ({**TRL, "cpo_alpha": 0.5}, "loss_type: 'sigmoid': CPO has no reference"),

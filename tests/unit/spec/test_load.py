@@ -203,6 +203,10 @@ def test_rows_of_the_command_line_are_a_path_or_a_source() -> None:
     ("text", "problem"),
     [
         ("{path: a.csv, column: {text: review}}", "--data: column: there is no such key"),
+        (
+            "{path: a.csv, split: train}",
+            "--data: split: there is no such key in data.train; the keys here are col",
+        ),
         ("{columns: {text: review}}", "--data: path: "),
         ("{path: a.csv, max_rows: many}", "--data: max_rows: 'many' is a string"),
         ("{path: a.csv", "--data: "),
