@@ -139,8 +139,8 @@ class CheckpointReader:
                 self._pieces_of(name, kind, 0, numel)
 
     def kinds_of(self, name: str) -> list[StateKind]:
-        """Return the kinds that must be stored of a parameter: its own, those of any parameter that has these
-        and more, and those of the checkpoint that no parameter has. With muon not all have the same."""
+        """Return the kinds that must be stored of a parameter: the largest set of kinds of any parameter that
+        contains its own, and kinds that no parameter has. With muon not all have the same."""
         own = self._stored_of(name)
         whole = max((kinds for kinds in self._stored if own <= kinds), key=len)
         missing = set(self.state["kinds"]).difference(*self._stored)

@@ -115,8 +115,9 @@ def report(found: Mapping[str, Any], path: Path, blame: bool) -> str:
         at, then, rate = other["step"], other["recorded"], other["here"]
         text += (
             f"\nwarning: this is not the step that the run made: in step {at} the run's learning rate was "
-            f"{then:.6g}, here it is {rate:.6g}; for example, the run was of another length then, and no "
-            "later checkpoint before this step is kept. checkpoint.keep_last: null keeps all."
+            f"{then:.6g}, here it is {rate:.6g}; for example, the run had another number of "
+            "steps when it made this one, and its checkpoints from then are deleted "
+            "(checkpoint.keep_last: null keeps all)."
         )
     if not found["applied"]:
         text += "\nThe gradient was not finite, so the step was skipped."

@@ -87,8 +87,9 @@ class StepResult:
     grad_norm   2-norm of the averaged, unscaled gradient before clipping; may be a device scalar
     applied     False where that norm was not finite
     loss_scale  the step's loss scale, in fp16 alone
-    figures     by name, what else is added up like `sums`, float64 on the device; the same names and shapes
-                on all ranks. "experts": `Routing.pop` of a mixture of experts
+    figures     by name, further sums over ranks and steps for metrics, float64 on the device; the same names
+                and shapes on all ranks, also where a stage has nothing to add. `Recorder.figures` makes
+                metrics of each. "experts": `Routing.pop` of a mixture of experts
     """
 
     sums: Tensor

@@ -63,14 +63,15 @@ class BaseOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def expected_change(self, gradients: Tensor, after: Samples, step: int) -> Tensor | float:
-        """Return by how much a step with learning rate 1 changes values at least, beside weight decay: (n,
-        SAMPLES), or one number for all. gradients: (n, SAMPLES), as the optimizer gets them; after: the state
-        after the step, NaN where a parameter has no such moment; step: number of steps with this one."""
+        """Return a lower bound of the change of each value by a step with learning rate 1 and without weight
+        decay: (n, SAMPLES), or one number for all. gradients: (n, SAMPLES), as the optimizer gets them;
+        after: the state after the step, NaN where a parameter has no such moment; step: number of steps with
+        this one."""
         raise NotImplementedError
 
     def first_moments(self, after: Samples) -> Tensor | None:
-        """Return what must be the same multiple of all gradients after a run's first step, (n, SAMPLES); None
-        if nothing is."""
+        """Return the moment, (n, SAMPLES), which after a run's first step is the gradient times one factor
+        for all parameters; None if there is none."""
         return None
 
     def set_parts(self, parts: Mapping[str, StateShard], homes: Sequence[Tensor], ranks: Ranks) -> None:

@@ -75,7 +75,7 @@ BUILD: dict[str, Callable[[Sequence[Any], Spec, bool], BaseOptimizer]] = {
     "sgd": lambda groups, spec, _: Sgd(groups, spec.optim.learning_rate, spec.optim.momentum),
 }
 """Name -> what builds the optimizer from its groups; `dsft.spec.optimizers` has its facts. The last argument:
-whether DeepSpeed's CPU Adam makes the step."""
+True if DeepSpeed's CPU Adam makes the steps, in host memory."""
 
 
 def build_optimizer(trained: Mapping[str, nn.Parameter], spec: Spec, offloaded: bool) -> BaseOptimizer:

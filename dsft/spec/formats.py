@@ -22,11 +22,10 @@ class FormatFacts:
 
     needs     alternative sets of required keys; a row has one of the sets
     may_have  further keys that a row may have
-    excludes  keys -> formats: a row of this format with all these keys is not of those, even though it has
-              their keys
+    excludes  keys -> formats: a row of this format that has all these keys is not detected as one of those
     strings   a prompt and an answer, which are used without a chat template if both are strings
     messages  the column of messages whose keys `dsft preview` names as the reason for the format
-    by_task   True if the format is detected only for tasks that take it, since its keys are those of others
+    by_task   True if the format is detected only for tasks that take it: other formats have the same keys
     """
 
     needs: tuple[tuple[str, ...], ...]

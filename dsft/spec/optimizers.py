@@ -17,11 +17,11 @@ class OptimizerFacts:
     keys        those of the spec's `optim` that it has, among those that not all optimizers have
     instead     keys that it does not have -> how a message about them ends
     moments     returns the number of fp32 moments of an element
-    matrices    that number for a layer's matrix, if it brings its singular values near 1 (Muon); else None
+    matrices    that number for a layer's matrix, of an optimizer that orthogonalizes these (Muon); else None
     in_8_bits   whether the moments are stored in 8 bits
     smaller     name of the same with moments in 8 bits
     offloads    whether it steps where fp32 weights and moments are in host memory
-    on_host     whether DeepSpeed has a version for that, the op cpu_adam
+    on_host     whether DeepSpeed has a CPU version, the op cpu_adam
     rates       its name in a message, lowest and highest usual learning rate; None: those of AdamW
     trial_rate  learning rate at which weights change by more than their rounding in few steps (dsft prove)
     """

@@ -10,8 +10,9 @@ Training = Literal["fine-tuning", "pretraining", "preference training"]
 """What a task is like; it decides which learning rates are usual."""
 
 Label = Literal["none", "answer", "class"]
-"""What the loss reads the label of a row as: nothing, so that rows labeled undesirable are left out; whether
-the answer is desirable; or the number of a class, which the task's section names in its key `labels`."""
+"""How the loss reads the label of a row. none: not at all, and rows labeled undesirable are left out; answer:
+whether the answer is desirable; class: the number of a class, whose name is in the key `labels` of the task's
+section."""
 LABELS = ("undesirable", "desirable")
 """The names of an answer's labels, 0 and 1."""
 

@@ -36,8 +36,8 @@ class Annotator:
     ahead     completes a training step while it is prefetched, in any thread, so it only reads and looks up
     now       completes a training step right before it is trained, on the device. A collective
     identity  what checkpoints record of a reference; the task compares a resumed run's with it
-    after     takes numbers from a training step, and its result, for later ones, such as a running mean that
-              `now` and `held_out` fill in. A collective
+    after     is called after each training step, also one that was not applied, to update numbers for later
+              steps, such as a running mean that `now` and `held_out` fill in. A collective
     state     returns these numbers, the same on all ranks, for a checkpoint
     restore   replaces them by those of a checkpoint
     """
