@@ -12,7 +12,7 @@ from typing import Any
 from dsft.data.formats.answers import classify, completed, kto, preference
 from dsft.data.formats.detect import Format, check_row, choose
 from dsft.data.formats.message import SHAREGPT, alpaca, messages
-from dsft.data.formats.values import Fields, is_empty, number
+from dsft.data.formats.values import Fields, is_empty, number, quoted
 from dsft.data.read.files import DataFile, file_lines
 from dsft.data.rows import FIELDS, BadRowError, Conversation, Row, Text
 from dsft.spec.schema import Source
@@ -38,7 +38,7 @@ def convert(row: Mapping[str, Any], found: Format) -> Row:
     if not given:
         return converted
     if absent := [fields.name(name) for name in given if not fields.has(name)]:
-        raise BadRowError(f"{', '.join(map(repr, absent))} is missing; it must be a number")
+        raise BadRowError(f"{quoted(absent)} is missing; it must be a number")
     own = {name: (number(fields.get(name), fields.name(name)),) * len(converted.samples) for name in given}
     return replace(converted, values={**converted.values, **own})
 

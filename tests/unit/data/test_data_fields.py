@@ -117,7 +117,7 @@ def test_what_is_no_number_is_refused_with_its_place(margin: Any, tmp_path: Path
 def test_a_needed_field_is_in_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FIELDS, "margin", FIELDS["margin"]._replace(needed=True))
     assert loaded(tmp_path, rows_of([0.5, 2])).values["margin"].tolist() == [0.5, 2.0]
-    with pytest.raises(DataError, match=r'rows.jsonl:2: "margin" is null; it must be a number'):
+    with pytest.raises(DataError, match=r'rows.jsonl:2: "margin" is missing; it must be a number'):
         loaded(tmp_path, rows_of([0.5, "absent"]))
 
 
