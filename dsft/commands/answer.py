@@ -102,7 +102,7 @@ def answer(
         for part in out.parent.glob(f"{out.name}.part-*"):
             part.unlink()
     except OSError as error:
-        raise write_error(out, error) from None
+        raise write_error(out, error, "name another file with --out") from None
     return f"{out}: answers to {len(prompts):,} rows"
 
 
@@ -197,7 +197,7 @@ def generate(
                 out.flush()
                 print(f"{done} of {len(todo)} batches", file=sys.stderr, flush=True)
     except OSError as error:
-        raise write_error(part, error) from None
+        raise write_error(part, error, "name another file with --out") from None
 
 
 def _check_lengths(model: ChatModel, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:

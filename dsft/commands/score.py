@@ -71,7 +71,7 @@ def score(folder: Path, data: str, out: Path, batch_size: int) -> str:
                 line = {"source": records.source(number)} | (_classified(found) if labels else found)
                 file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
     except OSError as error:
-        raise write_error(out, error) from None
+        raise write_error(out, error, "name another file with --out") from None
     is_scored, text = ~np.isnan(scores).any(axis=1), ""
     scored = scores[is_scored]
     if len(scored):

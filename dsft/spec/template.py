@@ -87,7 +87,7 @@ dpo:                                 # docs/dpo.md
     "classify": """\
 
 classify:                            # docs/classify.md
-  labels: [outdoors, indoors]        # names of the labels, in the order of the model's scores
+  labels: [outdoors, indoors]        # put the labels of your rows here, in the order of the model's scores
 """,
     "distill": f"""\
 

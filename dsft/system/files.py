@@ -100,7 +100,7 @@ def cache_json(path: Path, value: Any) -> None:
 
 def write_error(path: Path, error: OSError, instead: str = "change output_dir") -> StorageError:
     """Return the error for a file that could not be written: a full disk, one without inodes, a folder that
-    is gone or not writable. `instead`: what the user can change in the spec."""
+    is gone or not writable. `instead`: what else the user can do."""
     if error.errno == errno.ENOENT and (gone := where_gone(path)):
         return StorageError(gone)
     inodes = no_inodes(path.parent) if error.errno == errno.ENOSPC else None
