@@ -93,6 +93,7 @@ def folder(tmp_path: Path) -> Path:
     path = write_spec(tmp_path)
     text = path.read_text().replace("max_steps: 10, eval_every: 5", f"max_steps: {STEPS}, eval_every: 10")
     path.write_text(text.replace("{every: 4}", f"{{every: {STEPS}}}"))
+    (tmp_path / "own.json").write_text('{"train_batch_size": 16}')
     return tmp_path
 
 
@@ -119,6 +120,8 @@ FAULTS: dict[str, tuple[str, Callable[[Typed], object], int | None, float, bool]
 }
 """What happens to the command: its launcher, the fault, its exit code, seconds to the end of all processes,
 whether the run saves."""
+OPTIONS = {"deepspeed": ("--deepspeed_config", "own.json")}
+"""What is typed behind the spec: a JSON whose one key the run does not use, and says so."""
 ALWAYS = ("Ctrl-C", "deepspeed is asked")
 """test_killed.py always asks and kills a rank, tests/unit/rank/test_ancestors.py kills launch.py in a tree of
 processes."""
@@ -131,7 +134,7 @@ def test_stopped_and_killed_run_resumes_bit_for_bit(folder: Path, faults: tuple[
     saved = None
     for name in faults:
         launcher, fault, expected, within, saves = FAULTS[name]
-        with typed(launcher, folder) as run:
+        with typed(launcher, folder, *OPTIONS.get(launcher, ())) as run:
             assert saved is None or goes_on_from(run, saved), name
             seconds, code = run.end_after(lambda: fault(run))  # noqa: B023  called at once
             assert seconds < allowed(within) and expected in (None, code), (name, seconds, code)
@@ -139,6 +142,7 @@ def test_stopped_and_killed_run_resumes_bit_for_bit(folder: Path, faults: tuple[
             assert not saves or saved is None or saved < latest(folder), name
             saved = latest(folder)
             output = run.output.read_text()
+            assert ("own.json: train_batch_size 16" in output) == (launcher in OPTIONS)
             assert "canary" not in output and all(
                 f"{how}: (hidden)\n" in output for how in ("printed", "logged", "warned")
             )
