@@ -91,7 +91,10 @@ hypothesis.settings.register_profile("full", deadline=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """`-m long` runs everything; as pytest takes it, it would leave out all that does not take long."""
+    """`-m long` runs everything; as pytest takes it, it would leave out all that does not take long. A pytest
+    that a test starts is no worker of xdist."""
+    if not hasattr(config, "workerinput"):
+        os.environ.pop("PYTEST_XDIST_WORKER", None)
     if config.option.markexpr == "long":
         config.option.markexpr = "long or not long"
     hypothesis.settings.load_profile("full" if "long" in config.option.markexpr else "quick")

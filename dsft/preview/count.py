@@ -5,6 +5,7 @@ written."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from os.path import isdir  # False for a name that is too long
 from pathlib import Path
 
 import numpy as np
@@ -68,12 +69,12 @@ def _load(spec: Spec) -> tuple[RunData, bool]:
     paths = [source.path for source in data.train]
     of_hub = [path for path in paths if hub_data(path) is not None and local_files(path) is None]
     files = [file for path in paths if path not in of_hub for file in data_files(path) if file.path]
-    if of_hub and not folder.is_dir():
+    if of_hub and not isdir(folder):
         raise NotSampledError(f"{of_hub[0]} is a data set of the hub, and not tokenized yet")
     with cache_only(bool(of_hub) or is_hub_id(spec.model.tokenizer or spec.model.name_or_path or ".")):
         tokenizer, _ = open_tokenizer(spec.model)
         choose_template(tokenizer, data.chat_template, data.thinking)
-        if folder.is_dir():
+        if isdir(folder):
             try:
                 return load_data(spec, tokenizer, Cache(folder, tokenizes=False), refuse=False), False
             except (NotCachedError, MissingInputError):  # the latter of the hub's, as files were found before

@@ -44,7 +44,7 @@ def test_planned_memory_is_what_deepspeed_allocates(measured: Found, precision: 
     off = {
         case["case"]: round(case["measured"] / case["planned"], 3)
         for case in cases
-        if not 0.85 <= case["measured"] / case["planned"] <= 1.02
+        if not 0.84 <= case["measured"] / case["planned"] <= 1.02
     }
     assert off == {}
     assert [case["case"] for case in cases if not case["freed"]] == []
