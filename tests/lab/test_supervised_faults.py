@@ -156,7 +156,7 @@ def test_run_through_faults_ends_as_one_without(lab: Lab, tmp_path: Path, is_one
     """Real training: a rank is killed, another one may be stopped for good, then SIGTERM. Each start goes on
     from the step that was saved last, and what is measured is what a run on one host without a break
     measures."""
-    own = ["train.max_steps=30", "train.eval_every=10"]
+    own = ["train.max_steps=60", "train.eval_every=10"]  # a rank goes on while its stack is saved
     words = [*dsft(SLOW), "launch", "small.yaml", *own, "checkpoint.every=5", "cluster.hang_timeout=5"]
     saves = tmp_path / "runs" / "small" / "checkpoints" / "latest"
     with running(lab, tmp_path, [*words, "--restarts", "2"]) as run:
@@ -185,7 +185,7 @@ def test_run_through_faults_ends_as_one_without(lab: Lab, tmp_path: Path, is_one
             saved = int(found[1])
             starts.append(saved)
     assert len(starts) == 1 + is_one_stopped, output
-    stopped = re.search(r"stopped at step (\d+) of 30 by SIGTERM, and saved", output)
+    stopped = re.search(r"stopped at step (\d+) of 60 by SIGTERM, and saved", output)
     assert stopped is not None and int(stopped[1]) == saved, output
     assert saves.read_text().strip() == f"step-{saved}"
 
