@@ -175,14 +175,14 @@ def _write_part(
     aside: Path, mine: list[Fragment], shapes: Mapping[str, tuple[int, ...]], rank: int
 ) -> RankFile:
     name = file_of(rank)
-    kinds: dict[tuple[str, int, int], set[str]] = {}
+    kinds: dict[tuple[str, int, int], list[str]] = {}
     for one in mine:
-        found = kinds.setdefault((one.name, one.start, one.size), set())
-        assert one.kind not in found, f"two fragments of {one.name} {one.kind} at {one.start}"
-        found.add(one.kind)
+        kinds.setdefault((one.name, one.start, one.size), []).append(one.kind)
     elements: Counter[frozenset[str]] = Counter()
-    for (_, _, size), each in kinds.items():
+    for (parameter, _, size), each in kinds.items():
         elements[frozenset(each)] += size
+        if len(set(each)) < len(each):
+            return RankFile(name, None, {}, shapes, f"It has a part of {parameter} twice; nothing is saved.")
     try:
         written = write_tensors(aside / name, entries_of(mine), _chunks(mine), METADATA)
     except OSError as error:

@@ -4,6 +4,7 @@ sets them, and what the check of a start's first step may expect of it."""
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -51,23 +52,23 @@ class StateShard:
         return tensor.detach().view(-1).narrow(0, self.offset, self.size)
 
 
-class BaseOptimizer(torch.optim.Optimizer):
+class BaseOptimizer(torch.optim.Optimizer, ABC):
     """The base of each optimizer. These methods are for one that has, for each of its tensors and each kind
     of moment, a tensor of the same shape: `state[home][kind]`."""
 
     noise = NOISE
     """Largest relative error of `first_moments`, as `first_step.NOISE`."""
 
+    @abstractmethod
     def kinds_of(self, home: Tensor) -> tuple[StateKind, ...]:
         """Return the kinds of the moments of a tensor."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expected_change(self, gradients: Tensor, after: Samples, step: int) -> Tensor | float:
         """Return a lower bound of the change of each value by a step with learning rate 1 and without weight
         decay: (n, SAMPLES), or one number for all. gradients: (n, SAMPLES), as the optimizer gets them;
         after: the state after the step, NaN where a parameter has no such moment; step: number of steps with
         this one."""
-        raise NotImplementedError
 
     def first_moments(self, after: Samples) -> Tensor | None:
         """Return the moment, (n, SAMPLES), which after a run's first step is the gradient times one factor

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = sorted((ROOT / "dsft").rglob("*.py"))
 
-ALL = 56_272
+ALL = 56_273
 """Lines of dsft/. Whoever adds more than that raises the number, and says in the commit what for."""
 
 OF_A_FILE, LONG_FILES = (

@@ -157,6 +157,8 @@ def test_a_parameter_may_have_other_moments_but_not_fewer(maker: Any, monkeypatc
     assert checkpoint.state["kinds"] == ["exp_avg", "momentum_buffer", "value"]
     found = {name: checkpoint.kinds_of(name) for name in maker.tensors}
     assert found == dict.fromkeys(maker.tensors, ["exp_avg", "value"]) | {odd: ["momentum_buffer", "value"]}
+    changed("value")
+    assert all(f"a part of {odd} twice" in str(result) for result in maker.save(2))
     changed(None)
     elements = maker.tensors[odd].numel()
     for result in maker.save(2):
