@@ -41,6 +41,7 @@ def save(number, frame):
     os._exit(75)
 signal.signal(signal.SIGUSR1, save)
 signal.signal(signal.SIGTERM, lambda number, frame: None)
+time.sleep(1)  # Slurm may lose a signal to a step that its daemon is still starting
 print("began", rank, os.environ["SLURM_NTASKS"], sys.argv[1:], flush=True)
 if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
     time.sleep(600)
